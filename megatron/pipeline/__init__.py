@@ -1,0 +1,11 @@
+"""Pipeline schedules for today's megatron-core, without a fork.
+
+The rooms, in the order data flows through them:
+
+``schedule``  what runs when: passes, placements, families, simulation, proof, lowering. Pure Python, never torch.
+``runtime``   how one rank runs its program: executor, p2p, weight gradients, measurements.
+``model``     the GPT model cut by a placement, with linears whose backward splits.
+``training``  arguments, data, checkpoints, the loop: the glue behind ``pretrain_gpt.py``.
+``view``      pictures of planned schedules and of measured runs.
+``patches``   the short list of upstream symbols that are replaced, one file per upstream module.
+"""

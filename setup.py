@@ -1,0 +1,30 @@
+"""Packaging: ``megatron.pipeline`` beside the pip-installed ``megatron.core``, with ``patches/`` as ``megatron.pipeline.patches``."""
+
+from setuptools import find_namespace_packages, setup
+
+setup(
+    name="megatron-pipeline",
+    version="0.1.0",
+    description="Zero-bubble and memory-controlled pipeline schedules for megatron-core, without a fork",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"]) + ["megatron.pipeline.patches"],
+    package_dir={"megatron.pipeline.patches": "patches"},
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core==0.16.1",
+        "numpy",
+        "einops",
+        "psutil",  # megatron-core's checkpoint writer hangs without it
+        "PyYAML",
+        "tensorboard",
+        "rich",
+        "matplotlib",
+    ],
+    extras_require={
+        # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
+        "transformer-engine": ["transformer-engine[pytorch]"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML"],
+    },
+    entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},
+)
