@@ -88,7 +88,7 @@ class Schedule:
         except json.JSONDecodeError as error:
             raise ValueError(f"not a schedule: invalid JSON ({error})") from None
         if not isinstance(data, dict):
-            raise ValueError(f"not a schedule: expected a JSON object, got {type(data).__name__}")
+            raise ValueError(f"not a schedule: expected a JSON object, got {type(data).__name__}")  # noqa: TRY004
         missing = [key for key in ("schedule", "placement", "microbatches", "passes") if key not in data]
         if missing:
             raise ValueError(f"not a schedule: missing {', '.join(missing)}")
@@ -103,6 +103,10 @@ class Schedule:
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
         return cls(str(name), placement, microbatches, tuple(tuple(Pass.parse(text) for text in row) for row in passes))
+
+
+class ScheduleError(ValueError):
+    """A schedule, or what it was lowered to, breaks a rule; the message names the rank and the first pass that does."""
 
 
 def _is_table(value: object) -> bool:

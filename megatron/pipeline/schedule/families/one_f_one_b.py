@@ -1,0 +1,29 @@
+"""1F1B: fill the pipeline with forwards, then alternate one forward and one (fused) backward.
+
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush). With equal stages and no hop cost
+the span is m(F+B+W) + (p-1)(F+B+W), and rank r holds min(m, p-r) microbatches.
+"""
+
+from __future__ import annotations
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import Placement, interleaved
+
+
+def plan(placement: Placement, microbatches: int, costs: Costs, memory_limit: list[float] | None) -> Order:
+    """Rank r runs p-r forwards before its first backward, so that it holds p-r microbatches from then on."""
+    return tuple(_order(placement.ranks - rank, microbatches) for rank in range(placement.ranks))
+
+
+def _order(in_flight: int, microbatches: int) -> tuple[Pass, ...]:
+    passes = [Pass(Kind.F, microbatch) for microbatch in range(min(in_flight, microbatches))]
+    for microbatch in range(microbatches):
+        passes.append(Pass(Kind.BW, microbatch))
+        if microbatch + in_flight < microbatches:
+            passes.append(Pass(Kind.F, microbatch + in_flight))
+    return tuple(passes)
+
+
+FAMILY = Family("1f1b", interleaved, plan)

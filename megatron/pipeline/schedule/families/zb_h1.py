@@ -1,0 +1,49 @@
+"""ZB-H1: 1F1B with the weight gradients split off and delayed into the bubble, at the memory of 1F1B.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages the span is
+
+    m(F+B+W) + (p-1)(F+B-W) + 4(p-1)*hop
+
+for m > p (m >= p without hops), W <= F + 2*hop and 2*hop <= W. Rank r holds at most p-r microbatches whole and r more of
+which only W is due: p microbatches if B frees nothing, as 1F1B does on rank 0.
+"""
+
+from __future__ import annotations
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import Placement, interleaved
+
+
+def plan(placement: Placement, microbatches: int, costs: Costs, memory_limit: list[float] | None) -> Order:
+    """Rank r runs p-r forwards before its first B, as 1F1B does, and W r microbatches behind B."""
+    return delayed_weights(placement.ranks, microbatches, depth=1)
+
+
+def delayed_weights(ranks: int, microbatches: int, depth: int) -> Order:
+    """One F, one B, one W in turn, where W lags behind B by ``depth`` microbatches for every rank before this one.
+
+    Every rank starts with ``depth`` more forwards than the next. The lag makes the later ranks, which start late, skip
+    as many W as the earlier ones are forwards ahead: B reaches rank 0 sooner, and the W that were skipped fill the time
+    after a rank's last B, while the gradients still travel towards rank 0.
+    """
+    return tuple(
+        _order(in_flight=1 + depth * (ranks - 1 - rank), lag=depth * rank, microbatches=microbatches)
+        for rank in range(ranks)
+    )
+
+
+def _order(in_flight: int, lag: int, microbatches: int) -> tuple[Pass, ...]:
+    passes = [Pass(Kind.F, microbatch) for microbatch in range(min(in_flight, microbatches))]
+    for microbatch in range(microbatches):
+        passes.append(Pass(Kind.B, microbatch))
+        if microbatch >= lag:
+            passes.append(Pass(Kind.W, microbatch - lag))
+        if microbatch + in_flight < microbatches:
+            passes.append(Pass(Kind.F, microbatch + in_flight))
+    passes += [Pass(Kind.W, microbatch) for microbatch in range(max(0, microbatches - lag), microbatches)]
+    return tuple(passes)
+
+
+FAMILY = Family("zb-h1", interleaved, plan)

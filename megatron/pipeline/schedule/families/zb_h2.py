@@ -1,0 +1,21 @@
+"""ZB-H2: ZB-H1 with twice the warm-up, which also fills the wait for the first backward, at almost twice the memory.
+
+Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages the span is
+
+    m(F+B+W) + (p-1)(F+B-2W+2*hop)
+"""
+
+from __future__ import annotations
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
+from megatron.pipeline.schedule.placement import Placement, interleaved
+
+
+def plan(placement: Placement, microbatches: int, costs: Costs, memory_limit: list[float] | None) -> Order:
+    """Rank r runs 2(p-r)-1 forwards before its first B, and W 2r microbatches behind B."""
+    return delayed_weights(placement.ranks, microbatches, depth=2)
+
+
+FAMILY = Family("zb-h2", interleaved, plan)

@@ -1,0 +1,172 @@
+"""The specification of a schedule, as code: every rule that a schedule must obey, whoever made it.
+
+``verify`` checks a schedule; ``verify_programs`` (in ``verify_programs.py``) checks what it was lowered to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from megatron.pipeline.schedule.costs import Costs, uniform
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.simulate import Stuck, activation_peaks, check_stages, dependency_order
+from megatron.pipeline.schedule.verify_programs import verify_programs
+
+__all__ = ["ScheduleError", "per_rank", "verify", "verify_programs"]
+
+
+def verify(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    forward_only: bool = False,
+) -> None:
+    """Check a schedule against every rule below.
+
+    Args:
+        schedule: what to check.
+        costs: for the memory limit; by default every microbatch takes 1 on a rank, held until W.
+        memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
+        forward_only: the schedule is for evaluation, so that it has every F and nothing else.
+
+    Raises:
+        ScheduleError: a rule is broken; the message names the rank and the first pass that breaks it.
+    """
+    every_pass_is_known(schedule)
+    no_pass_is_repeated(schedule)
+    if forward_only:
+        only_forwards(schedule)
+    else:
+        every_backward_is_whole(schedule)
+    every_forward_is_there(schedule)
+    passes_of_a_microbatch_are_in_order(schedule)
+    gradients_are_in_microbatch_order(schedule)
+    dependencies_can_be_met(schedule)
+    if memory_limit is not None:
+        memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
+
+
+def every_pass_is_known(schedule: Schedule) -> None:
+    """Every rank has its row, and every pass is of a microbatch and a chunk that exist."""
+    if len(schedule.passes) != schedule.ranks:
+        raise ScheduleError(f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank")
+    for rank, passes in enumerate(schedule.passes):
+        for work in passes:
+            if not 0 <= work.microbatch < schedule.microbatches:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{schedule.microbatches - 1}")
+            if not 0 <= work.chunk < schedule.placement.chunks:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{schedule.placement.chunks - 1}")
+
+
+def no_pass_is_repeated(schedule: Schedule) -> None:
+    """No pass runs twice, and no backward runs both fused and split."""
+    for rank, passes in enumerate(schedule.passes):
+        seen: set[Pass] = set()
+        for work in passes:
+            if work in seen:
+                raise ScheduleError(f"rank {rank}: {work} runs twice; remove one")
+            seen.add(work)
+        for work in passes:
+            fused = work._replace(kind=Kind.BW)
+            if work.kind in (Kind.B, Kind.W) and fused in seen:
+                raise ScheduleError(f"rank {rank}: {work} runs again what {fused} does; keep either BW, or B and W")
+
+
+def every_forward_is_there(schedule: Schedule) -> None:
+    """Every rank runs F of every microbatch on every chunk."""
+    for rank, passes in enumerate(schedule.passes):
+        _require(rank, [Pass(Kind.F, *item) for item in _items(schedule)], set(passes))
+
+
+def every_backward_is_whole(schedule: Schedule) -> None:
+    """Every rank runs BW, or B and W, of every microbatch on every chunk."""
+    for rank, passes in enumerate(schedule.passes):
+        present = set(passes)
+        split = [item for item in _items(schedule) if Pass(Kind.BW, *item) not in present]
+        _require(rank, [Pass(kind, *item) for item in split for kind in (Kind.B, Kind.W)], present)
+
+
+def only_forwards(schedule: Schedule) -> None:
+    """In evaluation nothing but F runs."""
+    for rank, passes in enumerate(schedule.passes):
+        for work in passes:
+            if work.kind is not Kind.F:
+                raise ScheduleError(f"rank {rank}: {work} does not belong to a schedule of forwards only; remove it")
+
+
+def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
+    """On its rank, F runs before B or BW of the same microbatch and chunk, and B before W."""
+    for rank, passes in enumerate(schedule.passes):
+        seen: set[Pass] = set()
+        for work in passes:
+            if work.kind is not Kind.F:
+                needed = work._replace(kind=Kind.B if work.kind is Kind.W else Kind.F)
+                if needed not in seen:
+                    raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
+            seen.add(work)
+
+
+def gradients_are_in_microbatch_order(schedule: Schedule) -> None:
+    """On one chunk, B and BW run in microbatch order, and so do W and BW.
+
+    Sums of floats depend on their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
+    """
+    for rank, passes in enumerate(schedule.passes):
+        for chunk in range(schedule.placement.chunks):
+            for kinds in ((Kind.B, Kind.BW), (Kind.W, Kind.BW)):
+                line = [work for work in passes if work.chunk == chunk and work.kind in kinds]
+                for before, work in pairwise(line):
+                    if work.microbatch < before.microbatch:
+                        raise ScheduleError(
+                            f"rank {rank}: {work} runs after {before}; {' and '.join(kinds)} of a chunk must be in microbatch order"
+                        )
+
+
+def dependencies_can_be_met(schedule: Schedule) -> None:
+    """No pass waits, over any number of ranks, for a pass that waits for it."""
+    try:
+        for _ in dependency_order(schedule):
+            pass
+    except Stuck as stuck:
+        raise ScheduleError(str(stuck)) from None
+
+
+def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> None:
+    """No rank ever holds more activation memory than its limit; both in the costs' unit."""
+    check_stages(schedule.placement, costs)
+    limits = per_rank(memory_limit, schedule.ranks)
+    for rank, (passes, limit, peak) in enumerate(zip(schedule.passes, limits, activation_peaks(schedule, costs), strict=True)):
+        # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
+        limit_with_slack = limit * (1 + 1e-9)
+        held: float = 0
+        for work in passes:
+            held += costs.stages[schedule.placement.stage(rank, work.chunk)].allocated(work.kind)
+            if held > limit_with_slack:
+                raise ScheduleError(
+                    f"rank {rank}: {work} brings the activation memory of {schedule.name} to {held:g}, above the limit of "
+                    f"{limit:g}; this schedule needs {peak:g} there: raise the limit, or take a schedule that holds less"
+                )
+
+
+def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
+    """One limit for every rank, from one number for all or from one number each.
+
+    Raises:
+        ValueError: not one number per rank, or a number that is negative or NaN.
+    """
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
+    if len(limits) != ranks or not all(limit >= 0 for limit in limits):
+        raise ValueError(f"a memory limit must be one number of at least 0, or one for each of {ranks} ranks, got {memory_limit}")
+    return limits
+
+
+def _items(schedule: Schedule) -> list[tuple[int, int]]:
+    return [(m, c) for m in range(schedule.microbatches) for c in range(schedule.placement.chunks)]
+
+
+def _require(rank: int, needed: list[Pass], present: set[Pass]) -> None:
+    for work in needed:
+        if work not in present:
+            raise ScheduleError(f"rank {rank}: {work} is missing; add it")

@@ -1,0 +1,139 @@
+"""The specification of lowered programs, as code: nothing is lost on the way from one rank to another, and nothing deadlocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
+
+from megatron.pipeline.schedule.lower import Transfer, transfers
+from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.program import Compute, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
+
+Place: TypeAlias = tuple[int, int, int]  # rank, position in its program, peer
+_Item = TypeVar("_Item", Pass, Operation)
+
+
+def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Check what a schedule was lowered to against every rule below.
+
+    Raises:
+        ScheduleError: a rule is broken; the message names the rank and the first operation that breaks it.
+    """
+    programs_follow_the_schedule(schedule, programs)
+    every_message_is_delivered(schedule, programs)
+    pairs_agree_on_the_order(programs)
+    nothing_deadlocks(programs)
+
+
+def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Every rank computes exactly its passes, in the schedule's order."""
+    if len(programs) != schedule.ranks:
+        raise ScheduleError(f"{len(programs)} programs for {schedule.ranks} ranks; give one program per rank")
+    for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
+        computed = [operation.work for operation in program if isinstance(operation, Compute)]
+        for slot in range(max(len(passes), len(computed))):
+            planned, found = _at(passes, slot), _at(computed, slot)
+            if planned != found:
+                raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
+
+
+def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
+    in this order, before the pass that needs it, by the right peers; and no other tensor is."""
+    sends, receives, waits = (_places(programs, kind) for kind in (Send, Receive, Wait))
+    computes = {
+        (rank, operation.work): slot
+        for rank, program in enumerate(programs)
+        for slot, operation in enumerate(program)
+        if isinstance(operation, Compute)
+    }
+    needed = {transfer.message: transfer for transfer in transfers(schedule)}
+    for name, places in (("Send", sends), ("Receive", receives), ("Wait", waits)):
+        for message, (rank, _, _) in places.items():
+            if message not in needed:
+                raise ScheduleError(f"rank {rank}: {name} of the {message}, which no other rank needs; remove it")
+    for transfer in needed.values():
+        message, sender, producer, receiver, consumer = transfer
+        sent = _place(sends, "Send", transfer, sender, receiver)
+        received = _place(receives, "Receive", transfer, receiver, sender)
+        waited = _place(waits, "Wait", transfer, receiver, receiver)
+        if sent < computes[sender, producer]:
+            raise ScheduleError(f"rank {sender}: Send of the {message} comes before {producer}, which makes it")
+        if not received < waited < computes[receiver, consumer]:
+            raise ScheduleError(
+                f"rank {receiver}: {consumer} needs the {message}; its Receive, its Wait and the pass must come in this order"
+            )
+
+
+def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
+    """For every pair of ranks and each direction, tensors are received in the order in which they are sent."""
+    for sender, receiver in ((a, b) for a in range(len(programs)) for b in range(len(programs)) if a != b):
+        sent = [op.message for op in programs[sender] if isinstance(op, Send) and op.peer == receiver]
+        received = [op.message for op in programs[receiver] if isinstance(op, Receive) and op.peer == sender]
+        for first, second in zip(sent, received, strict=False):
+            if first != second:
+                raise ScheduleError(
+                    f"rank {receiver} receives the {second} from rank {sender} where that sends the {first}; "
+                    "both must use the same order"
+                )
+
+
+def nothing_deadlocks(programs: Sequence[Program]) -> None:
+    """All programs end even if every Send and every Receive blocks until its peer reaches the matching operation."""
+    position = [0] * len(programs)
+    runnable = list(range(len(programs)))
+    while runnable:
+        rank = runnable.pop()
+        while isinstance(_at(programs[rank], position[rank]), (Compute, Wait)):
+            position[rank] += 1
+        mine = _at(programs[rank], position[rank])
+        if not isinstance(mine, (Send, Receive)):
+            continue
+        theirs = _at(programs[mine.peer], position[mine.peer])
+        # Send and Receive are tuples, so they are equal to each other: the type has to be compared too.
+        if isinstance(theirs, Receive if isinstance(mine, Send) else Send) and theirs == (mine.message, rank):
+            position[rank] += 1
+            position[mine.peer] += 1
+            runnable += [rank, mine.peer]
+    stuck = {rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)}
+    if stuck:
+        places = "; ".join(f"rank {rank} in {_describe(operation)}" for rank, operation in stuck.items())
+        raise ScheduleError(f"deadlock when sends and receives block until their peer joins: {places}")
+
+
+def _places(programs: Sequence[Program], kind: type[Send | Receive | Wait]) -> dict[Message, Place]:
+    places: dict[Message, Place] = {}
+    for rank, program in enumerate(programs):
+        for slot, operation in enumerate(program):
+            if isinstance(operation, kind):
+                if operation.message in places:
+                    raise ScheduleError(f"rank {rank}: {kind.__name__} of the {operation.message} comes twice; remove one")
+                places[operation.message] = rank, slot, rank if isinstance(operation, Wait) else operation.peer
+    return places
+
+
+def _place(places: dict[Message, Place], name: str, transfer: Transfer, rank: int, peer: int) -> int:
+    """Where in the rank's program the operation is that handles a message."""
+    place = places.get(transfer.message)
+    if place is None or (place[0], place[2]) != (rank, peer):
+        where = "missing" if place is None else f"on rank {place[0]} with peer {place[2]}"
+        raise ScheduleError(
+            f"rank {rank}: {name} of the {transfer.message} is {where}; {transfer.consumer} of rank {transfer.receiver} "
+            f"needs it from {transfer.producer} of rank {transfer.sender}"
+        )
+    return place[1]
+
+
+def _describe(operation: Operation | None) -> str:
+    match operation:
+        case Send(message, peer):
+            return f"Send of the {message} to rank {peer}"
+        case Receive(message, peer):
+            return f"Receive of the {message} from rank {peer}"
+        case _:
+            return str(operation)
+
+
+def _at(items: Sequence[_Item], index: int) -> _Item | None:
+    return items[index] if index < len(items) else None
