@@ -1,0 +1,223 @@
+"""Do the flags fit together? ``validate`` answers before any process group exists, and fills in what follows from them."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+
+import torch
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+def validate(args: Namespace, world_size: int) -> None:
+    """Check the flags against each other and against the number of ranks, and complete them in place.
+
+    Sets what was left open (``ffn_hidden_size``, ``kv_channels``, ``global_batch_size``, ...) and what follows:
+    ``data_parallel_size``, ``virtual_pipeline_model_parallel_size`` (None for one chunk per rank).
+
+    Raises:
+        ValueError: the flags contradict each other; the message has the numbers and what to change.
+    """
+    _check_required(args)
+    _check_platform(args)
+    _check_parallel_sizes(args, world_size)
+    _check_model(args)
+    _check_batch(args)
+    _check_learning_rate(args)
+    _check_precision(args)
+    _check_recompute(args)
+    _check_data(args)
+    _check_checkpoints(args)
+
+
+def batch_sizes(args: Namespace) -> list[int]:
+    """Every global batch size that the training goes through, in order: one, or those of the ramp-up."""
+    if args.rampup_batch_size is None:
+        return [args.global_batch_size]
+    start, step, _ = args.rampup_batch_size
+    return [*range(start, args.global_batch_size, step), args.global_batch_size]
+
+
+def _check_required(args: Namespace) -> None:
+    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
+    missing = [_flag(name) for name in required if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
+
+
+def _check_platform(args: Namespace) -> None:
+    """Choose the backend and the layers that this machine has, and refuse those it lacks."""
+    cuda = torch.cuda.is_available()
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    args.distributed_backend = args.distributed_backend or ("nccl" if cuda else "gloo")
+    args.transformer_impl = args.transformer_impl or ("transformer_engine" if cuda and engine else "local")
+    if args.distributed_backend == "nccl" and not cuda:
+        raise ValueError("--distributed-backend nccl needs a CUDA device and there is none: use gloo")
+    if args.transformer_impl == "transformer_engine" and not (cuda and engine):
+        lacking = "a CUDA device" if not cuda else "the package transformer-engine"
+        raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
+
+
+def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
+    tensor, pipeline, context = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    model = tensor * pipeline * context
+    if world_size % model:
+        raise ValueError(
+            f"{world_size} ranks cannot be split into models of {tensor} x {pipeline} x {context} = {model} ranks "
+            f"(tensor x pipeline x context): start a multiple of {model} ranks or change a parallel size"
+        )
+    args.data_parallel_size = world_size // model
+    chunks = _chunks(args)
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    stages = pipeline * chunks
+    if args.num_layers % stages:
+        below = args.num_layers // stages * stages
+        raise ValueError(
+            f"--num-layers {args.num_layers} cannot be split over {pipeline} pipeline ranks x {chunks} chunks = {stages} stages: "
+            f"use {f'{below} or ' if below else ''}{below + stages} layers, or change --pipeline-model-parallel-size"
+        )
+    if context > 1 and args.transformer_impl == "local":
+        raise ValueError(f"--context-parallel-size {context} needs --transformer-impl transformer_engine: local attention has none")
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+    args.sequence_parallel = args.sequence_parallel and tensor > 1
+
+
+def _chunks(args: Namespace) -> int:
+    """Chunks per rank, from whichever of Megatron's two flags was given."""
+    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    if layers and chunks:
+        raise ValueError("give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both")
+    if layers is None:
+        return int(chunks or 1)
+    stages = args.pipeline_model_parallel_size * layers
+    if args.num_layers % stages:
+        raise ValueError(
+            f"--num-layers {args.num_layers} is not a multiple of {args.pipeline_model_parallel_size} pipeline ranks x "
+            f"{layers} layers of --num-layers-per-virtual-pipeline-stage = {stages}"
+        )
+    return int(args.num_layers // stages)
+
+
+def _check_model(args: Namespace) -> None:
+    hidden, heads, tensor = args.hidden_size, args.num_attention_heads, args.tensor_model_parallel_size
+    if args.swiglu and args.squared_relu:
+        raise ValueError("--swiglu and --squared-relu are two activations: give one")
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden
+    if args.kv_channels is None:
+        if hidden % heads:
+            raise ValueError(f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels")
+        args.kv_channels = hidden // heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if heads % groups:
+        raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")
+    for name, size in (("--num-attention-heads", heads), ("--num-query-groups", groups), ("--ffn-hidden-size", args.ffn_hidden_size)):
+        if size % tensor:
+            raise ValueError(f"{name} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        raise ValueError(f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}")
+    parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    parts *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    if args.seq_length % parts:
+        raise ValueError(f"--seq-length {args.seq_length} must be a multiple of {parts} with this sequence and context parallelism")
+    if args.position_embedding_type != "rope":
+        args.apply_rope_fusion = False
+
+
+def _check_batch(args: Namespace) -> None:
+    unit = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or unit
+    if args.rampup_batch_size is not None:
+        start, step, _ = args.rampup_batch_size
+        if start > args.global_batch_size or (args.global_batch_size - start) % step:
+            raise ValueError(f"--rampup-batch-size starts at {start}: steps of {step} do not lead to --global-batch-size {args.global_batch_size}")
+    for size in batch_sizes(args):
+        if size % unit:
+            below = size // unit * unit
+            raise ValueError(
+                f"a global batch of {size} samples is {size / unit:g} microbatches: --micro-batch-size {args.micro_batch_size} x "
+                f"data-parallel size {args.data_parallel_size} = {unit} must divide it; use {f'{below} or ' if below else ''}{below + unit}"
+            )
+
+
+def _check_learning_rate(args: Namespace) -> None:
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    if args.min_lr < 0 or args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} must be from 0 to --lr {args.lr}")
+    if args.lr_warmup_init > args.lr:
+        raise ValueError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}")
+    if args.lr_warmup_fraction is not None:
+        if args.lr_warmup_iters:
+            raise ValueError("give --lr-warmup-fraction or --lr-warmup-iters, not both")
+        args.lr_warmup_iters = args.lr_warmup_fraction * args.lr_decay_iters
+    if args.lr_warmup_iters >= args.lr_decay_iters:
+        raise ValueError(f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters {args.lr_decay_iters}")
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None or args.end_weight_decay is not None:
+            raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    elif args.start_weight_decay is None or args.end_weight_decay is None:
+        raise ValueError(f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay")
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one")
+
+
+def _check_precision(args: Namespace) -> None:
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 and --fp16 contradict each other: give one")
+    if args.fp16_lm_cross_entropy and not args.fp16:
+        raise ValueError("--fp16-lm-cross-entropy needs --fp16")
+    if args.bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.fp16 and args.loss_scale is None:
+        args.check_for_nan_in_loss_and_grad = False  # a dynamic loss scale learns from gradients that overflow
+
+
+def _check_recompute(args: Namespace) -> None:
+    if args.recompute_activations:
+        args.recompute_granularity = args.recompute_granularity or "selective"
+    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
+        raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
+        raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+
+
+def _check_data(args: Namespace) -> None:
+    per_split = any((args.train_data_path, args.valid_data_path, args.test_data_path))
+    sources = bool(args.mock_data) + bool(args.data_path) + per_split
+    if sources != 1:
+        raise ValueError(f"{'no' if not sources else 'more than one'} data source: give --data-path, --train-data-path (and so on) or --mock-data")
+    if per_split and not args.train_data_path:
+        raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
+    if per_split and args.split:
+        raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
+    if not per_split:
+        args.split = args.split or DEFAULT_SPLIT
+        _check_split(args.split)
+    if args.tokenizer_type is None:
+        raise ValueError("missing --tokenizer-type: ByteLevelTokenizer needs nothing else")
+
+
+def _check_split(split: str) -> None:
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
+        raise ValueError(f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}")
+
+
+def _check_checkpoints(args: Namespace) -> None:
+    if args.save_interval and not args.save:
+        raise ValueError(f"--save-interval {args.save_interval} needs --save DIR")
+    if args.finetune and not args.load:
+        raise ValueError("--finetune needs --load DIR")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
