@@ -26,7 +26,9 @@ class Placement:
             raise ValueError(f"every rank must hold the same number of chunks, got {[len(row) for row in self.stages]}")
         count = self.ranks * self.chunks
         if sorted(stage for row in self.stages for stage in row) != list(range(count)):
-            raise ValueError(f"every stage 0..{count - 1} needs exactly one (rank, chunk), got {[list(row) for row in self.stages]}")
+            raise ValueError(
+                f"every stage 0..{count - 1} needs exactly one (rank, chunk), got {[list(row) for row in self.stages]}"
+            )
 
     @property
     def ranks(self) -> int:

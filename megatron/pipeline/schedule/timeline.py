@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,6 +51,34 @@ class Timeline:
     def makespan_bubble_rate(self) -> float:
         """The idle share of the makespan."""
         return _idle_share(self.makespan, self.work)
+
+    def to_json(self) -> str:
+        """One JSON object, ``{"ranks": [[["F0.0", start, end], ...], ...]}``, that ``from_json`` reads back."""
+        return json.dumps(
+            {"ranks": [[[str(timed.work), timed.start, timed.end] for timed in rank] for rank in self.ranks]}
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            ValueError: not JSON, not of that form, a pass cannot be read, or a time is not a finite number.
+        """
+        try:
+            rows = json.loads(text)["ranks"]
+            ranks = tuple(tuple(Timed(Pass.parse(work), start, end) for work, start, end in row) for row in rows)
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            raise ValueError(
+                f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error!r})'
+            ) from None
+        for timed in (timed for rank in ranks for timed in rank):
+            times = (timed.start, timed.end)
+            if not all(type(time) in (int, float) and math.isfinite(time) for time in times) or timed.start > timed.end:
+                raise ValueError(
+                    f"not a timeline: {timed.work} needs a start and a later end, got {timed.start!r}, {timed.end!r}"
+                )
+        return cls(ranks)
 
 
 def _idle_share(whole: float, work: float) -> float:

@@ -1,7 +1,10 @@
 """1F1B: fill the pipeline with forwards, then alternate one forward and one (fused) backward.
 
-Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush). With equal stages and no hop cost
-the span is m(F+B+W) + (p-1)(F+B+W), and rank r holds min(m, p-r) microbatches.
+Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush). With equal stages the span is
+
+    m(F+B+W) + (p-1)(F+B+W) + hop*(2m(p-1)/p + 2(p-2))
+
+where p > 1 and m is a multiple of p, and for every m without hops. Rank r holds min(m, p-r) microbatches.
 """
 
 from __future__ import annotations
