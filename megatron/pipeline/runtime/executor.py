@@ -1,0 +1,144 @@
+"""Interprets one rank's program for one iteration. Knows passes and messages, not families, losses or process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from megatron.pipeline.model.split_linear import WeightTask, deferring
+from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.recorder import Recorder
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
+
+
+class Stages(Protocol):
+    """What the passes of this rank's stages compute."""
+
+    def forward(self, work: Pass, inputs: Tensors) -> Tensors:
+        """Run a forward. Inputs are [None] on the first stage; outputs are the loss on the last."""
+
+    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
+        """Run a backward from the outputs' gradients ([None] on the last stage) to the inputs'."""
+
+    def release(self, outputs: Tensors) -> None:
+        """The outputs have been sent: their data is not needed any more, only their graph."""
+
+
+class Executor:
+    """One iteration of one rank: what it holds is what is in flight, and all of it is gone when ``run`` returns.
+
+    Args:
+        program: this rank's.
+        placement, rank: where its chunks stand in the model.
+        stages: computes the passes.
+        links: carries the messages.
+        recorder: measures the passes.
+        around: a context for every pass, such as the one that lets DDP reduce gradients.
+        keep_graphs: False for programs without backwards, whose inputs and outputs are dropped at once.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        placement: Placement,
+        rank: int,
+        stages: Stages,
+        links: Links,
+        recorder: Recorder,
+        around: Callable[[Pass], AbstractContextManager[None]],
+        keep_graphs: bool = True,
+    ) -> None:
+        self._program = program
+        self._placement = placement
+        self._rank = rank
+        self._stages = stages
+        self._links = links
+        self._recorder = recorder
+        self._around = around
+        self._keep_graphs = keep_graphs
+        self._received: dict[Message, Tensors] = {}
+        self._made: dict[Message, Tensors] = {}
+        self._graphs: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
+        self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
+        self.position: Operation | None = None  # what this rank is doing, for whoever reports a hang
+
+    def run(self) -> None:
+        for operation in self._program:
+            self.position = operation
+            match operation:
+                case Receive(message, peer):
+                    self._links.receive(message, peer)
+                case Wait(message):
+                    self._received[message] = self._links.wait(message)
+                case Send(message, peer):
+                    self._send(message, peer)
+                case Compute(work):
+                    with self._around(work), self._recorder.measure(work):
+                        self._compute(work)
+                    self._links.sweep()
+        self._links.drain()
+        self.position = None
+
+    def _compute(self, work: Pass) -> None:
+        key = work.microbatch, work.chunk
+        stage = self._placement.stage(self._rank, work.chunk)
+        match work.kind:
+            case Kind.F:
+                inputs = self._take(Message(Flow.ACTIVATION, work.microbatch, stage - 1)) if stage > 0 else [None]
+                outputs = self._stages.forward(work, inputs)
+                if stage < self._placement.last_stage:
+                    self._made[Message(Flow.ACTIVATION, work.microbatch, stage)] = outputs
+                if self._keep_graphs:
+                    self._graphs[key] = inputs, outputs
+            case Kind.B | Kind.BW:
+                last = stage == self._placement.last_stage
+                gradients = [None] if last else self._take(Message(Flow.GRADIENT, work.microbatch, stage + 1))
+                # The gradient is here, so the activation it answers has been received: this only takes note of it.
+                self._links.finish(Message(Flow.ACTIVATION, work.microbatch, stage))
+                inputs, outputs = self._graphs.pop(key)
+                tasks: list[WeightTask] = []
+                with deferring(tasks) if work.kind is Kind.B else nullcontext():
+                    input_gradients = self._stages.backward(work, inputs, outputs, gradients)
+                if stage > 0:
+                    self._made[Message(Flow.GRADIENT, work.microbatch, stage)] = input_gradients
+                if work.kind is Kind.B:
+                    self._weights[key] = [(task, self._recorder.hold(task.held)) for task in tasks]
+            case Kind.W:
+                _run(self._weights.pop(key))
+
+    def _take(self, message: Message) -> Tensors:
+        """The tensors of a message: received, or made by another chunk of this rank and handed over."""
+        if message in self._received:
+            return self._received.pop(message)
+        tensors = self._made.pop(message)
+        handed_over = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in tensors]
+        if message.flow is Flow.ACTIVATION:
+            self._stages.release(tensors)
+        return handed_over
+
+    def _send(self, message: Message, peer: int) -> None:
+        tensors = self._made.pop(message)
+
+        def sent() -> None:
+            if message.flow is Flow.ACTIVATION:
+                self._stages.release(tensors)
+
+        self._links.send(message, peer, tensors, when_sent=sent)
+
+
+def _run(tasks: Iterable[tuple[WeightTask, list[Any]]]) -> None:
+    """Run weight tasks in order, each one's communication started while the one before computes."""
+    waiting = list(tasks)
+    for task, _ in waiting[:1]:
+        task.prefetch()
+    while waiting:
+        task, held = waiting.pop(0)
+        for following, _ in waiting[:1]:
+            following.prefetch()
+        task.run()
+        del task, held

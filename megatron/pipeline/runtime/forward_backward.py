@@ -1,0 +1,276 @@
+"""One training or evaluation iteration under a schedule, behind the signature of megatron-core's own schedules.
+
+``run`` does for any program what ``megatron.core.pipeline_parallel.schedules`` does for its three built-in orders: it
+reuses upstream's forward and backward steps, groups and communicator, honours the same settings of ``config``, and ends
+with ``finalize_model_grads_func``. What differs is that the order of passes is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config, get_model_type
+
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.gradient_sync import GradientSync
+from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.recorder import Recorder
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.program import Flow, Program
+from megatron.pipeline.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule that has been verified, with its programs."""
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+
+
+def run(
+    plan: Plan,
+    started: Callable[[Executor, Recorder], None],
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+    p2p_communicator: P2PCommunicator | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    """Run one iteration of ``plan``; the keywords and the result are those of megatron-core 0.16.1's schedules.
+
+    Args:
+        plan: for this number of microbatches and chunks; of forwards alone if ``forward_only``.
+        started: told what runs now, before it runs: for progress, hang reports and measurements.
+
+    Returns:
+        What the loss function reported for every microbatch, on the rank with the last stage; elsewhere an empty list.
+
+    Raises:
+        ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
+    """
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
+    iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator] * len(chunks)
+    config = get_model_config(chunks[0])
+    _check(plan, chunks, config, adjust_tensor_shapes_fn)
+    communicator, groups = _groups(config, p2p_communicator, pg_collection)
+    rank = communicator.pp_group.rank()
+    last_rank, last_chunk = plan.schedule.placement.home(plan.schedule.placement.last_stage)
+    holds_output = rank == last_rank
+
+    finalize = config.finalize_model_grads_func if not forward_only else None
+    embedding = None
+    if finalize is not None:
+        embedding = schedules.clear_embedding_activation_buffer(config, chunks[last_chunk], holds_output)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+
+    recorder = Recorder(parameter for chunk in chunks for parameter in chunk.parameters())
+    stages = _ModelStages(plan, rank, chunks, iterators, config, groups, num_microbatches)
+    stages.forward_step_func = forward_step_func
+    stages.collect_non_loss_data = collect_non_loss_data
+    stages.first_val_step = first_val_step
+    stages.forward_only = forward_only
+    links = Links(
+        communicator, _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn)
+    )
+    passes = plan.schedule.passes[rank]
+    reduces_late = config.grad_sync_func is not None and rank != 0
+    with GradientSync(config.no_sync_func, passes, reduces_late) as sync:
+        executor = Executor(
+            plan.programs[rank],
+            plan.schedule.placement,
+            rank,
+            stages,
+            links,
+            recorder,
+            sync.around,
+            keep_graphs=not forward_only,
+        )
+        started(executor, recorder)
+        executor.run()
+    if reduces_late and not forward_only:
+        for index, chunk in enumerate(chunks):
+            _per_chunk(config.grad_sync_func, index)(chunk.parameters())
+
+    if finalize is not None:
+        schedules.finish_embedding_wgrad_compute(config, embedding, holds_output, groups.tp)
+        finalize(
+            chunks,
+            stages.num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=groups,
+            force_all_reduce=force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return stages.reported
+
+
+class _ModelStages:
+    """The passes of this rank's model chunks, by upstream's forward and backward steps. One iteration owns it."""
+
+    forward_step_func: Callable[..., Any]
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    forward_only: bool
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        chunks: Sequence[torch.nn.Module],
+        iterators: Sequence[Iterator[Any] | None],
+        config: Any,
+        groups: ProcessGroupCollection,
+        num_microbatches: int,
+    ) -> None:
+        self._placement = plan.schedule.placement
+        self._rank = rank
+        self._chunks = chunks
+        self._iterators = iterators
+        self._config = config
+        self._context_parallel_size = groups.cp.size()
+        self._num_microbatches = num_microbatches
+        self._model_type = get_model_type(chunks[0])
+        self._forwarded: set[int] = set()  # chunks that have run a forward
+        self._in_flight = _most_in_flight(plan.schedule.passes[rank])
+        self.reported: list[Any] = []
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(chunks[0].parameters()).device)
+
+    def forward(self, work: Pass, inputs: Tensors) -> Tensors:
+        first = work.chunk not in self._forwarded
+        if first:
+            self._forwarded.add(work.chunk)
+            if self._config.param_sync_func is not None and not self.forward_only:
+                _per_chunk(self._config.param_sync_func, work.chunk)(self._chunks[work.chunk].parameters())
+        partial = self._config.num_microbatches_with_partial_activation_checkpoints
+        outputs, num_tokens = schedules.forward_step(
+            self.forward_step_func,
+            self._iterators[work.chunk],
+            self._chunks[work.chunk],
+            self._num_microbatches,
+            inputs,
+            self.reported,
+            self._config,
+            self._context_parallel_size,
+            collect_non_loss_data=self.collect_non_loss_data,
+            checkpoint_activations_microbatch=(
+                None if partial is None else work.microbatch % self._in_flight[work.chunk] >= partial
+            ),
+            is_first_microbatch=schedules.check_first_val_step(self.first_val_step, self.forward_only, first),
+            current_microbatch=work.microbatch,
+            vp_stage=work.chunk if len(self._chunks) > 1 else None,
+            is_last_stage=self._placement.stage(self._rank, work.chunk) == self._placement.last_stage,
+        )
+        self.num_tokens += num_tokens
+        return outputs
+
+    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
+        return schedules.backward_step(inputs, outputs, gradients, self._model_type, self._config)
+
+    def release(self, outputs: Tensors) -> None:
+        if not self.forward_only:
+            # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
+            schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
+
+
+def _check(plan: Plan, chunks: Sequence[torch.nn.Module], config: Any, adjust_tensor_shapes_fn: Any) -> None:
+    placement = plan.schedule.placement
+    if placement.chunks != len(chunks):
+        raise ValueError(
+            f"schedule {plan.schedule.name} has {placement.chunks} chunk(s) per rank, but the model has {len(chunks)}: "
+            "build the model for the schedule's placement"
+        )
+    if adjust_tensor_shapes_fn is not None and len(chunks) > 1:
+        raise ValueError("adjust_tensor_shapes_fn works with one chunk per rank only, as in megatron-core")
+    unsupported = {
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "hybrid_context_parallel": config.hybrid_context_parallel,
+        "fine_grained_activation_offloading": config.fine_grained_activation_offloading,
+        "cuda_graph_impl": config.cuda_graph_impl != "none",
+    }
+    for setting, used in unsupported.items():
+        if used:
+            raise ValueError(
+                f"{setting} relies on the order of megatron-core's own schedules: switch it off, "
+                "or use --pipeline-schedule stock"
+            )
+
+
+def _groups(
+    config: Any, communicator: P2PCommunicator | None, groups: ProcessGroupCollection | None
+) -> tuple[P2PCommunicator, ProcessGroupCollection]:
+    """Both as given, or both from parallel_state: as upstream's schedules do."""
+    if (communicator is None) != (groups is None):
+        raise ValueError("give both p2p_communicator and pg_collection, or neither")
+    if communicator is not None and groups is not None:
+        missing = [name for name in ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp") if not hasattr(groups, name)]
+        if missing:
+            raise ValueError(f"pg_collection lacks {', '.join(missing)}; set a group you do not need to None")
+        return communicator, groups
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return P2PCommunicator(pp_group=groups.pp, config=config), groups
+
+
+def _shapes(
+    config: Any,
+    groups: ProcessGroupCollection,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None,
+    adjust: Callable[..., Any] | None,
+) -> dict[Flow, list[Any]]:
+    """What a message carries; a gradient has the shapes of the activation that this rank sent."""
+    received = schedules.get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    sent = list(received)
+    if adjust is not None:
+        received, sent = adjust(received, sent)
+    return {Flow.ACTIVATION: received, Flow.GRADIENT: sent}
+
+
+def _most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
+    """For every chunk, the most microbatches between their F and their B: what partial recomputation cycles through."""
+    most: dict[int, int] = {}
+    current: dict[int, int] = {}
+    for work in passes:
+        if work.kind is Kind.F:
+            current[work.chunk] = current.get(work.chunk, 0) + 1
+            most[work.chunk] = max(most.get(work.chunk, 0), current[work.chunk])
+        elif work.kind.sends_gradient:
+            current[work.chunk] -= 1
+    return most
+
+
+def _per_chunk(function: Any, chunk: int) -> Callable[..., Any]:
+    """Upstream gives one function, or a list with one for every chunk."""
+    return function[chunk] if isinstance(function, (list, tuple)) else function

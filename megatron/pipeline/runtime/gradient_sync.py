@@ -1,0 +1,55 @@
+"""When data-parallel gradient reduction may start: after the pass that completes a chunk's gradients, not before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+from megatron.pipeline.schedule.passes import Pass
+
+NoSync = Callable[[], AbstractContextManager[None]]
+
+
+class GradientSync:
+    """Holds DDP's no_sync through an iteration, and lifts it around the passes that complete gradients.
+
+    The last B of a chunk completes what B finishes (norms, biases, embeddings), its last W the split weights. DDP counts
+    a parameter as ready when its hook runs outside no_sync, so no_sync is lifted for just these passes.
+
+    Args:
+        no_sync: upstream's ``config.no_sync_func``: a function, a list of one per chunk, or None.
+        passes: this rank's, in order.
+        reduces_late: True where the caller reduces gradients after the iteration instead (``config.grad_sync_func``).
+    """
+
+    def __init__(self, no_sync: NoSync | Sequence[NoSync] | None, passes: Sequence[Pass], reduces_late: bool) -> None:
+        self._no_sync = [no_sync] if callable(no_sync) else list(no_sync or ())
+        last: dict[tuple[str, int], Pass] = {}
+        for work in passes:
+            if work.kind.sends_gradient:
+                last["B", work.chunk] = work
+            if work.kind.finishes_weights:
+                last["W", work.chunk] = work
+        self._completing = frozenset() if reduces_late else frozenset(last.values())
+        self._held = ExitStack()
+
+    def __enter__(self) -> GradientSync:
+        self._hold()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @contextmanager
+    def around(self, work: Pass) -> Iterator[None]:
+        """The context a pass runs in."""
+        if work not in self._completing:
+            yield
+            return
+        self._held.close()
+        yield
+        self._hold()
+
+    def _hold(self) -> None:
+        for no_sync in self._no_sync:
+            self._held.enter_context(no_sync())

@@ -1,0 +1,208 @@
+"""Run megatron.core without a GPU: model, DDP, optimizers, clipping, checkpoints and its own schedules, over gloo.
+
+Upstream allocates with ``device="cuda"``, asks ``torch.cuda`` for devices, streams and random states, and compares
+``tensor.type()`` with CUDA's names. Where no GPU is available (and only there) this file
+- gives every loaded ``megatron.core`` module a view of ``torch`` whose factories and ``cuda`` mean the CPU. The real
+  ``torch`` stays as it is, so nobody else's code is affected and no call pays for an interception;
+- lets the CPU's one random generator play the part of the GPU's in ``tensor_parallel.random``;
+- makes ``Tensor.cuda()`` and ``Module.cuda()`` return the tensor or module itself and ``Tensor.type()`` answer as CUDA would:
+  the only two replacements that reach beyond megatron.core;
+- switches off torch.compile, which upstream applies to small functions at import and which needs a C++ compiler here.
+
+Known versions: see ``upstream.KNOWN_VERSIONS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.pipeline.patches import upstream
+
+# Upstream imports these late, from inside functions; they need the view as well, so they are loaded first.
+_LATE_MODULES = (
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.gpt_dataset",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.dist_checkpointing.exchange_utils",
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.p2p_communication",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.rerun_state_machine",
+    "megatron.core.tensor_parallel.data",
+    "megatron.core.timers",
+    "megatron.core.transformer.moe.moe_layer",
+    "megatron.core.transformer.multi_token_prediction",
+    "megatron.core.transformer.utils",
+)
+
+_CPU = torch.device("cpu")
+
+
+def install() -> None:
+    """Redirect megatron.core to the CPU if there is no GPU; do nothing otherwise, or when it is done already.
+
+    Raises:
+        RuntimeError: megatron-core's version or one of the symbols below is unknown.
+    """
+    if torch.cuda.is_available() or isinstance(getattr(torch.Tensor.cuda, "__wrapped__", None), types.FunctionType):
+        return
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.config.disable = True
+    for name in _LATE_MODULES:
+        importlib.import_module(name)
+    view = _cpu_view_of_torch()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = view  # type: ignore[attr-defined]
+    _one_random_generator(view)
+    _tensor_methods()
+
+
+def _cpu_view_of_torch() -> types.ModuleType:
+    """A module that is torch, but for ``cuda`` and the factories that take ``device=``."""
+    view = _Module("torch", torch)
+    for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"):
+        setattr(view, name, _on_cpu(getattr(torch, name)))
+    view.cuda = _cpu_view_of_cuda()  # type: ignore[attr-defined]
+    for kind in ("Byte", "Int", "Long", "Half", "BFloat16", "Float"):
+        setattr(view.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))  # type: ignore[attr-defined]
+    return view
+
+
+def _cpu_view_of_cuda() -> types.ModuleType:
+    """``torch.cuda`` for one device that is the CPU: work is done when the call returns, so streams and events are empty."""
+    cuda = _Module("torch.cuda", torch.cuda)
+    replacements: dict[str, Any] = {
+        "current_device": lambda: _CPU,
+        "device_count": lambda: 1,
+        "set_device": _nothing,
+        "synchronize": _nothing,
+        "empty_cache": _nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": _Stream,
+        "default_stream": _Stream,
+        "set_stream": _nothing,
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+        "memory_allocated": lambda *_: 0,
+        "memory_reserved": lambda *_: 0,
+        "memory_stats": lambda *_: {},
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+    }
+    for name, value in replacements.items():
+        setattr(cuda, name, value)
+    return cuda
+
+
+def _one_random_generator(view: types.ModuleType) -> None:
+    """The CPU's generator is the device's; upstream's separate bookkeeping of "the CPU state" has nothing left to keep."""
+    random = upstream.require(
+        "megatron.core.tensor_parallel.random", ("_get_cuda_rng_state", "_set_cuda_rng_state", "CudaRNGStatesTracker.fork")
+    )
+    no_state = torch.zeros(0, dtype=torch.uint8)
+    one_generator = _Module("torch", view)
+    one_generator.get_rng_state = lambda: no_state  # type: ignore[attr-defined]
+    one_generator.set_rng_state = _nothing  # type: ignore[attr-defined]
+    random.torch = one_generator  # type: ignore[attr-defined]
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
+
+
+def _tensor_methods() -> None:
+    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original_type(self, dtype, *args, **kwargs)
+        return original_type(self).replace("torch.", "torch.cuda.", 1)
+
+    def cuda(self: Any, *_: Any, **__: Any) -> Any:
+        return self
+
+    cuda.__wrapped__ = lambda self: original_cuda(self)  # type: ignore[attr-defined]  # marks that install() has run
+    torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.nn.Module.cuda = cuda  # type: ignore[assignment, method-assign]
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _Module(types.ModuleType):
+    """A module with the contents of another, of which some names are then replaced."""
+
+    def __init__(self, name: str, original: types.ModuleType) -> None:
+        super().__init__(name)
+        self.__dict__.update({key: value for key, value in vars(original).items() if not key.startswith("__")})
+        self._original = original
+
+    def __getattr__(self, name: str) -> Any:  # only for what the original creates lazily
+        return getattr(self._original, name)
+
+
+class _Stream:
+    """A stream whose work is always done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, _stream: Any) -> None: ...
+
+    def wait_event(self, _event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True

@@ -1,0 +1,91 @@
+"""megatron.core.pipeline_parallel.schedules: which function runs an iteration, and how long upstream's own passes take.
+
+The three ``forward_backward_*`` functions: ``get_forward_backward_func`` looks them up when it is called, so rebinding
+them reaches every caller, however it imported the getter. ``use`` puts another in, ``restore`` upstream's back.
+``forward_step``, ``backward_step``: upstream's schedules look these up as well; ``record`` measures them, for comparison.
+
+Known versions: see ``upstream.KNOWN_VERSIONS``. Importing this file refuses others with a RuntimeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.patches import upstream
+from megatron.pipeline.schedule.passes import Kind, Pass
+
+if TYPE_CHECKING:
+    from megatron.pipeline.runtime.recorder import Recorder
+
+_FUNCTIONS = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+_STEPS = ("forward_step", "backward_step")
+_UPSTREAM = upstream.require(
+    "megatron.core.pipeline_parallel.schedules",
+    (*_FUNCTIONS, *_STEPS, "get_forward_backward_func", "get_tensor_shapes", "deallocate_output_tensor"),
+)
+_ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
+
+
+def install() -> None:
+    """Nothing is replaced until ``use`` or ``record``: importing this file has checked the symbols."""
+
+
+def use(forward_backward: Callable[..., Any]) -> None:
+    """Make ``get_forward_backward_func()`` return a function, whatever the pipeline sizes."""
+    for name in _FUNCTIONS:
+        setattr(_UPSTREAM, name, forward_backward)
+
+
+def restore() -> None:
+    """Put upstream's functions back."""
+    for name, original in _ORIGINAL.items():
+        setattr(_UPSTREAM, name, original)
+
+
+def record(begin: Callable[[Any], Recorder]) -> None:
+    """Measure the iterations that upstream's own schedules train.
+
+    Args:
+        begin: called with the model when such an iteration starts; returns what records it.
+    """
+    for name in _FUNCTIONS:
+        setattr(_UPSTREAM, name, _recorded(_ORIGINAL[name], begin))
+
+
+def _recorded(forward_backward: Callable[..., Any], begin: Callable[[Any], Recorder]) -> Callable[..., Any]:
+    forward_step, backward_step = (_ORIGINAL[name] for name in _STEPS)
+
+    def recorded(**kwargs: Any) -> Any:
+        if kwargs.get("forward_only"):
+            return forward_backward(**kwargs)
+        recorder = begin(kwargs["model"])
+        forwarded: dict[int, Pass] = {}  # by the identity of the output, which upstream hands to backward_step
+
+        def recorded_forward(*args: Any, **options: Any) -> Any:
+            work = Pass(Kind.F, options["current_microbatch"], options.get("vp_stage") or 0)
+            with recorder.measure(work):
+                output, num_tokens = forward_step(*args, **options)
+            forwarded[id(_first(output))] = work
+            return output, num_tokens
+
+        def recorded_backward(input_tensor: Any, output_tensor: Any, *args: Any, **options: Any) -> Any:
+            work = forwarded.pop(id(_first(output_tensor)))
+            with recorder.measure(work._replace(kind=Kind.BW)):
+                return backward_step(input_tensor, output_tensor, *args, **options)
+
+        _UPSTREAM.forward_step, _UPSTREAM.backward_step = recorded_forward, recorded_backward  # type: ignore[attr-defined]
+        try:
+            return forward_backward(**kwargs)
+        finally:
+            _UPSTREAM.forward_step, _UPSTREAM.backward_step = forward_step, backward_step  # type: ignore[attr-defined]
+
+    return recorded
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, list) else tensors

@@ -1,0 +1,37 @@
+"""megatron.core.tensor_parallel.layers: linears whose backward can be split.
+
+``LinearWithGradAccumulationAndAsyncCommunication``: replaced by ``SplitLinear``, which both linears and the output layer
+look up at call time. It behaves as upstream's for every weight that was not prepared for splitting.
+``ColumnParallelLinear`` and ``RowParallelLinear`` gain ``register_wgrad_accumulation_and_reduce_hooks``, the method by
+which megatron-core's DDP lets a module say when a delayed weight gradient is there (Transformer Engine's modules have it).
+
+Known versions: see ``upstream.KNOWN_VERSIONS``.
+"""
+
+from __future__ import annotations
+
+from megatron.pipeline.patches import upstream
+
+
+def install() -> None:
+    """Replace the linear autograd function, once.
+
+    Raises:
+        RuntimeError: megatron-core's version or one of its symbols is unknown.
+    """
+    layers = upstream.require(
+        "megatron.core.tensor_parallel.layers",
+        (
+            "LinearWithGradAccumulationAndAsyncCommunication.backward",
+            "linear_with_grad_accumulation_and_async_allreduce",
+            "ColumnParallelLinear",
+            "RowParallelLinear",
+        ),
+    )
+    from megatron.pipeline.model import split_linear
+
+    if layers.LinearWithGradAccumulationAndAsyncCommunication is split_linear.SplitLinear:
+        return
+    layers.LinearWithGradAccumulationAndAsyncCommunication = split_linear.SplitLinear  # type: ignore[attr-defined]
+    for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        linear.register_wgrad_accumulation_and_reduce_hooks = split_linear.register_hook

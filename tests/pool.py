@@ -1,0 +1,159 @@
+"""A pool of ranks for tests: processes that import torch and megatron-core once and then run functions.
+
+``pool.run(4, function, *args)`` calls ``function(*args)`` on 4 ranks that form a fresh gloo world, and returns their
+results in rank order. Functions are found by name, so they live at the top of a module that the workers can import too.
+Every wait has a timeout; when it strikes, the error shows where every rank was, and the pool starts anew.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+
+
+class RankFailed(AssertionError):
+    """A function raised on a rank, or a rank died or did not answer in time."""
+
+
+class Pool:
+    """Ranks are started when they are first needed, and kept until ``close``."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[Any, Connection, Path]] = []
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+        """Call a function on every rank of a world of ``ranks``.
+
+        Raises:
+            RankFailed: with the traceback of the first rank that raised, or of every rank after ``timeout`` seconds.
+        """
+        self._start(ranks)
+        workers = self._workers[:ranks]
+        where = function.__module__, function.__qualname__
+        port = _free_port()
+        for rank, (_, connection, _) in enumerate(workers):
+            connection.send((where, args, kwargs, rank, ranks, port))
+        answers = self._collect(workers, timeout)
+        failures = [(rank, error) for rank, (ok, error) in enumerate(answers) if not ok]
+        if failures:
+            # A peer's failure makes the others fail as well: show the one that did not merely lose its peer.
+            self.close()
+            text = "\n".join(f"rank {rank} of {ranks}: {error}" for rank, error in failures)
+            raise RankFailed(f"{'.'.join(where)} failed\n{text}")
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, connection, _ in self._workers:
+            connection.close()
+            process.kill()
+        for process, _, _ in self._workers:
+            process.join()
+        self._workers.clear()
+
+    def _start(self, ranks: int) -> None:
+        while len(self._workers) < ranks:
+            ours, theirs = self._context.Pipe()
+            stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
+            process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=False)
+            with _environment():
+                process.start()
+            theirs.close()
+            self._workers.append((process, ours, stacks))
+
+    def _collect(self, workers: list[tuple[Any, Connection, Path]], timeout: float) -> list[tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        failed_at = None
+        while len(answers) < len(workers):
+            pending = {connection: rank for rank, (_, connection, _) in enumerate(workers) if rank not in answers}
+            # Once a rank has failed, the others get a moment to fail as well, or to be shown where they wait.
+            end = deadline if failed_at is None else min(deadline, failed_at + 5)
+            ready = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            for connection in ready:
+                rank = pending[connection]  # type: ignore[index]
+                try:
+                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+                if not answers[rank][0]:
+                    failed_at = failed_at or time.monotonic()
+        for rank, (process, _, stacks) in enumerate(workers):
+            if rank not in answers:
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
+                text = stacks.read_text() if stacks.exists() else ""
+                answers[rank] = (False, f"no answer after {timeout:.0f} s or a peer's failure; it was in\n{text}")
+        return [answers[rank] for rank in range(len(workers))]
+
+
+class _environment:
+    """What a rank's process must see when it starts: one thread, and the tests' own modules."""
+
+    def __enter__(self) -> None:
+        self._saved = dict(os.environ)
+        paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(paths), PYTHONWARNINGS="ignore")
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.clear()
+        os.environ.update(self._saved)
+
+
+def _serve(connection: Connection, stacks: str) -> None:
+    with open(stacks, "w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        while True:
+            try:
+                (module, name), args, kwargs, rank, ranks, port = connection.recv()
+            except EOFError:
+                return
+            try:
+                function: Any = importlib.import_module(module)
+                for part in name.split("."):
+                    function = getattr(function, part)
+                answer = (True, _in_world(function, args, kwargs, rank, ranks, port))
+            except BaseException:  # a test function may raise SystemExit
+                answer = (False, traceback.format_exc())
+            connection.send(answer)
+
+
+def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int) -> Any:
+    from datetime import timedelta
+
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        megatron = sys.modules.get("megatron.core.parallel_state")
+        if megatron is not None:
+            megatron.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

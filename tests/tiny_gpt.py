@@ -1,0 +1,137 @@
+"""Trains a tiny GPT on random tokens, straight on megatron-core: what the numerics tests compare schedules with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+Step = tuple[float | None, float]  # loss on the rank that has it, and the gradient norm
+
+
+def train(
+    schedule: str,
+    *,
+    pp: int = 1,
+    tp: int = 1,
+    microbatches: int = 4,
+    iterations: int = 20,
+    flags: tuple[str, ...] = (),
+    inspect: Any = None,
+) -> Any:
+    """Losses and gradient norms of a few iterations on this rank; the rest of the world is data parallel.
+
+    Args:
+        flags: of ``pretrain_gpt.py``, added to a tiny model's.
+        inspect: called with (pipeline, chunks) after the last iteration; its result is returned instead.
+    """
+    run = Run(schedule, pp=pp, tp=tp, microbatches=microbatches, flags=flags)
+    steps = [run.step(iteration) for iteration in range(iterations)]
+    return inspect(run.pipeline, run.chunks) if inspect else steps
+
+
+class Run:
+    """A model, its optimizer and its pipeline, ready to step."""
+
+    def __init__(self, schedule: str, *, pp: int, tp: int = 1, microbatches: int = 4, flags: tuple[str, ...] = ()) -> None:
+        from megatron.pipeline import patches
+
+        patches.install()
+        from megatron.core import parallel_state
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        from megatron.pipeline.model.gpt import build_model
+        from megatron.pipeline.runtime.pipeline import Pipeline
+        from megatron.pipeline.training.arguments import parse
+        from megatron.pipeline.training.config import optimizer_config, transformer_config
+        from megatron.pipeline.training.validation import validate
+        from megatron.pipeline.patches import schedules
+
+        world = torch.distributed.get_world_size()
+        dp = world // (pp * tp)
+        args = parse(
+            [
+                *("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16").split(),
+                *f"--vocab-size 64 --micro-batch-size 2 --global-batch-size {2 * microbatches * dp} --train-iters 20".split(),
+                *f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp} --lr 1e-2 --mock-data".split(),
+                *f"--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --clip-grad 1.0 --seed 7".split(),
+                *("--pipeline-schedule", schedule),
+                *flags,
+            ]
+        )
+        validate(args, world)
+        args.padded_vocab_size = 64
+        schedules.restore()
+        parallel_state.initialize_model_parallel(tp, pp)
+        self.args = args
+        self.microbatches = microbatches
+        self.config = transformer_config(args)
+        self.chunks = build_model(args, self.config)
+        self.pipeline = Pipeline(schedule, pp)
+        self.pipeline.install()
+        self.optimizer = get_megatron_optimizer(optimizer_config(args), self.chunks)
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if args.overlap_grad_reduce:
+            self.config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
+            if len(self.chunks) == 1:
+                self.config.no_sync_func = self.config.no_sync_func[0]
+
+    def step(self, iteration: int, forward_only: bool = False, **options: Any) -> Step:
+        """One training (or evaluation) step on tokens that depend on the iteration and the data-parallel rank alone."""
+        from megatron.pipeline.model import random
+
+        random.set_iteration(self.chunks, iteration)
+        if not forward_only:
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+        with torch.no_grad() if forward_only else torch.enable_grad():
+            losses = self.forward_backward(iteration, forward_only, **options)
+        loss = torch.stack([total for total, _ in losses]).sum().item() if losses else None
+        if forward_only:
+            return loss, 0.0
+        _, norm, _ = self.optimizer.step()
+        return loss, norm
+
+    def forward_backward(self, iteration: int, forward_only: bool = False, **options: Any) -> list[Any]:
+        """megatron-core's own call, whoever answers it."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        iterators = [self._tokens(iteration) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=self.microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            forward_only=forward_only,
+            **options,
+        )
+
+    def _tokens(self, iteration: int) -> Iterator[torch.Tensor]:
+        from megatron.core import parallel_state
+
+        generator = torch.Generator().manual_seed(1000 * iteration + parallel_state.get_data_parallel_rank())
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for _ in range(self.microbatches):
+            yield torch.randint(0, 60, (self.args.micro_batch_size, self.args.seq_length + 1), generator=generator).to(device)
+
+
+def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """What Megatron-LM's pretrain_gpt.py does, on tokens without a mask."""
+    tokens = next(data_iterator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+    mask = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool, device=inputs.device).triu(1)
+    return model(inputs, positions, mask, labels=labels), partial(loss)
+
+
+def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """The three values of Megatron's loss functions: sum, number of tokens, what is reported."""
+    total, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+    return total, count, (total.detach().clone(), count)
