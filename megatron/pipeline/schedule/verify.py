@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from megatron.pipeline.schedule.costs import Costs, uniform
@@ -83,15 +83,15 @@ def no_pass_is_repeated(schedule: Schedule) -> None:
 def every_forward_is_there(schedule: Schedule) -> None:
     """Every rank runs F of every microbatch on every chunk."""
     for rank, passes in enumerate(schedule.passes):
-        _require(rank, [Pass(Kind.F, *item) for item in _items(schedule)], set(passes))
+        _require(rank, (Pass(Kind.F, *item) for item in _items(schedule)), set(passes))
 
 
 def every_backward_is_whole(schedule: Schedule) -> None:
     """Every rank runs BW, or B and W, of every microbatch on every chunk."""
     for rank, passes in enumerate(schedule.passes):
         present = set(passes)
-        split = [item for item in _items(schedule) if Pass(Kind.BW, *item) not in present]
-        _require(rank, [Pass(kind, *item) for item in split for kind in (Kind.B, Kind.W)], present)
+        split = (item for item in _items(schedule) if Pass(Kind.BW, *item) not in present)
+        _require(rank, (Pass(kind, *item) for item in split for kind in (Kind.B, Kind.W)), present)
 
 
 def only_forwards(schedule: Schedule) -> None:
@@ -172,11 +172,12 @@ def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
     return limits
 
 
-def _items(schedule: Schedule) -> list[tuple[int, int]]:
-    return [(m, c) for m in range(schedule.microbatches) for c in range(schedule.placement.chunks)]
+def _items(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Every (microbatch, chunk), one by one: a file may claim more microbatches than fit into a list."""
+    return ((m, c) for m in range(schedule.microbatches) for c in range(schedule.placement.chunks))
 
 
-def _require(rank: int, needed: list[Pass], present: set[Pass]) -> None:
+def _require(rank: int, needed: Iterable[Pass], present: set[Pass]) -> None:
     for work in needed:
         if work not in present:
             raise ScheduleError(f"rank {rank}: {work} is missing; add it")

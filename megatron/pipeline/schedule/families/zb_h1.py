@@ -4,8 +4,9 @@ Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages th
 
     m(F+B+W) + (p-1)(F+B-W) + 4(p-1)*hop
 
-where m > p (m >= p without hops) and 2*hop <= W <= F + 2*hop; ``lower_bound`` shows that it is then the best there is. Rank r holds at most p-r microbatches whole and r more of
-which only W is due: p microbatches if B frees nothing, as 1F1B does on rank 0.
+where m > p (m >= p without hops) and 2*hop <= W <= F + 2*hop. ``lower_bound`` shows that nothing with that memory is
+shorter. Rank r holds at most p-r microbatches whole, and r more of which only W is due: p microbatches on every rank if
+B frees nothing, as many as rank 0 of 1F1B.
 """
 
 from __future__ import annotations
