@@ -111,9 +111,7 @@ def _usable(limit: float, stages: list[StageCosts]) -> float:
     if len(sizes) != 1:
         return limit
     (size,) = sizes
-    return (
-        (limit + limit / 10**9) // size * size
-    )  # the billionth forgives float sums: a larger limit keeps the bound valid
+    return (limit + limit / 10**9) // size * size  # the billionth forgives float sums: a larger limit keeps the bound valid
 
 
 def _most(loads: list[_Load], count: int, room: float) -> float:

@@ -70,9 +70,7 @@ class Costs:
         for index, stage in enumerate(self.stages):
             for field in ("forward", "backward", "weight", "activation", "retained"):
                 if not 0 <= getattr(stage, field) < float("inf"):
-                    raise ValueError(
-                        f"{field} of stage {index} must be a number of at least 0, got {getattr(stage, field)}"
-                    )
+                    raise ValueError(f"{field} of stage {index} must be a number of at least 0, got {getattr(stage, field)}")
             if stage.retained > stage.activation:
                 raise ValueError(
                     f"stage {index} would retain {stage.retained} after B of the {stage.activation} that F allocated; "

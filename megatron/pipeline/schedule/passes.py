@@ -46,9 +46,7 @@ class Pass(NamedTuple):
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             kinds = ", ".join(Kind)
-            raise ValueError(
-                f"{text!r} is not a pass: expected KIND MICROBATCH.CHUNK such as F0.1, with KIND one of {kinds}"
-            )
+            raise ValueError(f"{text!r} is not a pass: expected KIND MICROBATCH.CHUNK such as F0.1, with KIND one of {kinds}")
         return cls(Kind(match[1]), int(match[2]), int(match[3]))
 
 

@@ -88,7 +88,7 @@ class Schedule:
         except json.JSONDecodeError as error:
             raise ValueError(f"not a schedule: invalid JSON ({error})") from None
         if not isinstance(data, dict):
-            raise ValueError(f"not a schedule: expected a JSON object, got {type(data).__name__}")  # noqa: TRY004
+            raise ValueError(f"not a schedule: expected a JSON object, got {type(data).__name__}")
         missing = [key for key in ("schedule", "placement", "microbatches", "passes") if key not in data]
         if missing:
             raise ValueError(f"not a schedule: missing {', '.join(missing)}")

@@ -54,9 +54,7 @@ class Timeline:
 
     def to_json(self) -> str:
         """One JSON object, ``{"ranks": [[["F0.0", start, end], ...], ...]}``, that ``from_json`` reads back."""
-        return json.dumps(
-            {"ranks": [[[str(timed.work), timed.start, timed.end] for timed in rank] for rank in self.ranks]}
-        )
+        return json.dumps({"ranks": [[[str(timed.work), timed.start, timed.end] for timed in rank] for rank in self.ranks]})
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -69,9 +67,7 @@ class Timeline:
             rows = json.loads(text)["ranks"]
             ranks = tuple(tuple(Timed(Pass.parse(work), start, end) for work, start, end in row) for row in rows)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
-            raise ValueError(
-                f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error!r})'
-            ) from None
+            raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error!r})') from None
         for timed in (timed for rank in ranks for timed in rank):
             times = (timed.start, timed.end)
             if not all(type(time) in (int, float) and math.isfinite(time) for time in times) or timed.start > timed.end:

@@ -51,19 +51,13 @@ def verify(
 def every_pass_is_known(schedule: Schedule) -> None:
     """Every rank has its row, and every pass is of a microbatch and a chunk that exist."""
     if len(schedule.passes) != schedule.ranks:
-        raise ScheduleError(
-            f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank"
-        )
+        raise ScheduleError(f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank")
     for rank, passes in enumerate(schedule.passes):
         for work in passes:
             if not 0 <= work.microbatch < schedule.microbatches:
-                raise ScheduleError(
-                    f"rank {rank}: {work} is of an unknown microbatch; they are 0..{schedule.microbatches - 1}"
-                )
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{schedule.microbatches - 1}")
             if not 0 <= work.chunk < schedule.placement.chunks:
-                raise ScheduleError(
-                    f"rank {rank}: {work} is of an unknown chunk; they are 0..{schedule.placement.chunks - 1}"
-                )
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{schedule.placement.chunks - 1}")
 
 
 def no_pass_is_repeated(schedule: Schedule) -> None:
@@ -126,7 +120,8 @@ def gradients_are_in_microbatch_order(schedule: Schedule) -> None:
                 for before, work in pairwise(line):
                     if work.microbatch < before.microbatch:
                         raise ScheduleError(
-                            f"rank {rank}: {work} runs after {before}; {' and '.join(kinds)} of a chunk must be in microbatch order"
+                            f"rank {rank}: {work} runs after {before}; "
+                            f"{' and '.join(kinds)} of one chunk must be in microbatch order"
                         )
 
 
@@ -143,9 +138,7 @@ def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | 
     """No rank ever holds more activation memory than its limit; both in the costs' unit."""
     check_stages(schedule.placement, costs)
     limits = per_rank(memory_limit, schedule.ranks)
-    for rank, (passes, limit, peak) in enumerate(
-        zip(schedule.passes, limits, activation_peaks(schedule, costs), strict=True)
-    ):
+    for rank, (passes, limit, peak) in enumerate(zip(schedule.passes, limits, activation_peaks(schedule, costs), strict=True)):
         # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
         limit_with_slack = limit * (1 + 1e-9)
         held: float = 0
@@ -166,9 +159,7 @@ def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
     """
     limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
     if len(limits) != ranks or not all(limit >= 0 for limit in limits):
-        raise ValueError(
-            f"a memory limit must be one number of at least 0, or one for each of {ranks} ranks, got {memory_limit}"
-        )
+        raise ValueError(f"a memory limit must be one number of at least 0, or one for each of {ranks} ranks, got {memory_limit}")
     return limits
 
 

@@ -96,9 +96,7 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
             position[rank] += 1
             position[mine.peer] += 1
             runnable += [rank, mine.peer]
-    stuck = {
-        rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)
-    }
+    stuck = {rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)}
     if stuck:
         places = "; ".join(f"rank {rank} in {_describe(operation)}" for rank, operation in stuck.items())
         raise ScheduleError(f"deadlock when sends and receives block until their peer joins: {places}")
@@ -110,9 +108,7 @@ def _places(programs: Sequence[Program], kind: type[Send | Receive | Wait]) -> d
         for slot, operation in enumerate(program):
             if isinstance(operation, kind):
                 if operation.message in places:
-                    raise ScheduleError(
-                        f"rank {rank}: {kind.__name__} of the {operation.message} comes twice; remove one"
-                    )
+                    raise ScheduleError(f"rank {rank}: {kind.__name__} of the {operation.message} comes twice; remove one")
                 places[operation.message] = rank, slot, rank if isinstance(operation, Wait) else operation.peer
     return places
 

@@ -121,9 +121,7 @@ def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> Non
             spans = [(start - origin, end - start) for _, start, end in alike]
             narrow = min(length for _, length in spans) * numbers.points < 3
             colour = _shade(_COLOURS[kind], chunk, chunks)
-            axes.broken_barh(
-                spans, (row - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0 if narrow else 0.6
-            )
+            axes.broken_barh(spans, (row - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0 if narrow else 0.6)
         for work, start, end in rank:
             if numbers.fits(end - start):
                 middle = (start + end) / 2 - origin
@@ -140,9 +138,7 @@ def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> Non
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=_INK)
-    axes.text(
-        1, 1.0, _summary(timeline), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK
-    )
+    axes.text(1, 1.0, _summary(timeline), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK)
 
 
 def _curve(axes: Axes, profile: Profile, origin: float, peak: float) -> None:
@@ -181,15 +177,9 @@ def _legend(figure: Figure, timelines: Iterable[Timeline], total: float) -> None
     works = {timed.work for timeline in timelines for rank in timeline.ranks for timed in rank}
     chunks = 1 + max((work.chunk for work in works), default=0)
     kinds = {work.kind for work in works}
-    handles = [
-        Patch(facecolor=_COLOURS[kind], label=f"{kind}  {meaning}")
-        for kind, meaning in _MEANING.items()
-        if kind in kinds
-    ]
+    handles = [Patch(facecolor=_COLOURS[kind], label=f"{kind}  {meaning}") for kind, meaning in _MEANING.items() if kind in kinds]
     handles += [
-        Patch(facecolor=_shade("#777777", chunk, chunks), label=f"chunk {chunk}")
-        for chunk in range(chunks)
-        if chunks > 1
+        Patch(facecolor=_shade("#777777", chunk, chunks), label=f"chunk {chunk}") for chunk in range(chunks) if chunks > 1
     ]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     figure.legend(

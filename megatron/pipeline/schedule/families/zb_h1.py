@@ -30,8 +30,7 @@ def delayed_weights(ranks: int, microbatches: int, depth: int) -> Order:
     after a rank's last B, while the gradients still travel towards rank 0.
     """
     return tuple(
-        _order(in_flight=1 + depth * (ranks - 1 - rank), lag=depth * rank, microbatches=microbatches)
-        for rank in range(ranks)
+        _order(in_flight=1 + depth * (ranks - 1 - rank), lag=depth * rank, microbatches=microbatches) for rank in range(ranks)
     )
 
 
