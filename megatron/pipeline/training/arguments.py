@@ -14,13 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-TOKENIZERS = (
-    "ByteLevelTokenizer",
-    "NullTokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "TikTokenizer",
-)
+from megatron.pipeline.training.flags import add_flags
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -50,211 +44,23 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.nargs == 0
+        return action.help if silent else super()._get_help_string(action)
+
+
 def _parser() -> _Parser:
     parser = _Parser(
         prog="pretrain_gpt.py",
         description="Train a GPT with megatron-core under a pipeline schedule of megatron.pipeline.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    for title, add_flags in _GROUPS.items():
-        add_flags(parser.add_argument_group(title))
+    add_flags(parser)
     return parser
-
-
-def _schedule(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--config", metavar="FILE", help="YAML file of flags without the dashes; flags on the command line win")
-    add("--pipeline-schedule", default="zb-h1", metavar="NAME", help="a schedule, file:PATH, or stock for megatron-core's own")
-    add("--pipeline-memory-limit", metavar="X", help="activation memory per rank: 1.0 is the peak of 1F1B, or bytes as in 12GiB")
-    add("--pipeline-costs", metavar="FILE", help="JSON file with the seconds and bytes of every pass, to plan with")
-    add("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
-    add("--metrics", metavar="FILE", help="append one JSON object per iteration here")
-
-
-def _model(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--num-layers", type=_positive_int, help="transformer layers")
-    add("--hidden-size", type=_positive_int, help="width of the residual stream")
-    add("--ffn-hidden-size", type=_positive_int, help="width of the MLP; 4*hidden, or 8/3*hidden rounded to 64 with --swiglu")
-    add("--num-attention-heads", type=_positive_int, help="attention heads")
-    add("--group-query-attention", action="store_true", help="share keys and values between heads")
-    add("--num-query-groups", type=_positive_int, default=1, help="key/value heads with --group-query-attention")
-    add("--kv-channels", type=_positive_int, help="width of a head; hidden/heads when not given")
-    add("--seq-length", type=_positive_int, help="tokens of a sample")
-    add("--max-position-embeddings", type=_positive_int, help="longest sequence; --seq-length when not given")
-    add("--position-embedding-type", default="learned_absolute", choices=["learned_absolute", "rope", "none"], help="positions")
-    add("--rotary-base", type=int, default=10000, help="base of the rotary angles")
-    add("--rotary-percent", type=float, default=1.0, help="share of a head's channels that is rotated")
-    add("--swiglu", action="store_true", help="gated SiLU in the MLP instead of GELU")
-    add("--squared-relu", action="store_true", help="squared ReLU in the MLP instead of GELU")
-    add("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"], help="kind of normalisation")
-    add("--norm-epsilon", type=float, default=1e-5, dest="layernorm_epsilon", help="epsilon of the normalisation")
-    add("--qk-layernorm", action="store_true", help="normalise queries and keys")
-    add("--disable-bias-linear", action="store_false", dest="add_bias_linear", help="no biases in the linear layers")
-    add("--add-qkv-bias", action="store_true", help="biases in the QKV projection even so")
-    add("--untie-embeddings-and-output-weights", action="store_true", help="separate weights for embedding and output layer")
-    add("--make-vocab-size-divisible-by", type=_positive_int, default=128, help="pad the vocabulary to a multiple of this")
-    add("--init-method-std", type=float, default=0.02, help="standard deviation of the initial weights")
-    add("--attention-dropout", type=_probability, default=0.1, help="dropout of attention probabilities")
-    add("--hidden-dropout", type=_probability, default=0.1, help="dropout of hidden states")
-    add("--transformer-impl", choices=["local", "transformer_engine"], help="transformer_engine where it is installed, else local")
-    add("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
-    add("--seed", type=int, default=1234, help="of weights, dropout and data order")
-
-
-def _parallel(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--tensor-model-parallel-size", type=_positive_int, default=1, help="ranks that share each layer")
-    add("--pipeline-model-parallel-size", type=_positive_int, default=1, help="ranks that share the layers' sequence")
-    add("--context-parallel-size", type=_positive_int, default=1, help="ranks that share each sequence")
-    add("--sequence-parallel", action="store_true", help="cut norms and dropout along the sequence over the tensor ranks")
-    add("--num-layers-per-virtual-pipeline-stage", type=_positive_int, help="layers of one chunk; sets the chunks per rank")
-    add("--num-virtual-stages-per-pipeline-rank", type=_positive_int, help="chunks per rank")
-    add("--use-distributed-optimizer", action="store_true", help="cut the optimizer state over the data-parallel ranks")
-    add("--overlap-grad-reduce", action="store_true", help="reduce gradients while the backward runs")
-    add("--overlap-param-gather", action="store_true", help="gather parameters while the forward runs")
-    add("--ddp-bucket-size", type=_positive_int, help="parameters of one gradient bucket")
-    add("--distributed-backend", choices=["nccl", "gloo"], help="nccl with a GPU, gloo without")
-    add("--distributed-timeout-minutes", type=_positive_float, default=10, help="longest wait of a collective")
-
-
-def _batch(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--micro-batch-size", type=_positive_int, help="samples of one microbatch on one data-parallel rank")
-    add("--global-batch-size", type=_positive_int, help="samples of one iteration; micro batch times data-parallel size if not given")
-    add("--rampup-batch-size", nargs=3, type=_positive_int, metavar=("START", "STEP", "SAMPLES"), help="grow the batch from START")
-    add("--train-iters", type=_positive_int, help="iterations of the whole training")
-    add("--calculate-per-token-loss", action="store_true", help="average over all tokens instead of over microbatches")
-
-
-def _optimizer(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--optimizer", default="adam", choices=["adam", "sgd"], help="optimizer")
-    add("--adam-beta1", type=float, default=0.9, help="decay of the first moment")
-    add("--adam-beta2", type=float, default=0.999, help="decay of the second moment")
-    add("--adam-eps", type=float, default=1e-8, help="epsilon of Adam")
-    add("--sgd-momentum", type=float, default=0.9, help="momentum of SGD")
-    add("--weight-decay", type=float, default=0.01, help="weight decay")
-    add("--start-weight-decay", type=float, help="weight decay at the start, when it grows")
-    add("--end-weight-decay", type=float, help="weight decay at the end, when it grows")
-    add("--weight-decay-incr-style", default="constant", choices=["constant", "linear", "cosine"], help="how it grows")
-    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0 does not clip")
-
-
-def _learning_rate(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    styles = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-    add("--lr", type=_positive_float, help="largest learning rate")
-    add("--min-lr", type=float, default=0.0, help="smallest learning rate after the warm-up")
-    add("--lr-decay-style", default="linear", choices=styles, help="how it falls")
-    add("--lr-decay-iters", type=_positive_int, help="iterations until --min-lr; --train-iters when not given")
-    add("--lr-wsd-decay-style", default="exponential", choices=["exponential", "linear", "cosine", "minus_sqrt"], help="WSD's fall")
-    add("--lr-wsd-decay-iters", type=_positive_int, help="iterations of the fall of WSD")
-    add("--lr-warmup-iters", type=_whole, default=0, help="iterations from --lr-warmup-init to --lr")
-    add("--lr-warmup-fraction", type=_probability, help="the same as a share of --lr-decay-iters")
-    add("--lr-warmup-init", type=float, default=0.0, help="learning rate at the start of the warm-up")
-    add("--override-opt_param-scheduler", "--override-opt-param-scheduler", action="store_true", help="when loading, use the flags")
-    add("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler", action="store_true",
-        help="when loading, use the checkpoint's learning-rate schedule")  # fmt: skip
-
-
-def _precision(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--bf16", action="store_true", help="bfloat16 weights and activations")
-    add("--fp16", action="store_true", help="float16 weights and activations")
-    add("--loss-scale", type=_positive_float, help="constant loss scale of fp16; dynamic when not given")
-    add("--initial-loss-scale", type=_positive_float, default=2.0**32, help="first dynamic loss scale")
-    add("--min-loss-scale", type=_positive_float, default=1.0, help="smallest dynamic loss scale")
-    add("--loss-scale-window", type=_positive_float, default=1000, help="good iterations before the scale doubles")
-    add("--hysteresis", type=_positive_int, default=2, help="bad iterations before the scale halves")
-    add("--accumulate-allreduce-grads-in-fp32", action="store_true", help="sum and reduce gradients in float32")
-    add("--fp16-lm-cross-entropy", action="store_true", help="cross entropy in fp16")
-    add("--no-check-for-nan-in-loss-and-grad", action="store_false", dest="check_for_nan_in_loss_and_grad",
-        help="go on when the loss or a gradient is not a number")  # fmt: skip
-
-
-def _recompute(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--recompute-activations", action="store_true", help="the same as --recompute-granularity selective")
-    add("--recompute-granularity", choices=["full", "selective"], help="whole layers, or the attention core alone")
-    add("--recompute-method", choices=["uniform", "block"], help="which layers, with --recompute-granularity full")
-    add("--recompute-num-layers", type=_positive_int, help="layers per unit (uniform) or per chunk (block)")
-
-
-def _fusions(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--no-masked-softmax-fusion", action="store_false", dest="masked_softmax_fusion", help="plain masked softmax")
-    add("--no-bias-gelu-fusion", action="store_false", dest="bias_gelu_fusion", help="plain bias and GELU")
-    add("--no-bias-swiglu-fusion", action="store_false", dest="bias_swiglu_fusion", help="plain bias and SwiGLU")
-    add("--no-bias-dropout-fusion", action="store_false", dest="bias_dropout_fusion", help="plain bias and dropout")
-    add("--no-rope-fusion", action="store_false", dest="apply_rope_fusion", help="plain rotary embedding")
-    add("--no-persist-layer-norm", action="store_true", help="plain layer norm")
-    add("--no-gradient-accumulation-fusion", action="store_false", dest="gradient_accumulation_fusion",
-        help="weight gradients into a temporary first")  # fmt: skip
-
-
-def _data(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--data-path", nargs="*", metavar="PREFIX", help="data without .bin/.idx; several mix, with weights as in 0.3 A 0.7 B")
-    add("--split", help="shares of training, validation and test; 969,30,1 when not given")
-    add("--train-data-path", nargs="*", metavar="PREFIX", help="training data, instead of --data-path")
-    add("--valid-data-path", nargs="*", metavar="PREFIX", help="validation data, instead of --data-path")
-    add("--test-data-path", nargs="*", metavar="PREFIX", help="test data, instead of --data-path")
-    add("--mock-data", action="store_true", help="synthetic tokens")
-    add("--data-cache-path", metavar="DIR", help="where the sample orders are kept; beside the data when not given")
-    add("--num-workers", type=_whole, default=2, help="processes that read data on each rank; 0 reads in the trainer")
-    add("--tokenizer-type", choices=TOKENIZERS, help="tokenizer")
-    add("--tokenizer-model", metavar="PATH", help="file or directory of the tokenizer")
-    add("--vocab-size", type=_positive_int, help="vocabulary of NullTokenizer")
-    add("--reset-position-ids", action="store_true", help="positions start anew after an end of document")
-    add("--reset-attention-mask", action="store_true", help="no attention across an end of document")
-    add("--eod-mask-loss", action="store_true", help="no loss on the end of document")
-
-
-def _evaluation(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--eval-interval", type=_positive_int, help="iterations between evaluations; no evaluation when not given")
-    add("--eval-iters", type=_whole, default=100, help="iterations of one evaluation")
-
-
-def _logging(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--log-interval", type=_positive_int, default=100, help="iterations between log lines")
-    add("--log-throughput", action="store_true", help="log TFLOP/s per GPU")
-    add("--timing-log-level", type=int, default=0, choices=[0, 1, 2], help="0 logs no times of parts, 2 all of them")
-    add("--timing-log-option", default="minmax", choices=["max", "minmax", "all"], help="which ranks' times")
-    add("--tensorboard-dir", metavar="DIR", help="write a TensorBoard log here")
-    add("--tensorboard-log-interval", type=_positive_int, default=1, help="iterations between points")
-
-
-def _checkpoint(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--save", metavar="DIR", help="write checkpoints here: at the end, on SIGTERM, and every --save-interval")
-    add("--save-interval", type=_positive_int, help="iterations between checkpoints")
-    add("--load", metavar="DIR", help="go on from the checkpoint here; start anew when there is none")
-    add("--no-save-optim", action="store_true", help="do not save the optimizer")
-    add("--no-load-optim", action="store_true", help="do not load the optimizer")
-    add("--finetune", action="store_true", help="load the weights alone and start at iteration 0")
-    add("--exit-interval", type=_positive_int, help="save and exit at an iteration that is a multiple of this")
-    add("--exit-duration-in-mins", type=_positive_float, help="save and exit after so many minutes")
-
-
-_GROUPS = {
-    "pipeline schedule": _schedule,
-    "model": _model,
-    "parallel sizes": _parallel,
-    "batch": _batch,
-    "optimizer": _optimizer,
-    "learning rate": _learning_rate,
-    "precision": _precision,
-    "recomputation": _recompute,
-    "fused kernels": _fusions,
-    "data": _data,
-    "evaluation": _evaluation,
-    "logging": _logging,
-    "checkpoints": _checkpoint,
-}
 
 
 def _config_path(argv: Sequence[str]) -> str | None:
@@ -272,7 +78,11 @@ def _read_config(parser: _Parser, path: str) -> list[str]:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    known = {_key(option): (option, action) for option, action in parser._option_string_actions.items() if _key(option) != "config"}
+    known = {
+        _key(option): (option, action)
+        for option, action in parser._option_string_actions.items()
+        if _key(option) != "config"
+    }
     tokens: list[str] = []
     for key, value in content.items():
         if _key(str(key)) not in known:
@@ -298,36 +108,10 @@ def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list
 
 def _unknown(name: str, parser: _Parser) -> str:
     known = {_key(option): option for option in parser._option_string_actions}
-    closest = difflib.get_close_matches(_key(name.split("=")[0]), known, n=1)
+    closest = difflib.get_close_matches(_key(name.split("=", maxsplit=1)[0]), known, n=1)
     hint = f"; did you mean {known[closest[0]]}?" if closest else "; --help lists all flags"
     return f"unknown flag {name}{hint}"
 
 
 def _key(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
-
-
-def _number(text: str, kind: type[int] | type[float], wanted: str, low: float, high: float = float("inf"), *, open_end: bool = False) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
-    if not low <= value <= high or (open_end and value == low):
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    return int(_number(text, int, "a whole number of at least 1", 1))
-
-
-def _whole(text: str) -> int:
-    return int(_number(text, int, "a whole number of at least 0", 0))
-
-
-def _positive_float(text: str) -> float:
-    return float(_number(text, float, "a number above 0", 0, open_end=True))
-
-
-def _probability(text: str) -> float:
-    return float(_number(text, float, "a number from 0 to 1", 0, 1))

@@ -49,7 +49,9 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "bias_dropout_fusion": args.bias_dropout_fusion and cuda,
         "apply_rope_fusion": args.apply_rope_fusion and cuda and _installed("transformer_engine"),
         "persist_layer_norm": not args.no_persist_layer_norm and cuda and args.transformer_impl == "transformer_engine",
-        "gradient_accumulation_fusion": args.gradient_accumulation_fusion and cuda and _installed("fused_weight_gradient_mlp_cuda"),
+        "gradient_accumulation_fusion": args.gradient_accumulation_fusion
+        and cuda
+        and _installed("fused_weight_gradient_mlp_cuda"),
     }
     return TransformerConfig(**values)
 
@@ -60,7 +62,7 @@ def optimizer_config(args: Namespace) -> OptimizerConfig:
 
 
 def parameter_scheduler(args: Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay; it counts samples, as Megatron's does, so a ramp-up slows it down."""
+    """The schedule of learning rate and weight decay. It counts samples, like Megatron's: a ramp-up slows it down."""
     samples = args.global_batch_size
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Do the flags fit together? ``validate`` answers before any process group exists, and fills in what follows from them."""
+"""Do the flags fit together? ``validate`` answers before any process group exists, and fills in what follows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,15 @@ def batch_sizes(args: Namespace) -> list[int]:
 
 
 def _check_required(args: Namespace) -> None:
-    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
+    required = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "train_iters",
+        "lr",
+    )
     missing = [_flag(name) for name in required if getattr(args, name) is None]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
@@ -60,7 +68,11 @@ def _check_platform(args: Namespace) -> None:
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
-    tensor, pipeline, context = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    tensor, pipeline, context = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
     model = tensor * pipeline * context
     if world_size % model:
         raise ValueError(
@@ -74,11 +86,14 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
     if args.num_layers % stages:
         below = args.num_layers // stages * stages
         raise ValueError(
-            f"--num-layers {args.num_layers} cannot be split over {pipeline} pipeline ranks x {chunks} chunks = {stages} stages: "
+            f"--num-layers {args.num_layers} cannot be split over {pipeline} pipeline ranks x {chunks} chunks = "
+            f"{stages} stages: "
             f"use {f'{below} or ' if below else ''}{below + stages} layers, or change --pipeline-model-parallel-size"
         )
     if context > 1 and args.transformer_impl == "local":
-        raise ValueError(f"--context-parallel-size {context} needs --transformer-impl transformer_engine: local attention has none")
+        raise ValueError(
+            f"--context-parallel-size {context} needs --transformer-impl transformer_engine: local attention has none"
+        )
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     args.sequence_parallel = args.sequence_parallel and tensor > 1
@@ -88,7 +103,9 @@ def _chunks(args: Namespace) -> int:
     """Chunks per rank, from whichever of Megatron's two flags was given."""
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers and chunks:
-        raise ValueError("give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both")
+        raise ValueError(
+            "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
+        )
     if layers is None:
         return int(chunks or 1)
     stages = args.pipeline_model_parallel_size * layers
@@ -108,21 +125,32 @@ def _check_model(args: Namespace) -> None:
         args.ffn_hidden_size = int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden
     if args.kv_channels is None:
         if hidden % heads:
-            raise ValueError(f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels")
+            raise ValueError(
+                f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give "
+                "--kv-channels"
+            )
         args.kv_channels = hidden // heads
     groups = args.num_query_groups if args.group_query_attention else heads
     if heads % groups:
         raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")
-    for name, size in (("--num-attention-heads", heads), ("--num-query-groups", groups), ("--ffn-hidden-size", args.ffn_hidden_size)):
+    for name, size in (
+        ("--num-attention-heads", heads),
+        ("--num-query-groups", groups),
+        ("--ffn-hidden-size", args.ffn_hidden_size),
+    ):
         if size % tensor:
             raise ValueError(f"{name} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.max_position_embeddings < args.seq_length:
-        raise ValueError(f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}")
+        raise ValueError(
+            f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}"
+        )
     parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
     parts *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     if args.seq_length % parts:
-        raise ValueError(f"--seq-length {args.seq_length} must be a multiple of {parts} with this sequence and context parallelism")
+        raise ValueError(
+            f"--seq-length {args.seq_length} must be a multiple of {parts} with this sequence and context parallelism"
+        )
     if args.position_embedding_type != "rope":
         args.apply_rope_fusion = False
 
@@ -133,13 +161,17 @@ def _check_batch(args: Namespace) -> None:
     if args.rampup_batch_size is not None:
         start, step, _ = args.rampup_batch_size
         if start > args.global_batch_size or (args.global_batch_size - start) % step:
-            raise ValueError(f"--rampup-batch-size starts at {start}: steps of {step} do not lead to --global-batch-size {args.global_batch_size}")
+            raise ValueError(
+                f"--rampup-batch-size starts at {start}: steps of {step} do not lead to --global-batch-size "
+                f"{args.global_batch_size}"
+            )
     for size in batch_sizes(args):
         if size % unit:
             below = size // unit * unit
             raise ValueError(
-                f"a global batch of {size} samples is {size / unit:g} microbatches: --micro-batch-size {args.micro_batch_size} x "
-                f"data-parallel size {args.data_parallel_size} = {unit} must divide it; use {f'{below} or ' if below else ''}{below + unit}"
+                f"a global batch of {size} samples is {size / unit:g} microbatches: --micro-batch-size "
+                f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {unit} must divide it; "
+                f"use {f'{below} or ' if below else ''}{below + unit}"
             )
 
 
@@ -154,17 +186,27 @@ def _check_learning_rate(args: Namespace) -> None:
             raise ValueError("give --lr-warmup-fraction or --lr-warmup-iters, not both")
         args.lr_warmup_iters = args.lr_warmup_fraction * args.lr_decay_iters
     if args.lr_warmup_iters >= args.lr_decay_iters:
-        raise ValueError(f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters {args.lr_decay_iters}")
+        raise ValueError(
+            f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters "
+            f"{args.lr_decay_iters}"
+        )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay is not None or args.end_weight_decay is not None:
-            raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+            raise ValueError(
+                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
+            )
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
     elif args.start_weight_decay is None or args.end_weight_decay is None:
-        raise ValueError(f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay")
+        raise ValueError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
+            "--end-weight-decay"
+        )
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
-        raise ValueError("--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one")
+        raise ValueError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one"
+        )
 
 
 def _check_precision(args: Namespace) -> None:
@@ -191,11 +233,16 @@ def _check_data(args: Namespace) -> None:
     per_split = any((args.train_data_path, args.valid_data_path, args.test_data_path))
     sources = bool(args.mock_data) + bool(args.data_path) + per_split
     if sources != 1:
-        raise ValueError(f"{'no' if not sources else 'more than one'} data source: give --data-path, --train-data-path (and so on) or --mock-data")
+        raise ValueError(
+            f"{'no' if not sources else 'more than one'} data source: give --data-path, --train-data-path (and so on) "
+            "or --mock-data"
+        )
     if per_split and not args.train_data_path:
         raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
     if per_split and args.split:
-        raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
+        raise ValueError(
+            "--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already"
+        )
     if not per_split:
         args.split = args.split or DEFAULT_SPLIT
         _check_split(args.split)
@@ -209,7 +256,9 @@ def _check_split(split: str) -> None:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
-        raise ValueError(f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}")
+        raise ValueError(
+            f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}"
+        )
 
 
 def _check_checkpoints(args: Namespace) -> None:

@@ -1,0 +1,206 @@
+"""What a run tells: log lines in Megatron's style, a progress bar, TensorBoard, one JSON line per iteration."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training iteration, as the rank with the loss saw it.
+
+    Attributes:
+        iteration: the number of iterations done, this one included.
+        consumed_samples: training samples so far, over all ranks.
+        batch: samples of this iteration, over all ranks.
+        loss: mean over the tokens that count.
+        grad_norm: before clipping; None when the optimizer skipped the step.
+        seconds: of the iteration, without evaluation and checkpoints.
+    """
+
+    iteration: int
+    consumed_samples: int
+    batch: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float
+    seconds: float
+
+
+class Log:
+    """The outputs of one run; it writes on one rank, the one that has the loss, and is silent on all others.
+
+    On a terminal a progress bar stays below the log lines; elsewhere there are lines alone.
+    """
+
+    def __init__(self, args: Namespace, writes: bool, world_size: int) -> None:
+        self._args = args
+        self._writes = writes
+        self._world_size = world_size
+        self._window: list[Step] = []
+        self._nan_iterations = self._skipped_iterations = 0
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._metrics: IO[str] | None = None
+        self._board: Any = None
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+
+    def __enter__(self) -> Log:
+        if self._writes:
+            self._open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+        if self._metrics:
+            self._metrics.close()
+        if self._board:
+            self._board.close()
+
+    def line(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if not self._writes:
+            return
+        if self._progress:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def resume(self, iteration: int) -> None:
+        """Start the bar where the training starts."""
+        if self._progress:
+            self._progress.update(self._task, completed=iteration)
+
+    def step(self, step: Step, bubble_rate: float | None, peak_activation_bytes: list[int] | None) -> None:
+        """Record an iteration; every ``--log-interval`` iterations a line tells about those since the last."""
+        if not self._writes:
+            return
+        finite = math.isfinite(step.loss)
+        self._nan_iterations += not finite
+        self._skipped_iterations += step.grad_norm is None
+        if finite:
+            self.first_loss = step.loss if self.first_loss is None else self.first_loss
+            self.last_loss = step.loss
+        self._window.append(step)
+        if self._metrics:
+            self._write_metrics(step, bubble_rate, peak_activation_bytes)
+        if self._board and step.iteration % self._args.tensorboard_log_interval == 0:
+            self._write_board(step, bubble_rate)
+        if self._progress:
+            self._progress.update(self._task, completed=step.iteration, loss=f"{step.loss:.4f}")
+        if step.iteration % self._args.log_interval == 0:
+            self.line(self._log_line(step))
+            self._window.clear()
+            self._nan_iterations = self._skipped_iterations = 0
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        """Tell the mean loss over one split."""
+        perplexity = math.exp(min(20.0, loss))
+        self.line(f" {split} loss at iteration {iteration} | lm loss value: {loss!r} | lm loss PPL: {perplexity:.6E} |")
+        if self._board:
+            self._board.add_scalar(f"lm loss {split}", loss, iteration)
+
+    def _open(self) -> None:
+        args = self._args
+        if args.metrics:
+            path = Path(args.metrics)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._metrics = path.open("a")
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(args.tensorboard_dir)
+        console = Console()
+        if console.is_terminal:
+            loss = TextColumn("loss {task.fields[loss]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
+            self._progress.start()
+
+    def _tokens_per_second(self, batch: int, seconds: float) -> float:
+        return batch * int(self._args.seq_length) / seconds
+
+    def _log_line(self, step: Step) -> str:
+        """The last iteration's loss and norm in full, and times over all iterations since the last line."""
+        seconds = sum(one.seconds for one in self._window)
+        batch = sum(one.batch for one in self._window)
+        parts = [
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{self._args.train_iters:8d}",
+            f"consumed samples: {step.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {1000 * seconds / len(self._window):.1f}",
+        ]
+        if self._args.log_throughput:
+            teraflops = training_flops(self._args, batch) / seconds / self._world_size / 1e12
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {teraflops:.3f}")
+        parts += [
+            f"tokens per second: {self._tokens_per_second(batch, seconds):.0f}",
+            f"learning rate: {step.learning_rate:.6E}",
+            f"global batch size: {step.batch:5d}",
+            f"lm loss: {step.loss!r}",
+            f"loss scale: {step.loss_scale:.1f}",
+            f"grad norm: {step.grad_norm!r}",
+            f"number of skipped iterations: {self._skipped_iterations:3d}",
+            f"number of nan iterations: {self._nan_iterations:3d}",
+        ]
+        return " | ".join(parts) + " |"
+
+    def _write_metrics(self, step: Step, bubble_rate: float | None, peak_activation_bytes: list[int] | None) -> None:
+        assert self._metrics is not None
+        record = {
+            "iteration": step.iteration,
+            "loss": step.loss,
+            "grad_norm": step.grad_norm,
+            "iteration_seconds": step.seconds,
+            "bubble_rate": bubble_rate,
+            "tokens_per_second": self._tokens_per_second(step.batch, step.seconds),
+            "peak_activation_bytes": peak_activation_bytes,
+        }
+        self._metrics.write(json.dumps(record) + "\n")  # json writes floats as repr does
+        self._metrics.flush()
+
+    def _write_board(self, step: Step, bubble_rate: float | None) -> None:
+        values = {
+            "lm loss": step.loss,
+            "grad-norm": step.grad_norm,
+            "learning-rate": step.learning_rate,
+            "loss-scale": step.loss_scale,
+            "batch-size": step.batch,
+            "iteration-time": step.seconds,
+            "tokens-per-second": self._tokens_per_second(step.batch, step.seconds),
+            "bubble-rate": bubble_rate,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step.iteration)
+
+
+def training_flops(args: Namespace, samples: int) -> float:
+    """Floating-point operations of the matrix products in training on ``samples`` samples, without recomputation.
+
+    Two per multiply-add; the backward takes twice the forward. Causal attention counts the half that is not masked.
+    """
+    heads = args.num_attention_heads * args.kv_channels
+    key_values = (
+        2 * (args.num_query_groups if args.group_query_attention else args.num_attention_heads) * args.kv_channels
+    )
+    projections = args.hidden_size * (2 * heads + key_values)
+    attention = args.seq_length * heads
+    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu else 2)
+    per_token = args.num_layers * (projections + attention + mlp) + args.hidden_size * args.padded_vocab_size
+    return float(3 * 2 * per_token * args.seq_length * samples)

@@ -1,0 +1,69 @@
+"""The pipeline that the flags ask for, planned and proved before any process group exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.training.config import microbatch_counts
+
+_UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+
+
+def plan_pipeline(args: Namespace) -> Pipeline:
+    """Plan every iteration that this training will have (several, if the batch size ramps up).
+
+    Raises:
+        ValueError: the schedule is unknown or does not fit the ranks, chunks, microbatches, costs or the memory limit.
+    """
+    costs = _read_costs(args.pipeline_costs) if args.pipeline_costs else None
+    ranks = args.pipeline_model_parallel_size
+    pipeline = Pipeline(
+        args.pipeline_schedule,
+        ranks,
+        args.virtual_pipeline_model_parallel_size,
+        memory_limit=_memory_limit(args.pipeline_memory_limit, ranks, costs),
+        costs=costs,
+    )
+    if pipeline.placement.chunks != (args.virtual_pipeline_model_parallel_size or 1):
+        raise ValueError(
+            f"--pipeline-schedule {pipeline.name} has {pipeline.placement.chunks} chunks per rank: "
+            f"give --num-virtual-stages-per-pipeline-rank {pipeline.placement.chunks}"
+        )
+    for microbatches in microbatch_counts(args):
+        pipeline.check(microbatches)
+    return pipeline
+
+
+def _read_costs(path: str) -> Costs:
+    """Costs from ``{"hop": 0.0, "stages": [{"forward": .., "backward": .., "weight": .., "activation": ..}, ...]}``."""
+    try:
+        content = json.loads(Path(path).read_text())
+        return Costs(tuple(StageCosts(**stage) for stage in content["stages"]), content.get("hop", 0.0))
+    except OSError as error:
+        raise ValueError(f"--pipeline-costs {path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f'--pipeline-costs {path}: expected {{"hop": .., "stages": [{{"forward": .., ..}}]}}: {error}'
+        ) from None
+
+
+def _memory_limit(text: str | None, ranks: int, costs: Costs | None) -> float | None:
+    """The limit in the costs' unit of memory; without costs that is a microbatch, of which 1F1B holds ``ranks``."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
+    if match is None or (match[2] and match[2] not in _UNITS):
+        raise ValueError(
+            f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB"
+        )
+    if match[2]:
+        if costs is None:
+            raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes")
+        return float(match[1]) * _UNITS[match[2]]
+    of_1f1b = ranks if costs is None else ranks * sum(stage.activation for stage in costs.stages) / ranks
+    return float(match[1]) * of_1f1b

@@ -1,0 +1,157 @@
+"""``pretrain_gpt.py`` from start to end: check everything, start the ranks, train, say where the results lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron.core.timers import Timers
+
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.training import checkpoint
+from megatron.pipeline.training.arguments import parse
+from megatron.pipeline.training.data import Samples, check_data
+from megatron.pipeline.training.logging import Log
+from megatron.pipeline.training.loop import train
+from megatron.pipeline.training.planning import plan_pipeline
+from megatron.pipeline.training.state import build_training
+from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pipeline.training.trace import draw_last_trace
+from megatron.pipeline.training.validation import validate
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the flags say; returns the exit code: 0, or 2 when the flags or the files they name are wrong."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        args, tokenizer, pipeline = prepare(argv, world_size)
+    except ValueError as error:
+        if rank == 0:
+            print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+        return 2
+    _configure_logging(args, rank)
+    with _process_groups(args, rank, world_size):
+        run(args, tokenizer, pipeline)
+    return 0
+
+
+def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipeline]:
+    """Everything that can be wrong without starting anything: flags, schedule, tokenizer, data files, checkpoint.
+
+    Raises:
+        ValueError: what is wrong, and what to change.
+    """
+    args = parse(argv)
+    validate(args, world_size)
+    pipeline = plan_pipeline(args)
+    tokenizer = build_tokenizer(args)
+    args.vocab_size = tokenizer.vocab_size
+    args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)
+    check_data(args, tokenizer.vocab_size)
+    checkpoint.check(args)
+    return args, tokenizer, pipeline
+
+
+def run(args: Namespace, tokenizer: Any, pipeline: Pipeline) -> None:
+    """Build, load and train, on every rank of running process groups."""
+    pipeline.install()
+    timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
+    training = build_training(args, timers)
+    loaded = checkpoint.load(args, training)
+    samples = Samples(args, tokenizer, training.chunks)
+    with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
+        log.line(_first_words(args, pipeline, loaded))
+        train(args, training, samples, pipeline, log, timers)
+        log.line(_last_words(args, log))
+
+
+def _configure_logging(args: Namespace, rank: int) -> None:
+    """Notes of this package from rank 0 alone; upstream's timers from the last rank; warnings from every rank."""
+    logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout)
+    if rank == 0:
+        logging.getLogger("megatron.pipeline").setLevel(logging.INFO)
+    if args.timing_log_level:
+        logging.getLogger("megatron.core.timers").setLevel(logging.INFO)
+
+
+@contextmanager
+def _process_groups(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
+    """Megatron's process groups for the time of the training."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    else:
+        torch.set_num_threads(1)  # the ranks of one machine share its cores
+    if world_size == 1:  # started without torchrun
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", "0")
+    torch.distributed.init_process_group(
+        args.distributed_backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+    init_num_microbatches_calculator(
+        rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+    )
+    yield
+    destroy_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def _has_loss(pipeline: Pipeline) -> bool:
+    """Whether this is the one rank that logs: the last of those with the last stage."""
+    pipeline_rank, _ = pipeline.placement.home(pipeline.placement.last_stage)
+    return bool(
+        parallel_state.get_pipeline_model_parallel_rank() == pipeline_rank
+        and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_tensor_model_parallel_world_size() - 1
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        == parallel_state.get_data_parallel_world_size(with_context_parallel=True) - 1
+    )
+
+
+def _first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> str:
+    sizes = (
+        f"{args.tensor_model_parallel_size} tensor x {args.pipeline_model_parallel_size} pipeline x "
+        f"{args.context_parallel_size} context x {args.data_parallel_size} data parallel"
+    )
+    words = f" schedule {pipeline.name} on {torch.distributed.get_world_size()} ranks ({sizes})"
+    if loaded:
+        return f"{words}, going on from {loaded}"
+    return f"{words}, no checkpoint in {args.load}: starting anew" if args.load else words
+
+
+def _last_words(args: Namespace, log: Log) -> str:
+    """How far the loss fell, and where everything lies."""
+    lines = []
+    if log.first_loss is not None:
+        lines.append(f" loss: {log.first_loss:.4f} -> {log.last_loss:.4f}")
+    picture = draw_last_trace(args.pipeline_trace) if args.pipeline_trace else None
+    places = {
+        "metrics": args.metrics,
+        "TensorBoard log": args.tensorboard_dir,
+        "checkpoint": checkpoint.latest(args.save) if args.save else None,
+        "traces": args.pipeline_trace,
+        "timeline picture": picture,
+    }
+    return "\n".join(lines + [f" {name}: {place}" for name, place in places.items() if place])

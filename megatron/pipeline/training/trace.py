@@ -1,0 +1,44 @@
+"""Measured timelines on disk: ``DIR/iteration_0000020.json`` for every logged iteration, and a picture of the last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.runtime.pipeline import Pipeline, Report
+from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.training.atomic import write_text
+from megatron.pipeline.view.picture import draw
+
+
+def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
+    """Write the timeline of one iteration."""
+    record = {
+        "schedule": pipeline.name,
+        "iteration": iteration,
+        "placement": pipeline.placement.stages,
+        "timeline": json.loads(report.timeline.to_json()),
+    }
+    write_text(Path(directory) / f"iteration_{iteration:07d}.json", json.dumps(record))
+
+
+def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
+    """The record of the last iteration that was written, and its timeline; None if there is none."""
+    paths = sorted(Path(directory).glob("iteration_*.json"))
+    if not paths:
+        return None
+    record = json.loads(paths[-1].read_text())
+    return record, Timeline.from_json(json.dumps(record["timeline"]))
+
+
+def draw_last_trace(directory: str) -> Path | None:
+    """Draw the last iteration that was written, beside it; returns the picture's path."""
+    trace = read_last_trace(directory)
+    if trace is None:
+        return None
+    record, timeline = trace
+    path = Path(directory) / f"iteration_{record['iteration']:07d}.png"
+    title = f"{record['schedule']}, iteration {record['iteration']}: bubble rate {timeline.bubble_rate:.1%}"
+    draw({title: timeline}, path, unit="s")
+    return path

@@ -1,0 +1,22 @@
+"""Train a GPT under a pipeline schedule: ``torchrun --nproc-per-node 4 pretrain_gpt.py --config FILE ...``.
+
+``--help`` lists the flags, ``docs/training.md`` explains them.
+"""
+
+import logging
+import sys
+import warnings
+
+# Checkpoint writers are processes that may import this file again: only the one that was started trains.
+if __name__ == "__main__":
+    # Upstream warns of every optional package that is not there, and introduces its rerun machine, on every rank.
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
+
+    from megatron.pipeline import patches
+
+    patches.install()
+
+    from megatron.pipeline.training.program import main
+
+    sys.exit(main(sys.argv[1:]))
