@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from megatron.pipeline.patches import upstream
 
 # Upstream imports these late, from inside functions; they need the view as well, so they are loaded first.
@@ -60,7 +59,7 @@ def install() -> None:
     Raises:
         RuntimeError: megatron-core's version or one of the symbols below is unknown.
     """
-    if torch.cuda.is_available() or isinstance(getattr(torch.Tensor.cuda, "__wrapped__", None), types.FunctionType):
+    if torch.cuda.is_available() or getattr(torch.Tensor.cuda, "__module__", None) == __name__:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if "torch._dynamo" in sys.modules:
@@ -130,7 +129,7 @@ def _one_random_generator(view: types.ModuleType) -> None:
 
 
 def _tensor_methods() -> None:
-    original_type, original_cuda = torch.Tensor.type, torch.Tensor.cuda
+    original_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
@@ -140,7 +139,6 @@ def _tensor_methods() -> None:
     def cuda(self: Any, *_: Any, **__: Any) -> Any:
         return self
 
-    cuda.__wrapped__ = lambda self: original_cuda(self)  # type: ignore[attr-defined]  # marks that install() has run
     torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
     torch.Tensor.cuda = cuda  # type: ignore[method-assign]
     torch.nn.Module.cuda = cuda  # type: ignore[assignment, method-assign]

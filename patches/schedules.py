@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.patches import upstream
+
 from megatron.pipeline.schedule.passes import Kind, Pass
 
 if TYPE_CHECKING:

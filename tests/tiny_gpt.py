@@ -42,22 +42,23 @@ class Run:
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.pipeline.patches import schedules
 
         from megatron.pipeline.model.gpt import build_model
         from megatron.pipeline.runtime.pipeline import Pipeline
         from megatron.pipeline.training.arguments import parse
         from megatron.pipeline.training.config import optimizer_config, transformer_config
         from megatron.pipeline.training.validation import validate
-        from megatron.pipeline.patches import schedules
 
         world = torch.distributed.get_world_size()
         dp = world // (pp * tp)
         args = parse(
             [
-                *("--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16").split(),
-                *f"--vocab-size 64 --micro-batch-size 2 --global-batch-size {2 * microbatches * dp} --train-iters 20".split(),
-                *f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp} --lr 1e-2 --mock-data".split(),
-                *f"--attention-dropout 0 --hidden-dropout 0 --tokenizer-type NullTokenizer --clip-grad 1.0 --seed 7".split(),
+                *"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 --seed 7".split(),
+                *"--attention-dropout 0 --hidden-dropout 0 --clip-grad 1.0 --train-iters 20".split(),
+                *"--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split(),
+                *f"--micro-batch-size 2 --global-batch-size {2 * microbatches * dp}".split(),
+                *f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp}".split(),
                 *("--pipeline-schedule", schedule),
                 *flags,
             ]

@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from megatron.pipeline.model import random
 from megatron.pipeline.model.split_linear import split_weights
@@ -63,7 +64,7 @@ def _chunk(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> 
     tied = not args.untie_embeddings_and_output_weights
     model = random.SeededGPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(args, config),
+        transformer_layer_spec=_block_spec(args, config, vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=first,
@@ -106,14 +107,18 @@ def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed:
     )
 
 
-def _layer_spec(args: Namespace, config: TransformerConfig) -> ModuleSpec:
+def _block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specification of this stage's layers: upstream's, with layers that draw their numbers by layer."""
     if args.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-        if config.sequence_parallel and spec.submodules.input_layernorm is WrappedTorchNorm:
-            _replace_norms(spec.submodules)
-    return ModuleSpec(random.SeededTransformerLayer, params={"seed": args.seed}, submodules=spec.submodules)
+    layer = ModuleSpec(random.SeededTransformerLayer, params={"seed": args.seed}, submodules=spec.submodules)
+    if not config.sequence_parallel or spec.submodules.input_layernorm is not WrappedTorchNorm:
+        return layer
+    _replace_norms(spec.submodules)
+    layers = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=SequenceParallelTorchNorm)
 
 
 class SequenceParallelTorchNorm:

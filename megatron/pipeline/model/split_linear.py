@@ -44,7 +44,7 @@ def split_weights(chunk: torch.nn.Module) -> list[str]:
         for parameter in module.parameters(recurse=False):
             uses[parameter] = uses.get(parameter, 0) + 1
     for name, module in chunk.named_modules():
-        weight = getattr(module, "weight", None)
+        weight: Any = getattr(module, "weight", None)
         if isinstance(module, ColumnParallelLinear) and weight is None:
             # Tied to the embedding of the same stage: autograd adds both gradients before either is accumulated,
             # and taking the linear's apart would change the order of that sum.

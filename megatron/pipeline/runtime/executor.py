@@ -89,15 +89,18 @@ class Executor:
         stage = self._placement.stage(self._rank, work.chunk)
         match work.kind:
             case Kind.F:
-                inputs = self._take(Message(Flow.ACTIVATION, work.microbatch, stage - 1)) if stage > 0 else [None]
+                inputs: Tensors = [None]
+                if stage > 0:
+                    inputs = self._take(Message(Flow.ACTIVATION, work.microbatch, stage - 1))
                 outputs = self._stages.forward(work, inputs)
                 if stage < self._placement.last_stage:
                     self._made[Message(Flow.ACTIVATION, work.microbatch, stage)] = outputs
                 if self._keep_graphs:
                     self._graphs[key] = inputs, outputs
             case Kind.B | Kind.BW:
-                last = stage == self._placement.last_stage
-                gradients = [None] if last else self._take(Message(Flow.GRADIENT, work.microbatch, stage + 1))
+                gradients: Tensors = [None]
+                if stage < self._placement.last_stage:
+                    gradients = self._take(Message(Flow.GRADIENT, work.microbatch, stage + 1))
                 # The gradient is here, so the activation it answers has been received: this only takes note of it.
                 self._links.finish(Message(Flow.ACTIVATION, work.microbatch, stage))
                 inputs, outputs = self._graphs.pop(key)
@@ -131,6 +134,7 @@ class Executor:
         self._links.send(message, peer, tensors, when_sent=sent)
 
 
+@torch.no_grad()  # as in the backward that the tasks are a part of
 def _run(tasks: Iterable[tuple[WeightTask, list[Any]]]) -> None:
     """Run weight tasks in order, each one's communication started while the one before computes."""
     waiting = list(tasks)

@@ -40,8 +40,8 @@ def run(
     started: Callable[[Executor, Recorder], None],
     *,
     forward_step_func: Callable[..., Any],
-    data_iterator: Iterator[Any] | Sequence[Iterator[Any]] | None,
-    model: torch.nn.Module | Sequence[torch.nn.Module],
+    data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
+    model: torch.nn.Module | list[torch.nn.Module],
     num_microbatches: int,
     seq_length: int,
     micro_batch_size: int,
@@ -66,8 +66,8 @@ def run(
     Raises:
         ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
     """
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]  # type: ignore[list-item]
-    iterators = list(data_iterator) if isinstance(data_iterator, (list, tuple)) else [data_iterator] * len(chunks)
+    chunks = model if isinstance(model, list) else [model]
+    iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
     config = get_model_config(chunks[0])
     _check(plan, chunks, config, adjust_tensor_shapes_fn)
     communicator, groups = _groups(config, p2p_communicator, pg_collection)
@@ -136,7 +136,7 @@ class _ModelStages:
         plan: Plan,
         rank: int,
         chunks: Sequence[torch.nn.Module],
-        iterators: Sequence[Iterator[Any] | None],
+        iterators: Sequence[Any],
         config: Any,
         groups: ProcessGroupCollection,
         num_microbatches: int,

@@ -81,7 +81,9 @@ class Links:
         requests: list[Any] = []
         for tensor in tensors:
             if tensor is not None:
-                _, _, pending = self._communicate(tensor.shape, **{"send_next" if to_next else "send_previous": tensor})
+                _, _, pending = self._communicate(
+                    tensor.shape, send_next=tensor if to_next else None, send_previous=None if to_next else tensor
+                )
                 requests += pending.values()
         queue = self._sends[peer, message.flow]
         queue.append(_Sending(message, requests, tensors, when_sent))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-
 from megatron.pipeline.patches import schedules as schedules_patch
+
 from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan
@@ -181,7 +181,7 @@ def _read(path: str, ranks: int) -> Schedule:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if schedule.ranks != ranks:
-        raise ValueError(f"{path} is a schedule for {schedule.ranks} pipeline ranks, but --pipeline-model-parallel-size is {ranks}")
+        raise ValueError(f"{path} is a schedule for {schedule.ranks} pipeline ranks, not for {ranks}: plan one for {ranks}")
     return schedule
 
 
