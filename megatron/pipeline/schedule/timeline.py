@@ -66,7 +66,7 @@ class Timeline:
         try:
             rows = json.loads(text)["ranks"]
             ranks = tuple(tuple(Timed(Pass.parse(work), start, end) for work, start, end in row) for row in rows)
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error!r})') from None
         for timed in (timed for rank in ranks for timed in rank):
             times = (timed.start, timed.end)

@@ -36,11 +36,11 @@ def verify(
     """
     every_pass_is_known(schedule)
     no_pass_is_repeated(schedule)
+    every_forward_is_there(schedule)
     if forward_only:
         only_forwards(schedule)
     else:
         every_backward_is_whole(schedule)
-    every_forward_is_there(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
     gradients_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)

@@ -1,0 +1,128 @@
+"""The families against the specification and against their closed forms, which hold exactly."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_strategies import costs_of, exact
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.placement import linear
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.verify import verify, verify_programs
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(families.FAMILIES)), st.integers(1, 6), st.integers(1, 14), st.data())
+def test_every_family_obeys_the_rules_for_any_shape_and_costs(
+    name: str, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    costs = data.draw(costs_of(families.placement(name, ranks)))
+    schedule = families.plan(name, ranks, microbatches, costs)
+    verify(schedule, costs, memory_limit=activation_peaks(schedule, costs))
+    verify(schedule.forward_only(), costs, forward_only=True)
+    verify_programs(schedule, lower(schedule, costs))
+
+
+def span(name: str, p: int, m: int, f: int, b: int, w: int, c: Any) -> Any:
+    costs = uniform(linear(p), exact(f), exact(b), exact(w), c)
+    return simulate(families.plan(name, p, m), costs).span
+
+
+times = st.integers(1, 12)
+hops = st.sampled_from([exact(0), exact(1, 3), exact(1), exact(2), exact(5)])
+shapes = st.integers(1, 8)
+
+
+@settings(max_examples=300)
+@given(shapes, st.integers(1, 20), times, times, times, hops)
+def test_closed_form_of_1f1b(p: int, m: int, f: int, b: int, w: int, c: Any) -> None:
+    if p == 1 or m % p:
+        c = exact(0)
+    hop_time = c * (exact(2 * (p - 1) * m, p) + 2 * (p - 2))
+    assert span("1f1b", p, m, f, b, w, c) == (m + p - 1) * (f + b + w) + hop_time
+
+
+@settings(max_examples=300)
+@given(shapes, st.integers(0, 15), times, times, st.data())
+def test_closed_form_of_zb_h1(p: int, extra: int, f: int, b: int, data: st.DataObject) -> None:
+    c = data.draw(hops)
+    w = data.draw(st.integers(int(-(-2 * c // 1)), int(f + 2 * c)))
+    m = p + extra + (1 if c else 0)
+    assert span("zb-h1", p, m, f, b, w, c) == m * (f + b + w) + (p - 1) * (f + b - w) + 4 * (p - 1) * c
+
+
+@settings(max_examples=300)
+@given(shapes, st.integers(0, 15), times, times, st.data())
+def test_closed_form_of_zb_h2(p: int, extra: int, f: int, b: int, data: st.DataObject) -> None:
+    c = data.draw(hops.filter(lambda c: bool(2 * c <= min(f, (f + b + 2 * c) / 2))))
+    w = data.draw(st.integers(int(-(-2 * c // 1)), int(min(f, (f + b + 2 * c) / 2))))
+    m = 2 * p - 1 + extra
+    assert span("zb-h2", p, m, f, b, w, c) == m * (f + b + w) + (p - 1) * (f + b - 2 * w + 2 * c)
+
+
+@given(shapes, st.integers(1, 8), times, times)
+def test_closed_form_with_few_microbatches(p: int, m: int, f: int, b: int) -> None:
+    """m <= p and W < B: Qi et al., appendix H."""
+    m, w = min(m, p), max(1, min(f, b) - 1)
+    if w < b:
+        assert span("zb-h1", p, m, f, b, w, exact(0)) == (m + p - 1) * (f + b) + w
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_peaks_are_those_of_the_paper(p: int) -> None:
+    m = 3 * p
+    costs = uniform(linear(p), activation=exact(1), retained=exact(1, 3))
+
+    def peaks(name: str) -> list[float]:
+        return activation_peaks(families.plan(name, p, m), costs)
+
+    assert peaks("1f1b") == [p - r for r in range(p)]
+    assert peaks("zb-h1") == [p - r + exact(r, 3) for r in range(p)]
+    assert peaks("zb-h2") == [2 * (p - r) - 1 + exact(2 * r, 3) for r in range(p)]
+
+
+def test_without_interlocking_zb_h2_is_not_shorter_than_zb_h1() -> None:
+    makespans = [simulate(families.plan(name, 4, 8), uniform(linear(4))).makespan for name in ("zb-h1", "zb-h2")]
+    assert makespans == [27, 27]
+
+
+def test_zb_h1_on_four_ranks_by_hand() -> None:
+    rows = [" ".join(str(work).removesuffix(".0") for work in row) for row in families.plan("zb-h1", 3, 3).passes]
+    assert rows == [
+        "F0 F1 F2 B0 W0 B1 W1 B2 W2",
+        "F0 F1 B0 F2 B1 W0 B2 W1 W2",
+        "F0 B0 F1 B1 F2 B2 W0 W1 W2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("zb-x", 2, 2), "unknown schedule 'zb-x'; known are 1f1b, zb-h1, zb-h2"),
+        (("1f1b", 0, 2), "at least 1 rank, got 0"),
+        (("1f1b", 2, 0), "at least 1 microbatch, got 0"),
+        (("1f1b", 2, 2, uniform(linear(3))), "costs of 3 stages for a placement of 2"),
+        (("zb-h1", 2, 2, None, 2), r"zb-h1 has 1 chunk\(s\) per rank, got 2"),
+        (("zb-h2", 4, 8, None, None, 4), "of zb-h2 to 5, above the limit of 4; this schedule needs 7 there"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        families.plan(*arguments)
+
+
+def test_a_limit_that_is_met_exactly_is_met() -> None:
+    families.plan("zb-h1", 4, 8, memory_limit=4)
+    families.plan("1f1b", 4, 8, memory_limit=[4, 3, 2, 1])
+
+
+def test_planning_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, megatron.pipeline.cli; sys.exit(int('torch' in sys.modules or 'matplotlib' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

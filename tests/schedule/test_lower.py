@@ -1,0 +1,164 @@
+"""Lowering, and the rules for programs."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_strategies import costs_of, schedules
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.schedule.timeline import Timed
+from megatron.pipeline.schedule.verify import ScheduleError, verify_programs
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_every_schedule_lowers_to_programs_that_obey_the_rules(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    costs = data.draw(costs_of(schedule.placement))
+    for each in (schedule, schedule.forward_only()):
+        programs = lower(each, costs)
+        verify_programs(each, programs)
+        _check_places(each, programs, simulate(each, costs).ranks)
+
+
+def _check_places(schedule: Schedule, programs: tuple[Program, ...], timed: tuple[tuple[Timed, ...], ...]) -> None:
+    ends = {(rank, work): end for rank, row in enumerate(timed) for work, _, end in row}
+    for rank, program in enumerate(programs):
+        for slot, operation in enumerate(program):
+            if isinstance(operation, Send):
+                assert isinstance(program[slot - 1], Compute), "a send directly follows the pass that makes its tensor"
+            if isinstance(operation, Wait):
+                assert isinstance(program[slot + 1], Compute), "a wait directly precedes the pass that needs its tensor"
+            if isinstance(operation, Receive):
+                message = operation.message
+                home, chunk = schedule.placement.home(message.stage)
+                kind = Kind.F if message.flow is Flow.ACTIVATION else schedule.backward_kind(home, message.microbatch, chunk)
+                sent = ends[home, Pass(kind, message.microbatch, chunk)]
+                following = next(op.work for op in program[slot:] if isinstance(op, Compute))
+                assert ends[rank, following] >= sent, "a receive is not posted before a pass that is over when it is sent"
+                earlier = [op.work for op in program[:slot] if isinstance(op, Compute)]
+                assert all(ends[rank, work] <= sent for work in earlier), "a receive precedes the pass that runs when it is sent"
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize("cost", [(1, 1, 1, 0), (0, 0, 0, 0), (2, 3, 1, 0.5), (0, 0, 0, 1), (1, 2, 0, 7)])
+def test_families_lower_for_any_shape(name: str, cost: tuple[float, ...]) -> None:
+    for ranks in range(1, 6):
+        for microbatches in (1, 2, 3, 5, 8):
+            schedule = families.plan(name, ranks, microbatches)
+            verify_programs(schedule, lower(schedule, uniform(schedule.placement, *cost)))
+
+
+def test_by_hand_a_receive_overlaps_the_pass_that_runs_when_its_tensor_is_sent() -> None:
+    schedule = families.plan("1f1b", 2, 2)
+    first, second = lower(schedule, uniform(schedule.placement, hop=0.5))
+
+    def activation(microbatch: int) -> Message:
+        return Message(Flow.ACTIVATION, microbatch, 0)
+
+    assert second[:6] == (
+        Receive(activation(0), 0),
+        Receive(activation(1), 0),  # sent at 2, while F0 runs from 1.5 to 2.5
+        Wait(activation(0)),
+        Compute(Pass(Kind.F, 0)),
+        Compute(Pass(Kind.BW, 0)),
+        Send(Message(Flow.GRADIENT, 0, 1), 0),
+    )
+    assert first[:4] == (Compute(Pass(Kind.F, 0)), Send(activation(0), 1), Compute(Pass(Kind.F, 1)), Send(activation(1), 1))
+
+
+def test_a_pipeline_of_one_rank_sends_nothing() -> None:
+    (program,) = lower(families.plan("zb-h1", 1, 3), uniform(families.placement("zb-h1", 1)))
+    assert all(isinstance(operation, Compute) for operation in program)
+
+
+def test_lowering_a_large_schedule_takes_about_a_second() -> None:
+    schedule = families.plan("zb-h1", 16, 256)
+    begin = time.process_time()
+    lower(schedule, uniform(schedule.placement, hop=0.1))
+    assert time.process_time() - begin < 2
+
+
+SCHEDULE = families.plan("1f1b", 2, 2)
+PROGRAMS = lower(SCHEDULE, uniform(SCHEDULE.placement))
+ACTIVATION = Message(Flow.ACTIVATION, 0, 0)
+GRADIENT = Message(Flow.GRADIENT, 0, 1)
+
+
+def _without(program: Program, operation: Operation) -> Program:
+    at = next(i for i, other in enumerate(program) if type(other) is type(operation) and other == operation)
+    return program[:at] + program[at + 1 :]
+
+
+def _move_first(program: Program, operation: Operation) -> Program:
+    return (operation, *_without(program, operation))
+
+
+@pytest.mark.parametrize(
+    ("rule", "rank", "change", "message"),
+    [
+        (
+            "passes",
+            0,
+            lambda p: _without(p, Compute(Pass(Kind.F, 1))),
+            "rank 0: pass 1 of the program is BW0.0, of the schedule F1.0",
+        ),
+        (
+            "sent",
+            0,
+            lambda p: _without(p, Send(ACTIVATION, 1)),
+            "rank 0: Send of the activation of microbatch 0 .* is missing; F0.0",
+        ),
+        ("sent once", 0, lambda p: (*p, Send(ACTIVATION, 1)), "rank 0: Send of the activation of microbatch 0 .* twice"),
+        ("sent late", 0, lambda p: _move_first(p, Send(ACTIVATION, 1)), "rank 0: Send of the activation .* comes before F0.0"),
+        ("received", 1, lambda p: _without(p, Receive(ACTIVATION, 0)), "rank 1: Receive of the activation .* is missing; F0.0"),
+        ("right peer", 1, lambda p: (Receive(ACTIVATION, 1), *_without(p, Receive(ACTIVATION, 0))), "Receive .* with peer 1"),
+        ("waited for", 1, lambda p: _without(p, Wait(ACTIVATION)), "rank 1: Wait of the activation .* is missing; F0.0"),
+        (
+            "wait after receive",
+            1,
+            lambda p: _move_first(p, Wait(ACTIVATION)),
+            "rank 1: F0.0 needs the activation of microbatch 0",
+        ),
+        ("wait before use", 0, lambda p: (*_without(p, Wait(GRADIENT)), Wait(GRADIENT)), "rank 0: BW0.0 needs the gradient"),
+        ("needed", 1, lambda p: (*p, Send(Message(Flow.GRADIENT, 0, 0), 0)), "rank 1: Send .* which no other rank needs"),
+    ],
+)
+def test_a_broken_program_is_named(rule: str, rank: int, change: Callable[[Program], Program], message: str) -> None:
+    programs = [change(program) if index == rank else program for index, program in enumerate(PROGRAMS)]
+    with pytest.raises(ScheduleError, match=message):
+        verify_programs(SCHEDULE, programs)
+
+
+def test_both_ends_use_the_same_order() -> None:
+    first, second = lower(SCHEDULE, uniform(SCHEDULE.placement, hop=0.5))
+    second = (second[1], second[0], *second[2:])
+    with pytest.raises(
+        ScheduleError, match=r"rank 1 receives the activation of microbatch 1 .* where that sends .* microbatch 0"
+    ):
+        verify_programs(SCHEDULE, [first, second])
+
+
+def test_a_deadlock_names_what_every_rank_is_stuck_in() -> None:
+    first, second = PROGRAMS
+    # Rank 0 asks for the gradient before it sends the first activation.
+    first = _move_first(first, Receive(GRADIENT, 1))
+    with pytest.raises(
+        ScheduleError,
+        match=r"deadlock .*rank 0 in Receive of the gradient of microbatch 0 .*; rank 1 in Receive of the activation",
+    ):
+        verify_programs(SCHEDULE, [first, second])
+
+
+def test_one_program_per_rank() -> None:
+    with pytest.raises(ScheduleError, match="1 programs for 2 ranks"):
+        verify_programs(SCHEDULE, PROGRAMS[:1])

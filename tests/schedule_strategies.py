@@ -1,0 +1,95 @@
+"""Random placements, costs and schedules for property tests: any schedule that obeys the rules, not only those of a family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import Placement, from_rows, interleaved, linear, wave
+from megatron.pipeline.schedule.schedule import Schedule
+
+
+def exact(numerator: int, denominator: int = 1) -> Any:
+    """A time without rounding. Costs are typed as floats, and compute as well with fractions: hence ``Any``."""
+    return Fraction(numerator, denominator)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    ranks, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    shape = draw(st.sampled_from(["linear", "interleaved", "wave", "any"]))
+    if shape == "any":
+        stages = draw(st.permutations(range(ranks * chunks)))
+        return from_rows([stages[rank * chunks : (rank + 1) * chunks] for rank in range(ranks)])
+    return linear(ranks) if shape == "linear" else interleaved(ranks, chunks) if shape == "interleaved" else wave(ranks, chunks)
+
+
+@st.composite
+def costs_of(draw: st.DrawFn, placement: Placement) -> Costs:
+    """Exact costs, different on every stage; zero is likely, because ties are what breaks an order."""
+    numbers = st.sampled_from([0, 0, 1, 1, 2, 3, 5]).map(exact)
+    stages = []
+    for _ in range(placement.ranks * placement.chunks):
+        activation = draw(numbers)
+        stages.append(
+            StageCosts(draw(numbers), draw(numbers), draw(numbers), activation, activation * draw(st.sampled_from([0, 1])))
+        )
+    return Costs(tuple(stages), draw(st.sampled_from([exact(0), exact(0), exact(1, 2), exact(1), exact(4)])))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """A schedule that obeys every rule, made by running passes that can run in a random order."""
+    placement, microbatches = draw(placements()), draw(st.integers(1, 4))
+    generator = random.Random(draw(st.integers(0, 2**32)))
+    fused = {
+        (rank, microbatch, chunk): generator.random() < 0.4
+        for rank in range(placement.ranks)
+        for microbatch in range(microbatches)
+        for chunk in range(placement.chunks)
+    }
+    done: list[list[Pass]] = [[] for _ in range(placement.ranks)]
+    candidates = list(_runnable(placement, microbatches, fused, done))
+    while candidates:
+        rank, work = generator.choice(candidates)
+        done[rank].append(work)
+        candidates = list(_runnable(placement, microbatches, fused, done))
+    return Schedule("random", placement, microbatches, tuple(map(tuple, done)))
+
+
+def _runnable(
+    placement: Placement, microbatches: int, fused: dict[tuple[int, int, int], bool], done: list[list[Pass]]
+) -> Iterator[tuple[int, Pass]]:
+    """The rules, written a second time and in another way than in ``verify``."""
+
+    def finished(rank: int, microbatch: int, chunk: int, *kinds: Kind) -> bool:
+        return any(Pass(kind, microbatch, chunk) in done[rank] for kind in kinds)
+
+    for rank in range(placement.ranks):
+        for chunk in range(placement.chunks):
+            stage = placement.stage(rank, chunk)
+            before = placement.home(stage - 1) if stage else None
+            after = placement.home(stage + 1) if stage < placement.last_stage else None
+            for m in range(microbatches):
+                if not finished(rank, m, chunk, Kind.F):
+                    if before is None or finished(before[0], m, before[1], Kind.F):
+                        yield rank, Pass(Kind.F, m, chunk)
+                elif not finished(rank, m, chunk, Kind.B, Kind.BW):
+                    in_turn = m == 0 or finished(rank, m - 1, chunk, Kind.B, Kind.BW)
+                    weights = m == 0 or finished(rank, m - 1, chunk, Kind.W, Kind.BW)
+                    arrived = after is None or finished(after[0], m, after[1], Kind.B, Kind.BW)
+                    if in_turn and arrived and (weights or not fused[rank, m, chunk]):
+                        yield rank, Pass(Kind.BW if fused[rank, m, chunk] else Kind.B, m, chunk)
+                elif not finished(rank, m, chunk, Kind.W, Kind.BW) and (m == 0 or finished(rank, m - 1, chunk, Kind.W, Kind.BW)):
+                    yield rank, Pass(Kind.W, m, chunk)
+
+
+def parse(*rows: str) -> tuple[tuple[Pass, ...], ...]:
+    """Passes of every rank from rows such as ``"F0 B0 W0"`` (chunk 0) or ``"F0.1 BW0.1"``."""
+    return tuple(tuple(Pass.parse(text if "." in text else f"{text}.0") for text in row.split()) for row in rows)

@@ -1,0 +1,187 @@
+"""The contract of ``mpipe``: commands, JSON fields, exit codes, one line for what is wrong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.timeline import Timeline
+
+PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    path = tmp_path / "zb-h1.json"
+    assert main([*PLAN, "--cost", "F=1,B=1,W=1,comm=0.25", "--activation", "B=1,W=0.5", "--json", "-o", str(path)]) == 0
+    return path
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refusal."""
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert captured.err.endswith("\n")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(run(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4", "--json"))
+    expected = {
+        "schedule": "zb-h1",
+        "pp": 4,
+        "chunks": 1,
+        "microbatches": 8,
+        "costs": {"F": 2, "B": 2, "W": 2, "comm": 0.5},
+        "activation": {"B": 1, "W": 1},
+        "makespan": 60,
+        "span": 60,
+        "bubble_rate": 0.2,
+        "makespan_bubble_rate": 0.2,
+        "peak_activation": [4, 4, 4, 4],
+        "lower_bound": 60,
+        "gap": 0,
+        "placement": [[0], [1], [2], [3]],
+    }
+    assert {key: data[key] for key in expected} == expected
+    assert data["plan_seconds"] >= 0
+    assert data["passes"][0][:6] == ["F0.0", "F1.0", "F2.0", "F3.0", "B0.0", "W0.0"]
+    assert set(data) == {*expected, "plan_seconds", "passes"}
+
+
+def test_memory_is_counted_in_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(run(capsys, *PLAN, "--activation", "B=8,W=2", "--json"))
+    assert data["peak_activation"] == [4, 3.25, 2.5, 1.75]
+    run(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
+
+
+def test_the_other_commands_read_what_plan_wrote(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(planned.read_text())
+    assert Schedule.from_json(planned.read_text()).passes[3][0].microbatch == 0
+    assert "zb-h1 (4 ranks, 8 microbatches) obeys every rule; 96 passes and 48 sends, no deadlock" in run(
+        capsys, "verify", str(planned)
+    )
+    again = json.loads(run(capsys, "simulate", str(planned), "--json"))
+    assert again == {key: value for key, value in data.items() if key != "plan_seconds"}
+    slower = json.loads(run(capsys, "simulate", str(planned), "--cost", "comm=0.5", "--json"))
+    assert (data["span"], slower["span"]) == (30, 33)
+    assert slower["costs"] == {"F": 1, "B": 1, "W": 1, "comm": 0.5}
+
+
+def test_readable_summaries(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, *PLAN)
+    assert "zb-h1: 4 ranks, 8 microbatches" in text
+    assert "span        27  bubble 11.1%" in text
+    assert "\nrank 3 ......F0B0F1" in text
+    assert "by rank 4 3.5 3 2.5" in run(capsys, "simulate", str(planned))
+    assert "\nrank 0 F0" in run(capsys, "draw", str(planned))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_path: Path, suffix: str) -> None:
+    recorded = tmp_path / "measured.json"
+    recorded.write_text('{"ranks": [[["F0.0", 100.5, 101.5], ["BW0.0", 101.5, 103]]]}')
+    assert Timeline.from_json(recorded.read_text()).span == 2.5
+    picture = tmp_path / f"picture.{suffix}"
+    assert main(["draw", str(planned), str(planned), str(recorded), "--memory", "-o", str(picture)]) == 0
+    assert picture.stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: plan|simulate|verify|draw"),
+        (["tell"], "invalid choice: 'tell'"),
+        (["plan"], "required: --schedule, --pp, --microbatches"),
+        ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, zb-h1, zb-h2"),
+        ([*PLAN, "--schedule", ""], "unknown schedule ''"),
+        ([*PLAN, "--pp", "0"], "at least 1 rank, got 0"),
+        ([*PLAN, "--pp", "two"], "invalid int value: 'two'"),
+        ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
+        ([*PLAN, "--microbatches", "-3"], "at least 1 microbatch, got -3"),
+        ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk(s) per rank, got 2"),
+        ([*PLAN, "--chunks", "0"], "zb-h1 has 1 chunk(s) per rank, got 0"),
+        ([*PLAN, "--cost", "F=nan"], "allowed are F, B, W, comm"),
+        ([*PLAN, "--cost", "F=-1"], "F=-1.0; allowed are"),
+        ([*PLAN, "--cost", "F=inf"], "F=inf; allowed are"),
+        ([*PLAN, "--cost", "F=1e300"], "between 1e-100 and 1e100"),
+        ([*PLAN, "--cost", "X=1"], "unknown cost 'X'; allowed are F, B, W, comm"),
+        ([*PLAN, "--cost", "F=1,F=2"], "at most once"),
+        ([*PLAN, "--cost", "F"], "expected each of F, B, W, comm"),
+        ([*PLAN, "--cost", ""], "expected each of F, B, W, comm"),
+        ([*PLAN, "--activation", "B=1,W=2"], "B=1,W=2: F must allocate"),
+        ([*PLAN, "--activation", "B=0"], "B=0,W=0: F must allocate"),
+        ([*PLAN, "--memory-limit", "3"], "rank 0: F3.0 brings the activation memory of zb-h1 to 4, above the limit of 3"),
+        ([*PLAN, "--memory-limit", "nan"], "'nan': expected a number of microbatches"),
+        ([*PLAN, "-o", "/nowhere/at/all"], "No such file or directory: /nowhere/at/all"),
+        (["verify", "/nowhere/at/all"], "No such file or directory: /nowhere/at/all"),
+        (["simulate", "/"], "Is a directory: /"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in fail(capsys, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "invalid JSON"),
+        (b"\x89PNG\xff", "is not a text file"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"ranks": []}', "missing schedule, placement, microbatches, passes"),
+        (b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0.0"]]}', "rank 0: B0.0 is missing"),
+        (b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0"]]}', "'F0' is not a pass"),
+        (
+            b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0.0", "BW0.0"]], "costs": 3}',
+            "expected costs by name",
+        ),
+        (
+            b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0.0", "BW0.0"]], "costs": {"F": "1"}}',
+            "F=1; allowed",
+        ),
+        (
+            b'{"schedule": "x", "placement": [[0]], "microbatches": 1, "passes": [["F0.0", "BW0.0"]], "costs": {"F": NaN}}',
+            "F=nan; allowed",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["verify", "simulate"])
+def test_bad_files_are_one_line_and_exit_code_2(
+    command: str, content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    assert message in fail(capsys, command, str(path))
+
+
+def test_draw_refuses_what_it_cannot_draw(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "must end in .png or .svg" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
+    assert "No such file or directory" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
+    planned.write_text('{"ranks": 3}')
+    assert "zb-h1.json: not a timeline" in fail(capsys, "draw", str(planned))
+
+
+def test_it_runs_as_a_module_and_bears_a_reader_that_leaves() -> None:
+    command = [sys.executable, "-m", "megatron.pipeline.cli"]
+    done = subprocess.run([*command, "plan"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    planning = " ".join([*command, *PLAN, "--microbatches", "2000", "--json"])
+    piped = subprocess.run(["bash", "-c", f"{planning} | head -c 5"], capture_output=True, text=True, check=False)
+    assert (piped.stdout, piped.stderr) == ('{"sch', "")
