@@ -1,0 +1,151 @@
+"""What does splitting the backward cost? The time of B plus W against megatron-core's fused backward, on the same layers.
+
+    python benchmarks/split_backward.py                                             # CPU, float32, 1024 x 1024
+    python benchmarks/split_backward.py --hidden 4096 --tokens 4096 --dtype bf16    # a GPU
+
+A stack of ColumnParallelLinear under megatron-core's DDP, gradients accumulated in ``main_grad``. Every round times the
+fused backward of upstream, ours fused (BW), and ours split (B, then W) one after the other; medians and the median of
+the rounds' ratios are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron.pipeline import patches
+
+patches.install()
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.pipeline.model.split_linear import WeightTask, deferring, split_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stack(MegatronModule):
+    """Linears, one after the other, without anything between them."""
+
+    def __init__(self, config: TransformerConfig, layers: int) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.layers = torch.nn.ModuleList(
+            ColumnParallelLinear(size, size, config=config, init_method=config.init_method, bias=False, gather_output=False)
+            for _ in range(layers)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden)
+        return hidden
+
+
+def build(options: argparse.Namespace, split: bool) -> DistributedDataParallel:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=options.hidden,
+        num_attention_heads=1,
+        params_dtype=DTYPES[options.dtype],
+        use_cpu_initialization=not torch.cuda.is_available(),
+    )
+    stack = Stack(config, options.layers)
+    if split:
+        split_weights(stack)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=split)
+    return DistributedDataParallel(config, ddp, stack)
+
+
+def backward(model: DistributedDataParallel, options: argparse.Namespace, split: bool) -> tuple[float, float]:
+    """Seconds of the backward (of B if it is split) and of W."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden = torch.ones(options.tokens, 1, options.hidden, dtype=DTYPES[options.dtype], device=device, requires_grad=True)
+    output = model(hidden)
+    gradient = torch.ones_like(output)
+    if not split:
+        return seconds(lambda: output.backward(gradient)), 0.0
+    tasks: list[WeightTask] = []
+
+    def b() -> None:
+        with deferring(tasks):
+            output.backward(gradient)
+
+    def w() -> None:
+        with torch.no_grad():
+            for task in tasks:
+                task.run()
+
+    return seconds(b), seconds(w)
+
+
+def seconds(work: Callable[[], None]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available()
+    torch.distributed.init_process_group(
+        "nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    upstream, ours = build(options, split=False), build(options, split=True)
+
+    rounds = []
+    for turn in range(options.rounds + 3):
+        fused, _ = backward(upstream, options, split=False)
+        whole, _ = backward(ours, options, split=False)
+        b, w = backward(ours, options, split=True)
+        if turn >= 3:  # the first rounds warm up
+            rounds.append((fused, whole, b, w))
+
+    table = Table(
+        title=f"{options.layers} linears of {options.hidden} x {options.hidden}, {options.tokens} tokens, {options.dtype}, "
+        f"{torch.cuda.get_device_name() if cuda else 'CPU, one thread'}, {options.rounds} rounds"
+    )
+    for column in ("backward", "median ms", "ratio to upstream fused (median of rounds)"):
+        table.add_column(column, justify="right" if column != "backward" else "left")
+    for name, chosen in (
+        ("upstream fused", lambda r: r[0]),
+        ("ours fused (BW)", lambda r: r[1]),
+        ("ours B", lambda r: r[2]),
+        ("ours W", lambda r: r[3]),
+        ("ours B + W", lambda r: r[2] + r[3]),
+    ):
+        ratio = statistics.median(chosen(r) / r[0] for r in rounds)
+        table.add_row(name, f"{1000 * statistics.median(map(chosen, rounds)):.2f}", f"{ratio:.3f}")
+    Console(width=110).print(table)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
