@@ -147,7 +147,7 @@ def _summary(data: dict[str, Any], timeline: Timeline, memory_limit: float | Non
         (
             "makespan",
             f"{data['makespan']:g}",
-            f"bubble {data['makespan_bubble_rate']:.1%}, from any rank's first to any last",
+            f"bubble {data['makespan_bubble_rate']:.1%}, from the first pass of all to the last of all",
         ),
         (
             "lower bound",
