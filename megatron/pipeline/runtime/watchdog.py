@@ -99,7 +99,9 @@ class Watchdog:
         if place != last:
             self._seen[self._rank] = place, now
         elif self._stuck is not None and now - since > self._stuck:
-            return f"rank {self._rank} is stuck: it has been in {place} for {now - since:.0f} s"
+            said = self._store.multi_get([str(rank) for rank in range(self._world)])
+            everyone = "; ".join(f"rank {rank} in {text.decode().split('|', 1)[1]}" for rank, text in enumerate(said))
+            return f"nothing has moved on rank {self._rank} for {now - since:.0f} s. The ranks are stuck: {everyone}"
         return None
 
     def _cause(self, error: Exception) -> str:
@@ -123,4 +125,6 @@ class Watchdog:
         with suppress(Exception):  # nobody may be left to tell
             news = self._store.compare_set(_FAILED, "", news).decode() or news
         print(f"rank {self._rank} ends because {news}", file=sys.stderr, flush=True)
+        # A launcher kills all ranks when the first one ends: let the others read the news before.
+        time.sleep(3 * _INTERVAL)
         os._exit(1)
