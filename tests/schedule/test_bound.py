@@ -96,6 +96,12 @@ def test_little_memory_bounds_the_number_of_microbatches_on_their_way() -> None:
     assert lower_bound(linear(4), 8, uniform(linear(4)), memory_limit=1) == 8 * 9
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 8])
+def test_more_memory_than_can_be_filled_is_no_limit(microbatches: int) -> None:
+    costs = uniform(linear(4), retained=0.25)
+    assert lower_bound(linear(4), microbatches, costs, memory_limit=100) == lower_bound(linear(4), microbatches, costs)
+
+
 def test_without_room_for_one_microbatch_nothing_runs() -> None:
     assert lower_bound(linear(2), 4, uniform(linear(2)), memory_limit=0.5) == float("inf")
 

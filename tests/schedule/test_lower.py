@@ -17,6 +17,7 @@ from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.timeline import Timed
 from megatron.pipeline.schedule.verify import ScheduleError, verify_programs
+from megatron.pipeline.schedule.verify_programs import nothing_deadlocks
 
 
 @settings(max_examples=200)
@@ -157,6 +158,11 @@ def test_a_deadlock_names_what_every_rank_is_stuck_in() -> None:
         match=r"deadlock .*rank 0 in Receive of the gradient of microbatch 0 .*; rank 1 in Receive of the activation",
     ):
         verify_programs(SCHEDULE, [first, second])
+
+
+def test_two_sends_that_face_each_other_do_not_match() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0 in Send .*; rank 1 in Send"):
+        nothing_deadlocks([(Send(ACTIVATION, 1),), (Send(ACTIVATION, 0),)])
 
 
 def test_one_program_per_rank() -> None:
