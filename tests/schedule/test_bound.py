@@ -98,7 +98,7 @@ def test_little_memory_bounds_the_number_of_microbatches_on_their_way() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_more_memory_than_can_be_filled_is_no_limit(microbatches: int) -> None:
-    costs = uniform(linear(4), retained=0.25)
+    costs = uniform(linear(4), forward=3, retained=0.25)
     assert lower_bound(linear(4), microbatches, costs, memory_limit=100) == lower_bound(linear(4), microbatches, costs)
 
 
