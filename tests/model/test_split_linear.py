@@ -1,0 +1,166 @@
+"""The split backward: B and W together are the fused backward, whenever W runs, in any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+
+SIZE, MICROBATCHES = 8, 3
+
+
+def build(split: bool, cls: str, tp: int, ddp: dict[str, Any], **settings: Any) -> Any:
+    """One linear under DDP."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+
+    from megatron.pipeline.model.split_linear import split_weights
+
+    parallel_state.initialize_model_parallel(tp)
+    tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
+    torch.manual_seed(3)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=SIZE,
+        num_attention_heads=tp,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=tp,
+        **settings,
+    )
+    options = {"gather_output": False} if cls == "ColumnParallelLinear" else {"input_is_parallel": True, "skip_bias_add": False}
+
+    class Model(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(config)
+            self.linear = getattr(tensor_parallel, cls)(
+                SIZE, 2 * SIZE, config=config, init_method=config.init_method, bias=True, **options
+            )
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.linear(hidden)[0]
+
+    model = Model()
+    if split:
+        assert split_weights(model) == []
+    return DistributedDataParallel(config, DistributedDataParallelConfig(delay_wgrad_compute=split, **ddp), model)
+
+
+def gradients(
+    order: str | None, cls: str = "ColumnParallelLinear", tp: int = 1, ddp: dict[str, Any] | None = None, **settings: Any
+) -> list[list[float]]:
+    """Gradients of weight, bias and inputs after some microbatches; ``order`` such as "B0 B1 W0 W1", None for upstream's."""
+    model = build(order is not None, cls, tp, ddp or {}, **settings)
+    from megatron.pipeline.model.split_linear import deferring
+
+    width = SIZE if cls == "ColumnParallelLinear" else SIZE // tp
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(4, 2, width, generator=generator).requires_grad_() for _ in range(MICROBATCHES)]
+    losses = [model(hidden).square().sum() for hidden in inputs]
+    tasks: dict[int, list[Any]] = {number: [] for number in range(MICROBATCHES)}
+    with model.no_sync():
+        for step in (order or "BW0 BW1 BW2").split():
+            kind, number = step[:-1], int(step[-1])
+            if kind == "BW":
+                losses[number].backward()
+            elif kind == "B":
+                with deferring(tasks[number]):
+                    losses[number].backward()
+                assert len(tasks[number]) == 1
+            else:
+                with torch.no_grad():
+                    tasks[number].pop().run()
+    linear = model.module.linear
+    return [tensor.flatten().tolist() for tensor in (linear.weight.main_grad, linear.bias.main_grad, *(x.grad for x in inputs))]
+
+
+@pytest.mark.parametrize("order", ["BW0 BW1 BW2", "B0 W0 B1 W1 B2 W2", "B0 B1 B2 W0 W1 W2", "B0 B1 W0 W1 BW2"])
+def test_equals_the_fused_backward(pool: Pool, order: str) -> None:
+    expected = pool.run(1, gradients, None)
+    assert any(value != 0 for value in expected[0][0])
+    assert pool.run(1, gradients, order) == expected
+
+
+def test_w_adds_nothing_before_it_runs(pool: Pool) -> None:
+    weight, bias, *inputs = pool.run(1, gradients, "B0 B1 B2")[0]
+    expected_weight, expected_bias, *expected_inputs = pool.run(1, gradients, None)[0]
+    assert (bias, inputs) == (expected_bias, expected_inputs)
+    assert not any(weight) and any(expected_weight)
+
+
+@pytest.mark.parametrize("cls", ["ColumnParallelLinear", "RowParallelLinear"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel(pool: Pool, cls: str, sequence_parallel: bool) -> None:
+    options = {"cls": cls, "tp": 2, "sequence_parallel": sequence_parallel}
+    assert pool.run(2, gradients, "B0 B1 W0 B2 W1 W2", **options) == pool.run(2, gradients, None, **options)
+
+
+def readiness() -> list[bool]:
+    """Whether DDP has started to reduce the one bucket, after each pass of the last microbatch."""
+    model = build(True, "ColumnParallelLinear", 1, {"overlap_grad_reduce": True})
+    from megatron.pipeline.model.split_linear import deferring
+
+    started = []
+    for _iteration in range(2):  # DDP learns in the first what to expect
+        model.zero_grad_buffer()
+        loss = model(torch.ones(4, 2, SIZE, requires_grad=True)).square().sum()
+        tasks: list[Any] = []
+        with deferring(tasks):
+            loss.backward()
+        group = model.bucket_groups[0]
+        started = [group.grad_reduce_handle is not None]
+        with torch.no_grad():
+            tasks[0].run()
+        started.append(group.grad_reduce_handle is not None)
+        model.finish_grad_sync()
+    return started
+
+
+def test_reduction_starts_after_the_last_w(pool: Pool) -> None:
+    assert pool.run(2, readiness) == [[False, True]] * 2
+
+
+def what_is_fused() -> list[str]:
+    import tiny_gpt
+
+    run = tiny_gpt.Run("zb-h1", pp=1)
+    from megatron.core.utils import unwrap_model
+
+    from megatron.pipeline.model.split_linear import split_weights
+
+    return split_weights(unwrap_model(run.chunks[0]))
+
+
+def test_names_what_runs_fused(pool: Pool) -> None:
+    (fused,) = pool.run(1, what_is_fused)[0]
+    assert fused.startswith("output_layer: shares its weight with the embedding")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: checks the kernels that accumulate in float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("main_dtype", ["float32", "same"])
+def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
+    from megatron.pipeline.model.split_linear import _HOOKS, WeightGradient
+
+    kind = getattr(torch, dtype)
+    generator = torch.Generator("cuda").manual_seed(1)
+    hidden = torch.randn(256, 1, 128, device="cuda", dtype=kind, generator=generator)
+    grad_output = torch.randn(256, 1, 64, device="cuda", dtype=kind, generator=generator)
+    weight = torch.nn.Parameter(torch.zeros(64, 128, device="cuda", dtype=kind))
+    main_grad = torch.ones(64, 128, device="cuda", dtype=torch.float32 if main_dtype == "float32" else kind)
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    setattr(weight, _HOOKS, [])
+    WeightGradient(weight, hidden, grad_output, None).run()
+    expected = 1 + grad_output.flatten(0, 1).double().t() @ hidden.flatten(0, 1).double()
+    assert weight.main_grad is main_grad
+    tolerance = 1e-2 if main_grad.dtype == torch.float32 else 0.5
+    torch.testing.assert_close(main_grad.double(), expected, rtol=tolerance, atol=tolerance)
+    assert weight.grad_added_to_main_grad
+    assert weight.grad is not None and weight.grad.untyped_storage().nbytes() <= 8
