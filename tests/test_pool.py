@@ -1,0 +1,50 @@
+"""The pool of ranks itself: results in order, and failures that say which rank was where."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+from pool import Pool, RankFailed
+
+
+def rank_and_sum() -> tuple[int, float]:
+    value = torch.tensor(float(torch.distributed.get_rank() + 1))
+    torch.distributed.all_reduce(value)
+    return torch.distributed.get_rank(), value.item()
+
+
+def fail_on(rank: int, how: str) -> None:
+    if torch.distributed.get_rank() == rank:
+        if how == "raise":
+            raise ValueError("deliberate")
+        if how == "die":
+            os._exit(3)
+        forever()
+
+
+def forever() -> None:
+    time.sleep(1000)
+
+
+def test_results_are_in_rank_order_for_any_world(pool: Pool) -> None:
+    assert pool.run(2, rank_and_sum) == [(0, 3.0), (1, 3.0)]
+    assert pool.run(3, rank_and_sum) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+    assert pool.run(1, rank_and_sum) == [(0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("raise", "ValueError: deliberate"), ("die", "the process died"), ("hang", "in forever")]
+)
+def test_failures_name_the_rank_and_the_place(how: str, message: str) -> None:
+    own = Pool()
+    try:
+        with pytest.raises(RankFailed) as error:
+            own.run(2, fail_on, 1, how, timeout=6)
+        assert "rank 1 of 2" in str(error.value)
+        assert message in str(error.value)
+        assert own.run(1, rank_and_sum) == [(0, 1.0)], "the pool starts anew"
+    finally:
+        own.close()
