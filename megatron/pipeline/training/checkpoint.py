@@ -20,6 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.training.atomic import UNFINISHED, sync, write_text
+from megatron.pipeline.training.optimizer_state import allocate_state, load_state
 from megatron.pipeline.training.state import Training
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -112,13 +113,15 @@ def load(args: Namespace, training: Training) -> Path | None:
     if path is None:
         return None
     with_optimizer = not (args.finetune or args.no_load_optim)
+    if with_optimizer:
+        allocate_state(training.optimizer)
     with _gathered_parameters(args, training):
         wanted = _sharded_state(training, with_optimizer, is_loading=True)
         found = dist_checkpointing.load(wanted, str(path))
     for key, chunk in _chunks(training):
         chunk.load_state_dict(found[key])
     if with_optimizer:
-        training.optimizer.load_state_dict(found["optimizer"])
+        load_state(training.optimizer, found["optimizer"])
         training.scheduler.load_state_dict(found["opt_param_scheduler"])
     else:
         training.optimizer.reload_model_params()

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return 2
     _configure_logging(args, rank)
-    with _process_groups(args, rank, world_size):
+    with _world(args, rank, world_size):
         run(args, tokenizer, pipeline)
     return 0
 
@@ -66,16 +66,17 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
 
 
 def run(args: Namespace, tokenizer: Any, pipeline: Pipeline) -> None:
-    """Build, load and train, on every rank of running process groups."""
-    pipeline.install()
-    timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
-    training = build_training(args, timers)
-    loaded = checkpoint.load(args, training)
-    samples = Samples(args, tokenizer, training.chunks)
-    with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
-        log.line(_first_words(args, pipeline, loaded))
-        train(args, training, samples, pipeline, log, timers)
-        log.line(_last_words(args, log))
+    """Build, load and train, on every rank of a world that exists."""
+    with _megatron_state(args):
+        pipeline.install()
+        timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
+        training = build_training(args, timers)
+        loaded = checkpoint.load(args, training)
+        samples = Samples(args, tokenizer, training.chunks)
+        with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
+            log.line(_first_words(args, pipeline, loaded))
+            train(args, training, samples, pipeline, log, timers)
+            log.line(_last_words(args, log))
 
 
 def _configure_logging(args: Namespace, rank: int) -> None:
@@ -88,8 +89,8 @@ def _configure_logging(args: Namespace, rank: int) -> None:
 
 
 @contextmanager
-def _process_groups(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
-    """Megatron's process groups for the time of the training."""
+def _world(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
+    """All ranks, each on its device, for the time of the training."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
@@ -103,6 +104,13 @@ def _process_groups(args: Namespace, rank: int, world_size: int) -> Iterator[Non
         world_size=world_size,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
     )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _megatron_state(args: Namespace) -> Iterator[None]:
+    """What megatron-core keeps in globals: its process groups, and the number of microbatches."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -111,12 +119,15 @@ def _process_groups(args: Namespace, rank: int, world_size: int) -> Iterator[Non
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     init_num_microbatches_calculator(
-        rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        torch.distributed.get_rank(),
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
     )
     yield
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 def _has_loss(pipeline: Pipeline) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline.runtime.pipeline import Pipeline, Report
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.view.picture import draw
+
+if TYPE_CHECKING:
+    from megatron.pipeline.runtime.pipeline import Pipeline, Report
 
 
 def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:

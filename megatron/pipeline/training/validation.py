@@ -94,6 +94,8 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
         raise ValueError(
             f"--context-parallel-size {context} needs --transformer-impl transformer_engine: local attention has none"
         )
+    if args.use_distributed_optimizer and args.optimizer != "adam":
+        raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, not {args.optimizer}")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
     args.sequence_parallel = args.sequence_parallel and tensor > 1

@@ -1,0 +1,59 @@
+# make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
+# make compare  the same model under megatron-core's own 1F1B, our 1F1B and ZB-H1: one table, one picture
+# make test     all tests
+# make clean    remove prepared data, runs and caches; .venv stays
+#
+# Own text:      make train TEXT=my_file_or_directory
+# Own .bin/.idx: make train DATA_PATH=path/to/prefix
+# Other flags:   make train ARGS="--train-iters 500 --pipeline-schedule 1f1b"
+
+PYTHON ?= python3
+TORCH := torch==2.13.0
+CONFIG ?= configs/tiny.yaml
+RANKS ?= 4
+RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
+RUN := $(RUN)
+
+ifdef TEXT
+DATA_PATH ?= data/own/$(notdir $(patsubst %/,%,$(TEXT)))_text_document
+endif
+DATA_PATH ?= data/stdlib_text_document
+
+venv := .venv/bin/python
+ready := .venv/.ready
+export OMP_NUM_THREADS := 1
+export PIP_NO_INPUT := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train compare test clean
+
+train: $(ready) $(DATA_PATH).idx
+	$(venv) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_gpt.py \
+		--config $(CONFIG) --data-path $(DATA_PATH) --save $(RUN)/checkpoints --metrics $(RUN)/metrics.jsonl \
+		--tensorboard-dir $(RUN)/tensorboard --pipeline-trace $(RUN)/trace $(ARGS)
+
+compare: $(ready) $(DATA_PATH).idx
+	$(venv) scripts/compare.py --ranks $(RANKS) --output runs/compare -- --config $(CONFIG) --data-path $(DATA_PATH) $(ARGS)
+
+test: $(ready)
+	$(venv) -m pytest -q tests $(ARGS)
+
+clean:
+	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+data/stdlib_text_document.idx: | $(ready)
+	$(venv) scripts/preprocess_data.py --stdlib --append-eod --output-prefix data/stdlib
+
+data/own/%_text_document.idx: $(TEXT) | $(ready)
+	$(venv) scripts/preprocess_data.py --input $(TEXT) --append-eod --output-prefix data/own/$*
+
+# torch goes first and by its exact version: any other one would be replaced, at the price of gigabytes.
+.venv/.torch:
+	$(PYTHON) -m venv .venv
+	$(venv) -m pip install $(TORCH)
+	touch $@
+
+$(ready): .venv/.torch setup.py
+	$(venv) -m pip install -e '.[dev]' $(TORCH)
+	touch $@

@@ -1,0 +1,126 @@
+"""Train the same model under several schedules and compare: ``compare.py --iterations 20 -- --config configs/tiny.yaml ...``.
+
+The schedules run one after another, from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``.
+Prints one table and writes one picture with a measured timeline per schedule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+LAUNCHER = Path(__file__).parent.parent / "pretrain_gpt.py"
+_WARM_UP = 2  # iterations that are slower than the rest
+
+
+class Run(NamedTuple):
+    """One schedule's metrics, one record per iteration, and where its traces lie."""
+
+    schedule: str
+    metrics: list[dict[str, Any]]
+    traces: Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, print and draw; returns the exit code: that of the first run that failed, if one did."""
+    args = _parse(argv)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    runs = []
+    for schedule in args.schedules:
+        console.print(f"{schedule}: training {args.iterations} iterations on {args.ranks} ranks")
+        log = Path(args.output) / schedule.replace("/", "_") / "log.txt"
+        code = _train(schedule, log, args)
+        if code:
+            console.print(f"{schedule} failed; the end of {log}:\n{log.read_text()[-3000:]}", markup=False)
+            return code
+        metrics = [json.loads(line) for line in (log.parent / "metrics.jsonl").read_text().splitlines()]
+        runs.append(Run(schedule, metrics, log.parent))
+    console.print(_table(runs))
+    picture = Path(args.output) / "timelines.png"
+    _draw(runs, picture)
+    console.print(f"timelines: {picture}")
+    return 0
+
+
+def difference(run: Run, reference: Run) -> str:
+    """How losses and gradient norms compare: ``bit-identical``, or the largest relative difference of any iteration."""
+    pairs = [
+        (ours[key], theirs[key])
+        for ours, theirs in zip(run.metrics, reference.metrics, strict=True)
+        for key in ("loss", "grad_norm")
+    ]
+    if all(ours == theirs for ours, theirs in pairs):
+        return "bit-identical"
+    return f"differs by up to {max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs):.1e}"
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    end = list(argv).index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", default=["stock", "1f1b", "zb-h1"], help="the first is the reference")
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=4, help="processes on this machine")
+    parser.add_argument("--output", default="runs/compare", metavar="DIR", help="metrics, logs, traces and the picture")
+    args = parser.parse_args(argv[:end])
+    args.flags = list(argv[end + 1 :])
+    return args
+
+
+def _train(schedule: str, log: Path, args: argparse.Namespace) -> int:
+    """Run one schedule with torchrun on a free port; its output goes to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    for old in (*log.parent.glob("iteration_*"), *log.parent.glob("metrics.jsonl")):
+        old.unlink()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    command += [str(LAUNCHER), *args.flags, "--pipeline-schedule", schedule]
+    command += ["--metrics", str(log.parent / "metrics.jsonl"), "--pipeline-trace", str(log.parent)]
+    command += ["--exit-interval", str(args.iterations), "--log-interval", str(args.iterations), "--eval-iters", "0"]
+    with log.open("w") as file:
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+
+
+def _table(runs: list[Run]) -> Table:
+    reference = runs[0]
+    table = Table(title=f"after {len(reference.metrics)} iterations")
+    table.add_column("schedule")
+    for column in ("loss", "grad norm", f"against {reference.schedule}", "s/iteration", "bubble rate", "peak activation MiB"):
+        table.add_column(column, justify="right")
+    for run in runs:
+        last, steady = run.metrics[-1], run.metrics[_WARM_UP:] or run.metrics
+        table.add_row(
+            run.schedule,
+            repr(last["loss"]),
+            repr(last["grad_norm"]),
+            "reference" if run is reference else difference(run, reference),
+            f"{statistics.median(record['iteration_seconds'] for record in steady):.3f}",
+            f"{statistics.median(record['bubble_rate'] for record in steady):.1%}",
+            " ".join(f"{peak / 2**20:.1f}" for peak in last["peak_activation_bytes"]),
+        )
+    return table
+
+
+def _draw(runs: list[Run], path: Path) -> None:
+    from megatron.pipeline.training.trace import read_last_trace
+    from megatron.pipeline.view.picture import draw
+
+    timelines = {}
+    for run in runs:
+        trace = read_last_trace(str(run.traces))
+        if trace:
+            timelines[f"{run.schedule}: bubble rate {trace[1].bubble_rate:.1%}"] = trace[1]
+    draw(timelines, path, unit="s")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Short trainings for the tests: what runs on a rank of the pool, through the same steps as ``pretrain_gpt.py``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
+    "--lr-warmup-iters 2 --tokenizer-type ByteLevelTokenizer --split 80,20,0 --num-workers 0 --train-iters 6 "
+    "--log-interval 2 --attention-dropout 0.1 --hidden-dropout 0.1 --global-batch-size 8"
+)
+
+
+def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool = False) -> str:
+    """Train on this rank of the pool; returns the error message if there was one.
+
+    Args:
+        terminate_at: the last rank gets a SIGTERM before this iteration.
+        fail_while_saving: the disk is full when the checkpoint's tensors have been written.
+    """
+    from megatron.pipeline import patches
+
+    patches.install()
+    import torch
+
+    from megatron.pipeline.patches import schedules
+    from megatron.pipeline.training import checkpoint, loop, program
+
+    schedules.restore()
+    real_step, real_save = loop.train_step, checkpoint.dist_checkpointing.save
+
+    def step(args: Any, training: Any, data: Any) -> Any:
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        if last and training.iteration + 1 == terminate_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real_step(args, training, data)
+
+    def save(*args: Any) -> None:
+        real_save(*args)
+        raise OSError(28, "No space left on device")
+
+    loop.train_step = step
+    if fail_while_saving:
+        checkpoint.dist_checkpointing.save = save
+    try:
+        args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
+        program.run(args, tokenizer, pipeline)
+    except (ValueError, RuntimeError) as error:
+        program.destroy_num_microbatches_calculator()
+        return str(error)
+    finally:
+        loop.train_step, checkpoint.dist_checkpointing.save = real_step, real_save
+    return ""
+
+
+def batches(flags: str, count: int) -> tuple[tuple[int, int, int], list[list[int]]]:
+    """This rank's (tensor, pipeline, data) coordinates, and the tokens of its next microbatches (empty without data)."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.datasets.utils import Split
+
+    from megatron.pipeline.training import program
+    from megatron.pipeline.training.data import Samples, get_batch
+    from megatron.pipeline.training.state import build_training
+
+    args, tokenizer, _ = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
+    with program._megatron_state(args):
+        data = Samples(args, tokenizer, build_training(args, None).chunks).microbatches(Split.train, 0)
+        assert data is not None
+        found = [get_batch(data[0]) for _ in range(count)]
+        where = (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+        )
+    return where, [batch["tokens"].flatten().tolist() if batch else [] for batch in found]
+
+
+def metrics(path: Path) -> list[tuple[int, float, float]]:
+    """Iteration, loss and gradient norm of every iteration, exactly."""
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [(record["iteration"], record["loss"], record["grad_norm"]) for record in records]

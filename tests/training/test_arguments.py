@@ -1,0 +1,145 @@
+"""The command line and the YAML file: what is read, what is refused, and in which words."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.pipeline.training.arguments import flags, parse
+from megatron.pipeline.training.validation import batch_sizes, validate
+
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+FLAGS = Path(__file__).parent / "flags.txt"
+
+
+def checked(more: str = "", world_size: int = 4) -> Namespace:
+    args = parse((BASE + " " + more).split())
+    validate(args, world_size)
+    return args
+
+
+def test_flags_are_frozen() -> None:
+    """Scripts depend on the names: removing or renaming one is a decision, taken by editing flags.txt."""
+    assert flags() == FLAGS.read_text().split()
+
+
+def test_derived_values() -> None:
+    args = checked("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2")
+    assert args.data_parallel_size == 2
+    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.global_batch_size == 4
+    assert args.ffn_hidden_size == 256
+    assert args.kv_channels == 16
+    assert args.max_position_embeddings == 32
+    assert args.lr_decay_iters == 10
+    assert args.split == "969,30,1"
+    assert checked("--swiglu").ffn_hidden_size == 128
+    assert checked("--num-virtual-stages-per-pipeline-rank 1").virtual_pipeline_model_parallel_size is None
+
+
+def test_ramp_up() -> None:
+    args = checked("--global-batch-size 16 --rampup-batch-size 8 4 100", world_size=2)
+    assert batch_sizes(args) == [8, 12, 16]
+
+
+def test_config_file_is_overridden_by_the_command_line(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "num_layers: 8\nhidden-size: 64\nlr: 3.0e-4\nswiglu: true\nbf16: false\nmin-lr: 1e-5\n"
+        "data-path: [0.3, A, 0.7, B]\nrampup-batch-size: 2 2 8\nsave: null\n"
+    )
+    args = parse(["--config", str(config), "--hidden-size", "128"])
+    assert (args.num_layers, args.hidden_size, args.lr, args.min_lr) == (8, 128, 3e-4, 1e-5)
+    assert (args.swiglu, args.bf16, args.save) == (True, False, None)
+    assert args.data_path == ["0.3", "A", "0.7", "B"]
+    assert args.rampup_batch_size == [2, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("num-layer: 4", "unknown flag num-layer; did you mean --num-layers?"),
+        ("zzzzzz: 4", "unknown flag zzzzzz; --help lists all flags"),
+        ("swiglu: 3", "--swiglu is on or off: expected true or false, got 3"),
+        ("num-layers: true", "--num-layers takes one value, got True"),
+        ("num-layers: [1, 2]", "--num-layers takes one value"),
+        ("num-layers: many", "--num-layers: expected a whole number of at least 1, got 'many'"),
+        ("- 1", "expected a mapping of flags to values"),
+        ("a: b: c", "mapping values are not allowed here"),
+        ("config: other.yaml", "unknown flag config"),
+    ],
+)
+def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(content)
+    with pytest.raises(ValueError, match=None) as error:
+        parse(["--config", str(config)])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "message"),
+    [
+        ("--num-layer 4", "unknown flag --num-layer; did you mean --num-layers?"),
+        ("--num-layers 0", "--num-layers: expected a whole number of at least 1, got 0"),
+        ("--hidden-dropout 1.5", "--hidden-dropout: expected a number from 0 to 1, got 1.5"),
+        ("--optimizer lion", "invalid choice: 'lion'"),
+        ("--config /nowhere.yaml", "No such file"),
+    ],
+)
+def test_bad_flags(flags_given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=None) as error:
+        parse(flags_given.split())
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "world_size", "message"),
+    [
+        ("--pipeline-model-parallel-size 3", 4, "4 ranks cannot be split into models of 1 x 3 x 1 = 3 ranks"),
+        ("--pipeline-model-parallel-size 3", 3, "3 pipeline ranks x 1 chunks = 3 stages: use 6 or 9 layers"),
+        ("--num-virtual-stages-per-pipeline-rank 16", 1, "= 16 stages: use 16 layers"),
+        ("--num-layers-per-virtual-pipeline-stage 3", 1, "is not a multiple of 1 pipeline ranks x 3 layers"),
+        ("--global-batch-size 12", 4, "is 1.5 microbatches: --micro-batch-size 2 x data-parallel size 4 = 8"),
+        ("--global-batch-size 12", 4, "use 8 or 16"),
+        ("--global-batch-size 16 --rampup-batch-size 8 3 9", 1, "steps of 3 do not lead to --global-batch-size 16"),
+        ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 4 is not a multiple of --tensor-model-parallel"),
+        ("--num-attention-heads 5", 4, "--hidden-size 64 is not a multiple of --num-attention-heads 5"),
+        ("--max-position-embeddings 16", 4, "--max-position-embeddings 16 is less than --seq-length 32"),
+        ("--min-lr 1", 4, "--min-lr 1.0 must be from 0 to --lr 0.001"),
+        ("--lr-warmup-iters 10", 4, "the warm-up of 10 iterations must be shorter than --lr-decay-iters 10"),
+        ("--bf16 --fp16", 4, "contradict each other"),
+        ("--overlap-param-gather", 4, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        ("--recompute-granularity full", 4, "needs --recompute-method and --recompute-num-layers"),
+        ("--data-path A", 4, "more than one data source"),
+        ("--split 1,x", 4, "--split 1,x: expected up to three shares"),
+        ("--save-interval 5", 4, "--save-interval 5 needs --save DIR"),
+        ("--distributed-backend nccl", 4, "needs a CUDA device"),
+        ("--context-parallel-size 2", 4, "needs --transformer-impl transformer_engine"),
+        ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
+    ],
+)
+def test_flags_that_do_not_fit_together(flags_given: str, world_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=None) as error:
+        checked(flags_given, world_size)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_flags_are_listed_together() -> None:
+    with pytest.raises(ValueError, match="missing --num-layers, --hidden-size, .*--lr"):
+        validate(parse([]), 1)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configs_of_the_repository(path: Path) -> None:
+    ranks = yaml.safe_load(path.read_text())["pipeline-model-parallel-size"]
+    args = parse(["--config", str(path), "--data-path", "A"])
+    validate(args, ranks)

@@ -1,0 +1,122 @@
+"""Whole trainings over a few ranks: restarts, checkpoints, signals, and who reads which data."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from training.short_runs import batches, metrics, train
+
+from megatron.pipeline.training import checkpoint, corpus
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("data")
+    documents = corpus.read_documents(corpus.standard_library(200_000), ["text"], "surrogateescape")
+    args = Namespace(tokenizer_type="ByteLevelTokenizer")
+    corpus.write_dataset(documents, str(directory / "stdlib"), ["text"], args, True, 1, lambda _: None)
+    return f"--data-path {directory}/stdlib_text_document"
+
+
+def ran(errors: list[str]) -> bool:
+    assert not any(errors), errors
+    return True
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, "--pipeline-model-parallel-size 2"),
+        (
+            4,
+            "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
+            "--fp16 --initial-loss-scale 1024 --loss-scale-window 2",
+        ),
+        (1, "--optimizer sgd"),
+    ],
+    ids=["float32", "fp16-distributed-optimizer", "sgd"],
+)
+def test_resumed_is_bit_identical_to_uninterrupted(
+    pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str
+) -> None:
+    flags = f"{data} {flags} --eval-interval 2 --eval-iters 1"
+    assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl --tensorboard-dir {tmp_path}/board"))
+    parts = f"{flags} --metrics {tmp_path}/parts.jsonl --save {tmp_path}/saved --load {tmp_path}/saved"
+    assert ran(pool.run(ranks, train, f"{parts} --exit-interval 3"))
+    assert ran(pool.run(ranks, train, parts))
+    whole = metrics(tmp_path / "whole.jsonl")
+    assert [iteration for iteration, _, _ in whole] == [1, 2, 3, 4, 5, 6]
+    assert metrics(tmp_path / "parts.jsonl") == whole
+
+
+def test_another_pipeline_size_and_schedule_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
+    """One rank's numbers are those of two: same weights, optimizer and samples."""
+    saved = f"{data} --save {tmp_path}/saved"
+    assert ran(pool.run(2, train, f"{saved} --pipeline-model-parallel-size 2 --exit-interval 3"))
+    load = f"{data} --load {tmp_path}/saved --clip-grad 0"
+    two = f"{load} --pipeline-model-parallel-size 2 --pipeline-schedule 1f1b --metrics {tmp_path}/two.jsonl"
+    assert ran(pool.run(2, train, two))
+    assert ran(pool.run(1, train, f"{load} --metrics {tmp_path}/one.jsonl"))
+    two_losses = [(iteration, loss) for iteration, loss, _ in metrics(tmp_path / "two.jsonl")]
+    one_losses = [(iteration, loss) for iteration, loss, _ in metrics(tmp_path / "one.jsonl")]
+    assert two_losses == one_losses
+    assert [iteration for iteration, _ in two_losses] == [4, 5, 6]
+
+
+def test_sigterm_saves_and_ends(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved"
+    assert ran(pool.run(2, train, flags, terminate_at=2))
+    assert [iteration for iteration, _, _ in metrics(tmp_path / "m.jsonl")] == [1, 2]
+    assert checkpoint.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
+
+
+def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --load {tmp_path}/saved"
+    assert ran(pool.run(2, train, f"{flags} --exit-interval 2"))
+    before = (tmp_path / "saved" / checkpoint.TRACKER).read_text()
+    errors = pool.run(2, train, f"{flags} --exit-interval 4", fail_while_saving=True)
+    assert all("No space left on device" in error for error in errors)
+    assert all(f"{tmp_path}/saved/iter_0000002 is complete and unchanged" in error for error in errors)
+    assert (tmp_path / "saved" / checkpoint.TRACKER).read_text() == before
+    assert (tmp_path / "saved" / "iter_0000004.incomplete").is_dir()
+    assert ran(pool.run(2, train, f"{flags} --exit-interval 4"))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "iter_0000002",
+        "iter_0000004",
+        checkpoint.TRACKER,
+    ]
+
+
+def test_trace(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-trace {tmp_path}/trace --exit-interval 2"
+    assert ran(pool.run(2, train, flags))
+    record = json.loads((tmp_path / "trace" / "iteration_0000002.json").read_text())
+    assert (record["schedule"], record["iteration"], record["placement"]) == ("zb-h1", 2, [[0], [1]])
+    assert len(record["timeline"]["ranks"]) == 2
+    assert (tmp_path / "trace" / "iteration_0000002.png").stat().st_size > 1000
+
+
+def test_ramp_up(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = "--pipeline-model-parallel-size 2 --rampup-batch-size 4 2 12 --exit-interval 4"
+    assert ran(pool.run(2, train, f"{data} {flags} --save {tmp_path}/saved"))
+    summary = json.loads((tmp_path / "saved" / "iter_0000004" / "training.json").read_text())
+    assert summary["consumed_samples"] == 4 + 4 + 6 + 8
+
+
+@pytest.mark.parametrize("flags", ["--tensor-model-parallel-size 2", ""], ids=["tensor x pipeline", "pipeline x data"])
+def test_who_reads_what(pool: Pool, data: str, flags: str) -> None:
+    found = dict(pool.run(4, batches, f"{data} --pipeline-model-parallel-size 2 {flags}", 2))
+    assert all(all(tokens) for tokens in found.values()), "both pipeline ranks hold an end of the model"
+    for (_, _, replica), tokens in found.items():
+        assert tokens == found[0, 0, replica]
+    replicas = [tokens for (tensor, pipeline, _), tokens in found.items() if (tensor, pipeline) == (0, 0)]
+    assert len({json.dumps(tokens) for tokens in replicas}) == len(replicas), "data-parallel ranks read different samples"
+
+
+def test_middle_stages_read_nothing(pool: Pool, data: str) -> None:
+    found = dict(pool.run(4, batches, f"{data} --pipeline-model-parallel-size 4", 1))
+    assert [bool(found[0, rank, 0][0]) for rank in range(4)] == [True, False, False, True]
