@@ -83,7 +83,8 @@ def _runnable(
             after = placement.home(stage + 1) if stage < placement.last_stage else None
             for m in range(microbatches):
                 if not finished(rank, m, chunk, Kind.F):
-                    if before is None or finished(before[0], m, before[1], Kind.F):
+                    data = m == 0 or finished(rank, m - 1, chunk, Kind.F)
+                    if data and (before is None or finished(before[0], m, before[1], Kind.F)):
                         yield rank, Pass(Kind.F, m, chunk)
                 elif not finished(rank, m, chunk, Kind.B, Kind.BW):
                     in_turn = m == 0 or finished(rank, m - 1, chunk, Kind.B, Kind.BW)

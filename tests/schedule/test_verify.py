@@ -34,6 +34,7 @@ def test_schedules_that_obey_the_rules_pass(schedule: Schedule) -> None:
         ("B before W", ("F0 W0 B0 F1 BW1", "F0 BW0 F1 BW1"), "rank 0: W0.0 runs before B0.0"),
         ("W in order", ("F0 F1 B0 B1 W1 W0", "F0 BW0 F1 BW1"), "rank 0: W0.0 runs after W1.0; W and BW"),
         ("W and BW in order", ("F0 F1 B0 BW1 W0", "F0 BW0 F1 BW1"), "rank 0: W0.0 runs after BW1.0; W and BW"),
+        ("F in order", ("F1 F0 B0 W0 B1 W1", "F0 BW0 F1 BW1"), "rank 0: F0.0 runs after F1.0; F of one chunk"),
         ("B in order", ("F0 F1 B1 B0 W0 W1", "F0 BW0 F1 BW1"), "rank 0: B0.0 runs after B1.0; B and BW"),
         ("acyclic", ("F0 BW0 F1 BW1", "F0 F1 BW0 BW1"), "is stuck at (F1.0|BW0.0)"),
     ],

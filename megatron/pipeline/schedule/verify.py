@@ -42,7 +42,7 @@ def verify(
     else:
         every_backward_is_whole(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
-    gradients_are_in_microbatch_order(schedule)
+    passes_of_a_chunk_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)
     if memory_limit is not None:
         memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
@@ -108,14 +108,15 @@ def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
             seen.add(work)
 
 
-def gradients_are_in_microbatch_order(schedule: Schedule) -> None:
-    """On one chunk, B and BW run in microbatch order, and so do W and BW.
+def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
+    """On one chunk, F run in microbatch order, B and BW do, and W and BW do.
 
-    Sums of floats depend on their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
+    Data iterators hand out batches in the order of the forwards, on every stage that needs data. Sums of floats depend on
+    their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
     """
     for rank, passes in enumerate(schedule.passes):
         for chunk in range(schedule.placement.chunks):
-            for kinds in ((Kind.B, Kind.BW), (Kind.W, Kind.BW)):
+            for kinds in ((Kind.F,), (Kind.B, Kind.BW), (Kind.W, Kind.BW)):
                 line = [work for work in passes if work.chunk == chunk and work.kind in kinds]
                 for before, work in pairwise(line):
                     if work.microbatch < before.microbatch:
