@@ -72,9 +72,9 @@ def batches(flags: str, count: int) -> tuple[tuple[int, int, int], list[list[int
 
     args, tokenizer, _ = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
     with program._megatron_state(args):
-        data = Samples(args, tokenizer, build_training(args, None).chunks).microbatches(Split.train, 0)
-        assert data is not None
-        found = [get_batch(data[0]) for _ in range(count)]
+        with Samples(args, tokenizer, build_training(args, None).chunks).microbatches(Split.train, 0) as data:
+            assert data is not None
+            found = [get_batch(data[0]) for _ in range(count)]
         where = (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),

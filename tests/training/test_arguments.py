@@ -138,7 +138,9 @@ def test_missing_flags_are_listed_together() -> None:
         validate(parse([]), 1)
 
 
-@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
+)
 def test_configs_of_the_repository(path: Path) -> None:
     ranks = yaml.safe_load(path.read_text())["pipeline-model-parallel-size"]
     args = parse(["--config", str(path), "--data-path", "A"])

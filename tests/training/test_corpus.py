@@ -126,7 +126,9 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
         "documents = corpus.read_documents([Path(sys.argv[1])], ['text'], 'strict');"
         "corpus.write_dataset(documents, sys.argv[2], ['text'], Namespace(tokenizer_type='ByteLevelTokenizer'), True, 1, print)"
     )
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")], stdout=-1)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")], stdout=-1
+    )
     with pipe.open("w") as writer:
         writer.write("a line\n" * 10_000)
         writer.flush()
@@ -143,7 +145,15 @@ def test_script(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello\n")
     prefix = str(tmp_path / "data")
     started = time.monotonic()
-    command = [sys.executable, str(SCRIPT), "--input", str(tmp_path / "a.txt"), "--output-prefix", prefix, "--append-eod"]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--input",
+        str(tmp_path / "a.txt"),
+        "--output-prefix",
+        prefix,
+        "--append-eod",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "data_text_document: 1 documents, 7 tokens" in done.stdout

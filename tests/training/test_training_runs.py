@@ -114,7 +114,9 @@ def test_who_reads_what(pool: Pool, data: str, flags: str) -> None:
     for (_, _, replica), tokens in found.items():
         assert tokens == found[0, 0, replica]
     replicas = [tokens for (tensor, pipeline, _), tokens in found.items() if (tensor, pipeline) == (0, 0)]
-    assert len({json.dumps(tokens) for tokens in replicas}) == len(replicas), "data-parallel ranks read different samples"
+    assert len({json.dumps(tokens) for tokens in replicas}) == len(replicas), (
+        "data-parallel ranks read different samples"
+    )
 
 
 def test_middle_stages_read_nothing(pool: Pool, data: str) -> None:

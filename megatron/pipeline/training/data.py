@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -93,14 +94,25 @@ class Samples:
             sizes[2] = args.eval_iters
         self._datasets = _build(args, tokenizer, [size * args.global_batch_size for size in sizes], any(self._needed))
 
-    def microbatches(self, split: Split, consumed: int) -> list[Iterator[Batch] | None] | None:
-        """One iterator per chunk, from the first sample not yet consumed; None when the split is empty on all ranks."""
+    @contextmanager
+    def microbatches(self, split: Split, consumed: int) -> Iterator[list[Iterator[Batch] | None] | None]:
+        """One iterator per chunk, from the first sample not yet consumed; None when the split is empty on all ranks.
+
+        Leaving the context ends the processes that read.
+        """
         exists, dataset = self._datasets[split.value]
         if not exists:
-            return None
-        return [self._iterator(dataset, consumed) if needed else None for needed in self._needed]
+            yield None
+            return
+        streams = [_stream(self._loader(dataset, consumed)) if needed else None for needed in self._needed]
+        try:
+            yield list(streams)
+        finally:
+            for stream in streams:
+                if stream is not None:
+                    stream.close()
 
-    def _iterator(self, dataset: Any, consumed: int) -> Iterator[Batch]:
+    def _loader(self, dataset: Any, consumed: int) -> torch.utils.data.DataLoader[Batch]:
         sampler = SequentialSampler(
             len(dataset),
             consumed,
@@ -108,15 +120,12 @@ class Samples:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        workers = self._args.num_workers
-        return iter(
-            torch.utils.data.DataLoader(
-                dataset,
-                batch_sampler=sampler,
-                num_workers=workers,
-                pin_memory=torch.cuda.is_available(),
-                worker_init_fn=_ignore_termination,
-            )
+        return torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=self._args.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_ignore_termination,
         )
 
 
@@ -165,6 +174,11 @@ def masked_loss(
         )
     tokens = flat.sum().detach().to(torch.int)
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def _stream(loader: torch.utils.data.DataLoader[Batch]) -> Generator[Batch, None, None]:
+    """The loader's batches; closing it is the one way to end a loader's processes, whoever else holds on to it."""
+    yield from loader
 
 
 def _ignore_termination(_worker: int) -> None:

@@ -40,11 +40,10 @@ def train(
     """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
     started = time.monotonic()
     saved_at = training.iteration if args.load else None
-    with _termination_signal() as terminated:
-        data = samples.microbatches(Split.train, training.consumed_samples)
+    log.resume(training.iteration)
+    reason = ""
+    with _termination_signal() as terminated, samples.microbatches(Split.train, training.consumed_samples) as data:
         assert data is not None, "the training split is never empty: check_data saw to it"
-        log.resume(training.iteration)
-        reason = ""
         while training.iteration < args.train_iters and not reason:
             step = train_step(args, training, data)
             _report(args, step, training, pipeline, log, timers)
@@ -159,11 +158,10 @@ def _report(
 def _evaluate_split(args: Namespace, training: Training, samples: Samples, split: Split, log: Log) -> None:
     """Evaluate on fresh samples: those of earlier evaluations are consumed, also across restarts."""
     earlier = (training.iteration - 1) // args.eval_interval if split is Split.valid else 0
-    data = samples.microbatches(split, earlier * args.eval_iters * args.global_batch_size)
-    if data is None:
-        return
-    name = {Split.valid: "validation", Split.test: "test"}[split]
-    log.evaluation(name, training.iteration, evaluate(args, training, data))
+    with samples.microbatches(split, earlier * args.eval_iters * args.global_batch_size) as data:
+        if data is not None:
+            name = {Split.valid: "validation", Split.test: "test"}[split]
+            log.evaluation(name, training.iteration, evaluate(args, training, data))
 
 
 def _save(args: Namespace, training: Training, log: Log) -> int:

@@ -1,0 +1,87 @@
+"""What lies on the disk: which checkpoint is taken, and which are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.training import checkpoint
+from megatron.pipeline.training.arguments import parse
+from megatron.pipeline.training.validation import validate
+
+
+def flags(more: str = "") -> Namespace:
+    args = parse(
+        (
+            "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --lr 1e-3 "
+            "--train-iters 10 --mock-data --tokenizer-type ByteLevelTokenizer --load here " + more
+        ).split()
+    )
+    validate(args, 1)
+    args.vocab_size = 257
+    return args
+
+
+def write(root: Path, iteration: int, name: str = "", **changes: Any) -> Path:
+    directory = root / (name or f"iter_{iteration:07d}")
+    directory.mkdir(parents=True)
+    args = flags()
+    model = {one: getattr(args, one) for one in checkpoint._MODEL_FLAGS}
+    schedule = {one: getattr(args, one) for one in checkpoint._SCHEDULE_FLAGS}
+    summary = {"iteration": iteration, "optimizer": True, "model": model, "schedule": schedule} | changes
+    (directory / "training.json").write_text(json.dumps(summary))
+    return directory
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    assert checkpoint.latest(str(tmp_path / "nowhere")) is None
+    checkpoint.check(flags(f"--load {tmp_path}"))
+
+
+def test_the_tracker_decides(tmp_path: Path) -> None:
+    ten, twenty = write(tmp_path, 10), write(tmp_path, 20)
+    assert checkpoint.latest(str(tmp_path)) == twenty, "a crash before the tracker was written"
+    (tmp_path / checkpoint.TRACKER).write_text("10")
+    assert checkpoint.latest(str(tmp_path)) == ten
+    (tmp_path / checkpoint.TRACKER).write_text("30")
+    assert checkpoint.latest(str(tmp_path)) == twenty, "the tracker names what is not there"
+
+
+def test_unfinished_ones_do_not_count(tmp_path: Path) -> None:
+    ten = write(tmp_path, 10)
+    write(tmp_path, 20, "iter_0000020.incomplete")
+    (tmp_path / "iter_0000030").mkdir()
+    assert checkpoint.latest(str(tmp_path)) == ten
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--num-layers 4 --swiglu --ffn-hidden-size 256", "--num-layers 8 there and 4 here, --swiglu False there and True here"),
+        ("--lr 2e-3", "--lr 0.001 there and 0.002 here; give its values, or decide with --override-opt_param-scheduler"),
+        ("--train-iters 20 --lr-decay-iters 10", "--train-iters 10 there and 20 here"),
+    ],
+)
+def test_other_flags_are_refused(tmp_path: Path, given: str, message: str) -> None:
+    write(tmp_path, 10)
+    with pytest.raises(ValueError, match=None) as error:
+        checkpoint.check(flags(f"--load {tmp_path} {given}"))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_another_schedule_of_the_learning_rate_can_be_chosen(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    for choice in ("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", "--finetune", "--no-load-optim"):
+        checkpoint.check(flags(f"--load {tmp_path} --lr 2e-3 {choice}"))
+
+
+def test_saved_without_the_optimizer(tmp_path: Path) -> None:
+    write(tmp_path, 10, optimizer=False)
+    with pytest.raises(ValueError, match="was saved with --no-save-optim"):
+        checkpoint.check(flags(f"--load {tmp_path}"))
+    checkpoint.check(flags(f"--load {tmp_path} --no-load-optim"))

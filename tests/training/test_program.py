@@ -1,0 +1,65 @@
+"""``pretrain_gpt.py`` refuses what cannot work: one line, exit code 2, before any process group exists."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.training import program
+
+LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
+    "--tokenizer-type ByteLevelTokenizer --train-iters 6 --mock-data --pipeline-model-parallel-size 2 --global-batch-size 8"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--pipeline-schedule zb-h9", "unknown schedule 'zb-h9'"),
+        ("--pipeline-schedule zb-h9", "zb-h1"),
+        ("--pipeline-schedule file:/nowhere.json", "cannot read the schedule /nowhere.json"),
+        ("--num-layers 3", "--num-layers 3 cannot be split over 2 pipeline ranks"),
+        ("--global-batch-size 7", "is 3.5 microbatches"),
+        ("--pipeline-memory-limit 0.1", "limit"),
+        ("--pipeline-memory-limit much", "--pipeline-memory-limit much: expected a share of 1F1B's peak"),
+        ("--pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
+        ("--pipeline-costs /nowhere.json", "--pipeline-costs /nowhere.json: No such file"),
+        ("--num-virtual-stages-per-pipeline-rank 2", "chunk"),
+        ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
+    ],
+)
+def test_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        assert program.main(f"{MODEL} {flags}".split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1, "rank 0 alone prints one line"
+    assert err.startswith("pretrain_gpt.py: ")
+
+
+def test_costs_file_and_memory_limit_in_bytes(tmp_path: Path) -> None:
+    stage = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "activation": 2**20, "retained": 2**20}
+    (tmp_path / "costs.json").write_text(json.dumps({"hop": 0.1, "stages": [stage, stage]}))
+    flags = f"{MODEL} --pipeline-costs {tmp_path}/costs.json --pipeline-memory-limit".split()
+    program.prepare([*flags, "2MiB"], world_size=2)
+    program.prepare([*flags, "1.0"], world_size=2)
+    with pytest.raises(ValueError, match="limit"):
+        program.prepare([*flags, "1MiB"], world_size=2)
+
+
+def test_launcher_exits_with_2() -> None:
+    command = [sys.executable, str(LAUNCHER), *MODEL.split(), "--num-layer", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "pretrain_gpt.py: unknown flag --num-layer; did you mean --num-layers?\n"

@@ -1,0 +1,40 @@
+"""The order of samples: which rank takes which, whatever was consumed before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline.training.data import SequentialSampler, masked_loss
+
+small = st.integers(1, 4)
+
+
+@given(ranks=small, micro_batch=small, consumed=st.integers(0, 30), total=st.integers(0, 60))
+def test_every_sample_once_in_order(ranks: int, micro_batch: int, consumed: int, total: int) -> None:
+    total += consumed + ranks * micro_batch
+    samplers = [SequentialSampler(total, consumed, micro_batch, rank, ranks) for rank in range(ranks)]
+    order = [index for step in zip(*samplers, strict=True) for microbatch in step for index in microbatch]
+    assert order == list(range(consumed, consumed + len(order)))
+    assert total - consumed - len(order) < ranks * micro_batch
+
+
+@given(ranks=small, micro_batch=small, steps=st.integers(0, 5))
+def test_a_restart_changes_nothing(ranks: int, micro_batch: int, steps: int) -> None:
+    total = 6 * ranks * micro_batch
+    whole = list(SequentialSampler(total, 0, micro_batch, 0, ranks))
+    assert whole[steps:] == list(SequentialSampler(total, steps * ranks * micro_batch, micro_batch, 0, ranks))
+
+
+def test_too_few_samples() -> None:
+    with pytest.raises(ValueError, match="8 of 10 samples are consumed: 4 more are needed"):
+        SequentialSampler(10, 8, 2, 0, 2)
+
+
+def test_masked_loss() -> None:
+    losses, mask = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    loss, tokens, report = masked_loss(mask, losses)
+    assert (loss.item(), tokens.item(), report["lm loss"].tolist()) == (13.0, 3, [13.0, 3.0])
+    assert tokens.dtype == torch.int
