@@ -1,6 +1,7 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
 # make compare  the same model under megatron-core's own 1F1B, our 1F1B and ZB-H1: one table, one picture
 # make test     all tests
+# make setup    only what these share: .venv with all that is needed
 # make clean    remove prepared data, runs and caches; .venv stays
 #
 # Own text:      make train TEXT=my_file_or_directory
@@ -25,7 +26,9 @@ export OMP_NUM_THREADS := 1
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train compare test clean
+.PHONY: setup train compare test clean
+
+setup: $(ready)
 
 train: $(ready) $(DATA_PATH).idx
 	$(venv) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) pretrain_gpt.py \

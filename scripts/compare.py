@@ -118,7 +118,7 @@ def _draw(runs: list[Run], path: Path) -> None:
     for run in runs:
         trace = read_last_trace(str(run.traces))
         if trace:
-            timelines[f"{run.schedule}: bubble rate {trace[1].bubble_rate:.1%}"] = trace[1]
+            timelines[run.schedule] = trace[1]
     draw(timelines, path, unit="s")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -78,9 +79,8 @@ def test_config_file_is_overridden_by_the_command_line(tmp_path: Path) -> None:
 def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(content)
-    with pytest.raises(ValueError, match=None) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         parse(["--config", str(config)])
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -95,9 +95,8 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
     ],
 )
 def test_bad_flags(flags_given: str, message: str) -> None:
-    with pytest.raises(ValueError, match=None) as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse(flags_given.split())
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -127,20 +126,17 @@ def test_bad_flags(flags_given: str, message: str) -> None:
     ],
 )
 def test_flags_that_do_not_fit_together(flags_given: str, world_size: int, message: str) -> None:
-    with pytest.raises(ValueError, match=None) as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         checked(flags_given, world_size)
-    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_missing_flags_are_listed_together() -> None:
-    with pytest.raises(ValueError, match="missing --num-layers, --hidden-size, .*--lr"):
+    with pytest.raises(ValueError, match=r"missing --num-layers, --hidden-size, .*--lr"):
         validate(parse([]), 1)
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_of_the_repository(path: Path) -> None:
     ranks = yaml.safe_load(path.read_text())["pipeline-model-parallel-size"]
     args = parse(["--config", str(path), "--data-path", "A"])

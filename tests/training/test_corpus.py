@@ -126,9 +126,7 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
         "documents = corpus.read_documents([Path(sys.argv[1])], ['text'], 'strict');"
         "corpus.write_dataset(documents, sys.argv[2], ['text'], Namespace(tokenizer_type='ByteLevelTokenizer'), True, 1, print)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")], stdout=-1
-    )
+    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program, str(pipe), str(tmp_path / "out")], stdout=-1)
     with pipe.open("w") as writer:
         writer.write("a line\n" * 10_000)
         writer.flush()

@@ -34,9 +34,7 @@ MODEL = (
         ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
     ],
 )
-def test_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str
-) -> None:
+def test_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in (0, 1):
         monkeypatch.setenv("RANK", str(rank))

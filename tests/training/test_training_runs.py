@@ -40,9 +40,7 @@ def ran(errors: list[str]) -> bool:
     ],
     ids=["float32", "fp16-distributed-optimizer", "sgd"],
 )
-def test_resumed_is_bit_identical_to_uninterrupted(
-    pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str
-) -> None:
+def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
     flags = f"{data} {flags} --eval-interval 2 --eval-iters 1"
     assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl --tensorboard-dir {tmp_path}/board"))
     parts = f"{flags} --metrics {tmp_path}/parts.jsonl --save {tmp_path}/saved --load {tmp_path}/saved"
@@ -114,9 +112,7 @@ def test_who_reads_what(pool: Pool, data: str, flags: str) -> None:
     for (_, _, replica), tokens in found.items():
         assert tokens == found[0, 0, replica]
     replicas = [tokens for (tensor, pipeline, _), tokens in found.items() if (tensor, pipeline) == (0, 0)]
-    assert len({json.dumps(tokens) for tokens in replicas}) == len(replicas), (
-        "data-parallel ranks read different samples"
-    )
+    assert len({json.dumps(tokens) for tokens in replicas}) == len(replicas), "data-parallel ranks read different samples"
 
 
 def test_middle_stages_read_nothing(pool: Pool, data: str) -> None:

@@ -79,9 +79,7 @@ def _read_config(parser: _Parser, path: str) -> list[str]:
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
     known = {
-        _key(option): (option, action)
-        for option, action in parser._option_string_actions.items()
-        if _key(option) != "config"
+        _key(option): (option, action) for option, action in parser._option_string_actions.items() if _key(option) != "config"
     }
     tokens: list[str] = []
     for key, value in content.items():

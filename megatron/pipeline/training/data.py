@@ -60,9 +60,7 @@ def check_data(args: Namespace, vocab_size: int) -> None:
     """
     if args.mock_data:
         return
-    for number, (source, name) in enumerate(
-        zip(blend_per_split(args), ("training", "validation", "test"), strict=True)
-    ):
+    for number, (source, name) in enumerate(zip(blend_per_split(args), ("training", "validation", "test"), strict=True)):
         for prefix in source[0] if source else []:
             check_prefix(prefix, vocab_size)
             wanted = number == Split.train.value or (number == Split.valid.value and evaluates(args))
@@ -141,18 +139,14 @@ def get_batch(data: Iterator[Batch] | None) -> Batch:
     return result
 
 
-def forward_step(
-    data: Iterator[Batch] | None, model: MegatronModule, check_for_nan: bool = True
-) -> tuple[torch.Tensor, Any]:
+def forward_step(data: Iterator[Batch] | None, model: MegatronModule, check_for_nan: bool = True) -> tuple[torch.Tensor, Any]:
     """One microbatch through one chunk, and the loss function of its output: what megatron-core's schedules call.
 
     Args:
         check_for_nan: whether a loss that is not finite ends the training.
     """
     batch = get_batch(data)
-    output = model(
-        batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
-    )
+    output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels"))
     return output, partial(masked_loss, batch.get("loss_mask"), check_for_nan=check_for_nan)
 
 

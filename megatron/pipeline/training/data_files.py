@@ -35,9 +35,7 @@ def blend(paths: list[str]) -> Blend:
     try:
         result: Blend = get_blend_from_list(paths)
     except AssertionError:
-        raise ValueError(
-            f"data paths {' '.join(paths)}: give prefixes alone, or a weight before every prefix"
-        ) from None
+        raise ValueError(f"data paths {' '.join(paths)}: give prefixes alone, or a weight before every prefix") from None
     return result
 
 
@@ -45,9 +43,7 @@ def blend_per_split(args: Namespace) -> list[Blend | None]:
     """What training, validation and test are drawn from."""
     if args.data_path:
         return [blend(args.data_path)] * 3
-    return [
-        blend(paths) if paths else None for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)
-    ]
+    return [blend(paths) if paths else None for paths in (args.train_data_path, args.valid_data_path, args.test_data_path)]
 
 
 def read_index(prefix: str) -> Index:
@@ -63,15 +59,11 @@ def read_index(prefix: str) -> Index:
     with idx.open("rb") as file:
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-            raise ValueError(
-                f"data file {idx} is not an index of Megatron's format: prepare the data again with {_TOOL}"
-            )
+            raise ValueError(f"data file {idx} is not an index of Megatron's format: prepare the data again with {_TOOL}")
         _, _, code, sequences, documents = _HEADER.unpack(header)
         expected = _HEADER.size + sequences * (4 + 8) + documents * 8
         if idx.stat().st_size != expected:
-            raise ValueError(
-                f"data file {idx} is truncated: {idx.stat().st_size} bytes instead of {expected}; prepare it again"
-            )
+            raise ValueError(f"data file {idx} is truncated: {idx.stat().st_size} bytes instead of {expected}; prepare it again")
         lengths = numpy.fromfile(file, dtype=numpy.int32, count=sequences)
     dtype = DType.dtype_from_code(code)
     size = int(lengths.sum(dtype=numpy.int64)) * DType.size(dtype)

@@ -62,9 +62,7 @@ class Log:
             self._open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._progress:
             self._progress.stop()
         if self._metrics:
@@ -196,9 +194,7 @@ def training_flops(args: Namespace, samples: int) -> float:
     Two per multiply-add; the backward takes twice the forward. Causal attention counts the half that is not masked.
     """
     heads = args.num_attention_heads * args.kv_channels
-    key_values = (
-        2 * (args.num_query_groups if args.group_query_attention else args.num_attention_heads) * args.kv_channels
-    )
+    key_values = 2 * (args.num_query_groups if args.group_query_attention else args.num_attention_heads) * args.kv_channels
     projections = args.hidden_size * (2 * heads + key_values)
     attention = args.seq_length * heads
     mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu else 2)

@@ -34,9 +34,7 @@ from megatron.pipeline.training.trace import write_trace
 Iterators = list[Iterator[Batch] | None]
 
 
-def train(
-    args: Namespace, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None
-) -> None:
+def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
     """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
     started = time.monotonic()
     saved_at = training.iteration if args.load else None
@@ -141,9 +139,7 @@ def _mean(total: torch.Tensor) -> float:
     return loss / tokens if tokens else float("nan")
 
 
-def _report(
-    args: Namespace, step: Step, training: Training, pipeline: Pipeline, log: Log, timers: Timers | None
-) -> None:
+def _report(args: Namespace, step: Step, training: Training, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
     logged = step.iteration % args.log_interval == 0
     report = None
     if args.metrics or args.tensorboard_dir or (args.pipeline_trace and logged):

@@ -47,9 +47,7 @@ def _read_costs(path: str) -> Costs:
     except OSError as error:
         raise ValueError(f"--pipeline-costs {path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
-            f'--pipeline-costs {path}: expected {{"hop": .., "stages": [{{"forward": .., ..}}]}}: {error}'
-        ) from None
+        raise ValueError(f'--pipeline-costs {path}: expected {{"hop": .., "stages": [{{"forward": .., ..}}]}}: {error}') from None
 
 
 def _memory_limit(text: str | None, ranks: int, costs: Costs | None) -> float | None:
@@ -58,9 +56,7 @@ def _memory_limit(text: str | None, ranks: int, costs: Costs | None) -> float | 
         return None
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
     if match is None or (match[2] and match[2] not in _UNITS):
-        raise ValueError(
-            f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB"
-        )
+        raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
     if match[2]:
         if costs is None:
             raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.timers import Timers
 
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.watchdog import Watchdog
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.data import Samples, check_data
@@ -32,10 +34,12 @@ from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_s
 from megatron.pipeline.training.trace import draw_last_trace
 from megatron.pipeline.training.validation import validate
 
+Guard = Callable[..., AbstractContextManager[object]]
+
 
 def main(argv: Sequence[str]) -> int:
     """Train as the flags say; returns the exit code: 0, or 2 when the flags or the files they name are wrong."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     try:
         args, tokenizer, pipeline = prepare(argv, world_size)
     except ValueError as error:
@@ -65,17 +69,26 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     return args, tokenizer, pipeline
 
 
-def run(args: Namespace, tokenizer: Any, pipeline: Pipeline) -> None:
-    """Build, load and train, on every rank of a world that exists."""
+def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watchdog) -> None:
+    """Build, load and train, on every rank of a world that exists.
+
+    Args:
+        guard: the context to train in; it is told how to find out where this rank is.
+    """
     with _megatron_state(args):
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
         training = build_training(args, timers)
         loaded = checkpoint.load(args, training)
         samples = Samples(args, tokenizer, training.chunks)
+
+        def where() -> str:
+            return f"{pipeline.position} of iteration {training.iteration + 1}"
+
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             log.line(_first_words(args, pipeline, loaded))
-            train(args, training, samples, pipeline, log, timers)
+            with guard(where, stuck_seconds=60 * args.distributed_timeout_minutes):
+                train(args, training, samples, pipeline, log, timers)
             log.line(_last_words(args, log))
 
 
@@ -92,12 +105,12 @@ def _configure_logging(args: Namespace, rank: int) -> None:
 def _world(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
     """All ranks, each on its device, for the time of the training."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         torch.set_num_threads(1)  # the ranks of one machine share its cores
     if world_size == 1:  # started without torchrun
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", "0")
+        os.environ.setdefault("MASTER_PORT", str(_free_port()))
     torch.distributed.init_process_group(
         args.distributed_backend,
         rank=rank,
@@ -106,6 +119,12 @@ def _world(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
     )
     yield
     torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

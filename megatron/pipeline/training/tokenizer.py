@@ -76,9 +76,7 @@ def build_tokenizer(args: Namespace) -> Any:
         return MegatronTokenizer.from_pretrained(args.tokenizer_model, metadata_path={"library": library})
     except Exception as error:  # each library has its own errors, assertions among them, for a file it cannot read
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
-            f"--tokenizer-model {args.tokenizer_model}: not readable as {args.tokenizer_type} ({reason})"
-        ) from None
+        raise ValueError(f"--tokenizer-model {args.tokenizer_model}: not readable as {args.tokenizer_type} ({reason})") from None
 
 
 def padded_vocab_size(vocab_size: int, args: Namespace) -> int:

@@ -41,6 +41,5 @@ def draw_last_trace(directory: str) -> Path | None:
         return None
     record, timeline = trace
     path = Path(directory) / f"iteration_{record['iteration']:07d}.png"
-    title = f"{record['schedule']}, iteration {record['iteration']}: bubble rate {timeline.bubble_rate:.1%}"
-    draw({title: timeline}, path, unit="s")
+    draw({f"{record['schedule']}, iteration {record['iteration']}": timeline}, path, unit="s")
     return path

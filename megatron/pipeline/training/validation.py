@@ -105,9 +105,7 @@ def _chunks(args: Namespace) -> int:
     """Chunks per rank, from whichever of Megatron's two flags was given."""
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     if layers and chunks:
-        raise ValueError(
-            "give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both"
-        )
+        raise ValueError("give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both")
     if layers is None:
         return int(chunks or 1)
     stages = args.pipeline_model_parallel_size * layers
@@ -128,8 +126,7 @@ def _check_model(args: Namespace) -> None:
     if args.kv_channels is None:
         if hidden % heads:
             raise ValueError(
-                f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give "
-                "--kv-channels"
+                f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels"
             )
         args.kv_channels = hidden // heads
     groups = args.num_query_groups if args.group_query_attention else heads
@@ -144,9 +141,7 @@ def _check_model(args: Namespace) -> None:
             raise ValueError(f"{name} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.max_position_embeddings < args.seq_length:
-        raise ValueError(
-            f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}"
-        )
+        raise ValueError(f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}")
     parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
     parts *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     if args.seq_length % parts:
@@ -189,21 +184,17 @@ def _check_learning_rate(args: Namespace) -> None:
         args.lr_warmup_iters = args.lr_warmup_fraction * args.lr_decay_iters
     if args.lr_warmup_iters >= args.lr_decay_iters:
         raise ValueError(
-            f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters "
-            f"{args.lr_decay_iters}"
+            f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters {args.lr_decay_iters}"
         )
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
     if args.weight_decay_incr_style == "constant":
         if args.start_weight_decay is not None or args.end_weight_decay is not None:
-            raise ValueError(
-                "--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine"
-            )
+            raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
         args.start_weight_decay = args.end_weight_decay = args.weight_decay
     elif args.start_weight_decay is None or args.end_weight_decay is None:
         raise ValueError(
-            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and "
-            "--end-weight-decay"
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
         )
     if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
         raise ValueError(
@@ -242,9 +233,7 @@ def _check_data(args: Namespace) -> None:
     if per_split and not args.train_data_path:
         raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
     if per_split and args.split:
-        raise ValueError(
-            "--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already"
-        )
+        raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
     if not per_split:
         args.split = args.split or DEFAULT_SPLIT
         _check_split(args.split)
