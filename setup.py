@@ -1,4 +1,4 @@
-"""Packaging: ``megatron.pipeline`` beside the pip-installed ``megatron.core``, with ``patches/`` as ``megatron.pipeline.patches``."""
+"""Packaging: ``megatron.pipeline`` beside pip's ``megatron.core``, with ``patches/`` as ``megatron.pipeline.patches``."""
 
 from setuptools import find_namespace_packages, setup
 
@@ -8,7 +8,7 @@ setup(
     description="Zero-bubble and memory-controlled pipeline schedules for megatron-core, without a fork",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"]) + ["megatron.pipeline.patches"],
+    packages=[*find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"]), "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
     install_requires=[
         "torch>=2.11",

@@ -20,25 +20,22 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from rich.console import Console
-from rich.table import Table
-
-from megatron.pipeline import patches
-
-patches.install()
-
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
-
-from megatron.pipeline.model.split_linear import submit
 from megatron.pipeline.patches import schedules
+from rich.console import Console
+from rich.table import Table
+
+from megatron.pipeline import patches
+from megatron.pipeline.model.split_linear import submit
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.simulate import simulate
 
 HIDDEN = 64
+COMPUTING = 0.002  # seconds at the end of a pass that are not slept
 
 
 class SleepingStage(torch.nn.Module):
@@ -67,14 +64,16 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, seconds: tuple[float, float, float]) -> torch.Tensor:
         ctx.seconds = seconds
-        time.sleep(seconds[0])
-        return received.clone()
+        output = received.clone()
+        occupy(seconds[0])
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds[1])
+        input_gradient = gradient.clone()
+        occupy(ctx.seconds[1])
         submit(_SleepingWeight(ctx.seconds[2]))
-        return gradient.clone(), None
+        return input_gradient, None
 
 
 class _SleepingWeight:
@@ -87,7 +86,20 @@ class _SleepingWeight:
         """A sleeping weight needs no communication."""
 
     def run(self) -> None:
-        time.sleep(self._seconds)
+        occupy(self._seconds)
+
+
+def occupy(seconds: float) -> None:
+    """Take exactly so long: asleep, and for the last moment computing.
+
+    A process that wakes up finds its core slow and its caches cold, and torch's first calls take ten times as long as
+    usual; a stage that computes leaves them warm.
+    """
+    end = time.perf_counter() + seconds
+    time.sleep(max(0.0, seconds - COMPUTING))
+    small = torch.ones(1, 1, HIDDEN)
+    while time.perf_counter() < end:
+        small = small.clone()
 
 
 def forward_step(_: Any, model: SleepingStage) -> tuple[torch.Tensor, Any]:
@@ -119,6 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
 
+    patches.install()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     ranks = torch.distributed.get_world_size()

@@ -20,19 +20,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-from rich.console import Console
-from rich.table import Table
-
-from megatron.pipeline import patches
-
-patches.install()
-
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from rich.console import Console
+from rich.table import Table
 
+from megatron.pipeline import patches
 from megatron.pipeline.model.split_linear import WeightTask, deferring, split_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -111,11 +107,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
 
+    patches.install()
     torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
-    torch.distributed.init_process_group(
-        "nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     upstream, ours = build(options, split=False), build(options, split=True)

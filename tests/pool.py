@@ -85,13 +85,13 @@ class Pool:
             pending = {connection: rank for rank, (_, connection, _) in enumerate(workers) if rank not in answers}
             # Once a rank has failed, the others get a moment to fail as well, or to be shown where they wait.
             end = deadline if failed_at is None else min(deadline, failed_at + 5)
-            ready = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
+            ready: list[Any] = wait(list(pending), timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 break
             for connection in ready:
-                rank = pending[connection]  # type: ignore[index]
+                rank = pending[connection]
                 try:
-                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                    answers[rank] = connection.recv()
                 except EOFError:
                     answers[rank] = (False, "the process died")
                 if not answers[rank][0]:

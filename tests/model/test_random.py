@@ -17,7 +17,7 @@ def weights(pp: int, tp: int = 1, vpp: int = 1) -> dict[str, float]:
     found: dict[str, float] = {}
     for chunk in run.chunks:
         sharded = chunk.module.sharded_state_dict(metadata={"dp_cp_group": torch.distributed.group.WORLD})
-        for name, tensor in sharded.items():
+        for _name, tensor in sharded.items():
             if hasattr(tensor, "data") and isinstance(tensor.data, torch.Tensor):
                 found[f"{tensor.key}{tensor.global_offset}"] = tensor.data.double().sum().item()
     return found
@@ -57,5 +57,5 @@ def repeated_tokens(flags: tuple[str, ...]) -> list[float | None]:
     """Losses on the same tokens and weights in different iterations."""
     run = tiny_gpt.Run("zb-h1", pp=1, flags=flags)
     tokens = run._tokens
-    run._tokens = lambda _: tokens(0)  # type: ignore[method-assign]
+    run._tokens = lambda _: tokens(0)  # type: ignore
     return [run.step(iteration)[0] for iteration in range(3)]

@@ -11,7 +11,6 @@ from pool import Pool
 
 def unknown_version(version: str) -> str:
     import megatron.core
-
     from megatron.pipeline.patches import upstream
 
     known, megatron.core.__version__ = megatron.core.__version__, version
@@ -25,7 +24,8 @@ def unknown_version(version: str) -> str:
 
 def test_unknown_version_is_refused(pool: Pool) -> None:
     message = pool.run(1, unknown_version, "0.99.0")[0]
-    assert "0.99.0" in message and "pip install megatron-core==0.16.1" in message
+    assert "0.99.0" in message
+    assert "pip install megatron-core==0.16.1" in message
 
 
 def missing_symbol() -> str:
@@ -100,7 +100,6 @@ def test_only_megatron_sees_a_device(pool: Pool) -> None:
 
 def restored() -> bool:
     from megatron.core.pipeline_parallel import schedules as upstream
-
     from megatron.pipeline.patches import schedules
 
     schedules.restore()

@@ -19,6 +19,7 @@ def signatures() -> tuple[list[str], list[list[str]]]:
 
     patches.install()
     from megatron.pipeline.patches import schedules
+
     from megatron.pipeline.runtime import forward_backward
 
     ours = [p.name for p in inspect.signature(forward_backward.run).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -35,7 +36,6 @@ def test_signature_is_upstreams(pool: Pool) -> None:
 def getter_follows_patch() -> list[str]:
     run = tiny_gpt.Run("zb-h1", pp=1)
     from megatron.core.pipeline_parallel import get_forward_backward_func as imported_early
-
     from megatron.pipeline.patches import schedules
 
     names = [imported_early().__qualname__]

@@ -35,7 +35,7 @@ def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) ->
 
 def measure_stage_costs() -> tuple[int, int]:
     """Bytes that one microbatch holds on this stage after F, and after B."""
-    run = tiny_gpt.Run("zb-h1", pp=4, microbatches=1, flags=FLAGS)
+    run: Any = tiny_gpt.Run("zb-h1", pp=4, microbatches=1, flags=FLAGS)
     run.step(0)
     run.step(1)
     meter = run.pipeline._recorder._meter
@@ -68,7 +68,7 @@ def test_split_backward_frees_most_at_b(pool: Pool) -> None:
 
 def what_is_left(schedule: str) -> tuple[int, int]:
     """Bytes counted, and tensors alive, after an iteration compared with after the one before."""
-    run = tiny_gpt.Run(schedule, pp=2, microbatches=6)
+    run: Any = tiny_gpt.Run(schedule, pp=2, microbatches=6)
     run.step(0)
     gc.collect()
     before = _tensors()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny_gpt
 from pool import Pool
@@ -9,7 +11,7 @@ from pool import Pool
 OURS = ("1f1b", "zb-h1", "zb-h2")
 
 
-def assert_equals_stock(pool: Pool, ranks: int, **options: object) -> None:
+def assert_equals_stock(pool: Pool, ranks: int, **options: Any) -> None:
     stock = pool.run(ranks, tiny_gpt.train, "stock", **options)
     losses = [loss for loss, _ in stock[-1]]
     assert None not in losses and len(set(losses)) == len(losses), "the last rank has a loss, and it changes"
@@ -56,7 +58,9 @@ def test_pipeline_size_changes_no_gradient(pool: Pool) -> None:
 
 def test_dropout_differs_between_microbatches(pool: Pool) -> None:
     with_dropout = ("--hidden-dropout", "0.3")
-    assert pool.run(1, tiny_gpt.train, "1f1b", iterations=2) != pool.run(1, tiny_gpt.train, "1f1b", iterations=2, flags=with_dropout)
+    assert pool.run(1, tiny_gpt.train, "1f1b", iterations=2) != pool.run(
+        1, tiny_gpt.train, "1f1b", iterations=2, flags=with_dropout
+    )
 
 
 def evaluate_in_between(schedule: str) -> list[tiny_gpt.Step]:

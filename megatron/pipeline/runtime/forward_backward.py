@@ -209,8 +209,7 @@ def _check(plan: Plan, chunks: Sequence[torch.nn.Module], config: Any, adjust_te
     for setting, used in unsupported.items():
         if used:
             raise ValueError(
-                f"{setting} relies on the order of megatron-core's own schedules: switch it off, "
-                "or use --pipeline-schedule stock"
+                f"{setting} relies on the order of megatron-core's own schedules: switch it off, or use --pipeline-schedule stock"
             )
 
 
