@@ -31,8 +31,7 @@ def write(root: Path, iteration: int, name: str = "", **changes: Any) -> Path:
     directory = root / (name or f"iter_{iteration:07d}")
     directory.mkdir(parents=True)
     args = flags()
-    model = {one: getattr(args, one) for one in checkpoint._MODEL_FLAGS}
-    schedule = {one: getattr(args, one) for one in checkpoint._SCHEDULE_FLAGS}
+    model, schedule = checkpoint._model(args), checkpoint._schedule(args)
     summary = {"iteration": iteration, "optimizer": True, "model": model, "schedule": schedule} | changes
     (directory / "training.json").write_text(json.dumps(summary))
     return directory

@@ -65,6 +65,19 @@ def test_another_pipeline_size_and_schedule_goes_on(pool: Pool, data: str, tmp_p
     assert [iteration for iteration, _ in two_losses] == [4, 5, 6]
 
 
+def test_another_data_parallel_size_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
+    """The distributed optimizer's state is cut anew; sums over samples come in another order."""
+    flags = f"{data} --use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0"
+    two_by_two = f"{flags} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 3"
+    assert ran(pool.run(4, train, f"{two_by_two} --metrics {tmp_path}/whole.jsonl"))
+    (tmp_path / "saved" / checkpoint.TRACKER).write_text("3")
+    four = f"{flags} --pipeline-model-parallel-size 4 --load {tmp_path}/saved --metrics {tmp_path}/four.jsonl"
+    assert ran(pool.run(4, train, four))
+    whole, four_deep = metrics(tmp_path / "whole.jsonl")[3:], metrics(tmp_path / "four.jsonl")
+    assert [iteration for iteration, _, _ in four_deep] == [4, 5, 6]
+    assert [loss for _, loss, _ in four_deep] == pytest.approx([loss for _, loss, _ in whole], rel=1e-5)
+
+
 def test_sigterm_saves_and_ends(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved"
     assert ran(pool.run(2, train, flags, terminate_at=2))

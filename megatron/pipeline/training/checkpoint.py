@@ -29,8 +29,7 @@ _SUMMARY = "training.json"
 _MODEL_FLAGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
     "kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent", "swiglu",
-    "squared_relu", "normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias",
-    "untie_embeddings_and_output_weights", "vocab_size",
+    "squared_relu", "normalization", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 _SCHEDULE_FLAGS = (
     "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "start_weight_decay", "end_weight_decay",
@@ -59,14 +58,14 @@ def check(args: Namespace) -> None:
     if path is None:
         return
     saved = json.loads((path / _SUMMARY).read_text())
-    different = _differences(saved["model"], args)
+    different = _differences(saved["model"], _model(args))
     if different:
         raise ValueError(f"the checkpoint {path} is of another model: {different}; give its values, or another --load")
     if args.finetune or args.no_load_optim:
         return
     if not saved["optimizer"]:
         raise ValueError(f"the checkpoint {path} was saved with --no-save-optim: give --no-load-optim or --finetune")
-    different = _differences(saved["schedule"], args)
+    different = _differences(saved["schedule"], _schedule(args))
     if different and not (args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler):
         raise ValueError(
             f"the checkpoint {path} has another learning-rate schedule: {different}; give its values, or decide with "
@@ -172,17 +171,28 @@ def _summary(args: Namespace, training: Training) -> dict[str, Any]:
         "iteration": training.iteration,
         "consumed_samples": training.consumed_samples,
         "optimizer": not args.no_save_optim,
-        "model": {name: getattr(args, name) for name in _MODEL_FLAGS},
-        "schedule": {name: getattr(args, name) for name in _SCHEDULE_FLAGS},
+        "model": _model(args),
+        "schedule": _schedule(args),
     }
 
 
-def _differences(saved: dict[str, Any], args: Namespace) -> str:
-    return ", ".join(
-        f"--{name.replace('_', '-')} {value} there and {getattr(args, name)} here"
-        for name, value in saved.items()
-        if value != getattr(args, name)
-    )
+def _model(args: Namespace) -> dict[str, Any]:
+    """What decides the shapes and the meaning of the weights, by flag."""
+    model = {_flag(name): getattr(args, name) for name in _MODEL_FLAGS}
+    return model | {"--disable-bias-linear": not args.add_bias_linear, "the tokenizer's vocabulary": args.vocab_size}
+
+
+def _schedule(args: Namespace) -> dict[str, Any]:
+    """What decides the learning rate and the weight decay of an iteration, by flag."""
+    return {_flag(name): getattr(args, name) for name in _SCHEDULE_FLAGS}
+
+
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value} there and {here[name]} here" for name, value in saved.items() if value != here[name])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _name(iteration: int) -> str:

@@ -34,7 +34,8 @@ def transformer_config(args: Namespace) -> TransformerConfig:
     values |= {
         "params_dtype": params_dtype(args),
         "pipeline_dtype": params_dtype(args),
-        "deallocate_pipeline_outputs": True,
+        # megatron-core's interleaved schedule frees an output while gloo is still sending it.
+        "deallocate_pipeline_outputs": cuda or not interleaved,
         # Only megatron-core's interleaved schedule reads these: with two ranks it needs separate sends and receives.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,

@@ -145,7 +145,7 @@ class Log:
         ]
         if self._args.log_throughput:
             teraflops = training_flops(self._args, batch) / seconds / self._world_size / 1e12
-            parts.append(f"throughput per GPU (TFLOP/s/GPU): {teraflops:.3f}")
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {teraflops:.4g}")
         parts += [
             f"tokens per second: {self._tokens_per_second(batch, seconds):.0f}",
             f"learning rate: {step.learning_rate:.6E}",
@@ -162,8 +162,8 @@ class Log:
         assert self._metrics is not None
         record = {
             "iteration": step.iteration,
-            "loss": step.loss,
-            "grad_norm": step.grad_norm,
+            "loss": _finite(step.loss),
+            "grad_norm": _finite(step.grad_norm),
             "iteration_seconds": step.seconds,
             "bubble_rate": bubble_rate,
             "tokens_per_second": self._tokens_per_second(step.batch, step.seconds),
@@ -186,6 +186,11 @@ class Log:
         for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(name, value, step.iteration)
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no word for what is not a number."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def training_flops(args: Namespace, samples: int) -> float:
