@@ -85,6 +85,13 @@ def test_sigterm_saves_and_ends(pool: Pool, data: str, tmp_path: Path) -> None:
     assert checkpoint.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
 
 
+def test_training_that_is_done_does_nothing(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --train-iters 3 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved --load {tmp_path}/saved"
+    assert ran(pool.run(1, train, flags))
+    assert ran(pool.run(1, train, flags))
+    assert [iteration for iteration, _, _ in metrics(tmp_path / "m.jsonl")] == [1, 2, 3]
+
+
 def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --load {tmp_path}/saved"
     assert ran(pool.run(2, train, f"{flags} --exit-interval 2"))

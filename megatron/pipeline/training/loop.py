@@ -37,28 +37,37 @@ Iterators = list[Iterator[Batch] | None]
 def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
     """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
     started = time.monotonic()
-    saved_at = training.iteration if args.load else None
-    log.resume(training.iteration)
-    reason = ""
-    with _termination_signal() as terminated, samples.microbatches(Split.train, training.consumed_samples) as data:
-        assert data is not None, "the training split is never empty: check_data saw to it"
-        while training.iteration < args.train_iters and not reason:
-            step = train_step(args, training, data)
+    with _termination_signal() as terminated:
+        log.resume(training.iteration)
+        saved_at = training.iteration if args.load else None
+        reason = ""
+        for step in _steps(args, training, samples):
             _report(args, step, training, pipeline, log, timers)
-
             if evaluates(args) and training.iteration % args.eval_interval == 0:
                 _evaluate_split(args, training, samples, Split.valid, log)
             if args.save and args.save_interval and training.iteration % args.save_interval == 0:
                 saved_at = _save(args, training, log)
             reason = _reason_to_stop(args, training.iteration, started, terminated())
-    if reason:
-        log.line(f" stopping after iteration {training.iteration}: {reason}")
-    if args.save and saved_at != training.iteration:
-        _save(args, training, log)
-    if evaluates(args) and not reason:
-        if training.iteration % args.eval_interval:
-            _evaluate_split(args, training, samples, Split.valid, log)
-        _evaluate_split(args, training, samples, Split.test, log)
+            if reason:
+                log.line(f" stopping after iteration {training.iteration}: {reason}")
+                break
+
+        if args.save and saved_at != training.iteration:
+            _save(args, training, log)
+        if evaluates(args) and not reason:
+            if training.iteration % args.eval_interval:
+                _evaluate_split(args, training, samples, Split.valid, log)
+            _evaluate_split(args, training, samples, Split.test, log)
+
+
+def _steps(args: Namespace, training: Training, samples: Samples) -> Iterator[Step]:
+    """Train one iteration after another until ``--train-iters``; a checkpoint may already be there."""
+    if training.iteration >= args.train_iters:
+        return
+    with samples.microbatches(Split.train, training.consumed_samples) as data:
+        assert data is not None, "the training split is never empty: check_data saw to it"
+        while training.iteration < args.train_iters:
+            yield train_step(args, training, data)
 
 
 def train_step(args: Namespace, training: Training, data: Iterators) -> Step:
