@@ -55,23 +55,26 @@ class SleepingStage(torch.nn.Module):
         self.received = tensors[0]
 
     def forward(self) -> torch.Tensor:
+        end = time.perf_counter() + self.seconds[0]
         received = self.received if self.received is not None else self.weight.expand(1, 1, HIDDEN)
         output: torch.Tensor = _Sleep.apply(received, self.seconds)
-        return output.sum() if parallel_state.is_pipeline_last_stage() else output
+        if parallel_state.is_pipeline_last_stage():
+            output = output.sum()
+        occupy_until(end)
+        return output
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, seconds: tuple[float, float, float]) -> torch.Tensor:
         ctx.seconds = seconds
-        output = received.clone()
-        occupy(seconds[0])
-        return output
+        return received.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        end = time.perf_counter() + ctx.seconds[1]
         input_gradient = gradient.clone()
-        occupy(ctx.seconds[1])
+        occupy_until(end)
         submit(_SleepingWeight(ctx.seconds[2]))
         return input_gradient, None
 
@@ -86,17 +89,16 @@ class _SleepingWeight:
         """A sleeping weight needs no communication."""
 
     def run(self) -> None:
-        occupy(self._seconds)
+        occupy_until(time.perf_counter() + self._seconds)
 
 
-def occupy(seconds: float) -> None:
-    """Take exactly so long: asleep, and for the last moment computing.
+def occupy_until(end: float) -> None:
+    """Keep the stage busy until a time of ``time.perf_counter``: asleep, and for the last moment computing.
 
-    A process that wakes up finds its core slow and its caches cold, and torch's first calls take ten times as long as
-    usual; a stage that computes leaves them warm.
+    A process that wakes up finds its caches cold, and torch's first calls take ten times as long as usual; a stage that
+    computes leaves them warm.
     """
-    end = time.perf_counter() + seconds
-    time.sleep(max(0.0, seconds - COMPUTING))
+    time.sleep(max(0.0, end - time.perf_counter() - COMPUTING))
     small = torch.ones(1, 1, HIDDEN)
     while time.perf_counter() < end:
         small = small.clone()

@@ -59,11 +59,12 @@ class Pool:
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End all ranks."""
-        for process, connection, _ in self._workers:
+        """End all ranks: those that can end by themselves, which also ends what they started, and then the others."""
+        for _, connection, _ in self._workers:
             connection.close()
-            process.kill()
         for process, _, _ in self._workers:
+            process.join(timeout=5)
+            process.kill()
             process.join()
         self._workers.clear()
 

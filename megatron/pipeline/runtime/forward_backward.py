@@ -179,7 +179,8 @@ class _ModelStages:
             vp_stage=work.chunk if len(self._chunks) > 1 else None,
             is_last_stage=self._placement.stage(self._rank, work.chunk) == self._placement.last_stage,
         )
-        self.num_tokens += num_tokens
+        if self._config.calculate_per_token_loss:
+            self.num_tokens += num_tokens
         return outputs
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 from megatron.pipeline.schedule.passes import Pass
 
@@ -40,12 +40,12 @@ class GradientSync:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    @contextmanager
-    def around(self, work: Pass) -> Iterator[None]:
+    def around(self, work: Pass) -> AbstractContextManager[None]:
         """The context a pass runs in."""
-        if work not in self._completing:
-            yield
-            return
+        return self._lifted() if work in self._completing else nullcontext()
+
+    @contextmanager
+    def _lifted(self) -> Iterator[None]:
         self._held.close()
         yield
         self._hold()

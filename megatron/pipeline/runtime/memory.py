@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -24,11 +24,9 @@ class ActivationMeter:
         self.current = 0
         self.peak = 0
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Count what autograd saves in this context, until it is freed."""
-        with torch.autograd.graph.saved_tensors_hooks(self.hold, _unpack):
-            yield
+    def saving(self) -> AbstractContextManager[None]:
+        """A context in which what autograd saves is counted, until it is freed."""
+        return torch.autograd.graph.saved_tensors_hooks(self.hold, _unpack)
 
     def hold(self, tensor: torch.Tensor) -> Held:
         """Count a tensor until the returned object dies."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +39,10 @@ class Recorder:
     def measure(self, work: Pass) -> Iterator[None]:
         """Time a pass; if it is a forward, count what it saves."""
         start = self._mark()
-        with self._meter.saving() if self._meter and work.kind is Kind.F else nullcontext():
+        if self._meter and work.kind is Kind.F:
+            with self._meter.saving():
+                yield
+        else:
             yield
         self._marks.append((work, start, self._mark()))
 

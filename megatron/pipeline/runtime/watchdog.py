@@ -7,6 +7,7 @@ its own process, which is likely blocked in a collective that nobody will comple
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -127,4 +128,6 @@ class Watchdog:
         print(f"rank {self._rank} ends because {news}", file=sys.stderr, flush=True)
         # A launcher kills all ranks when the first one ends: let the others read the news before.
         time.sleep(3 * _INTERVAL)
+        for child in multiprocessing.active_children():  # megatron-core's checkpoint writer keeps one
+            child.kill()
         os._exit(1)
