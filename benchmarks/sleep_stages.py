@@ -35,7 +35,7 @@ from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.simulate import simulate
 
 HIDDEN = 64
-COMPUTING = 0.002  # seconds at the end of a pass that are not slept
+COMPUTING = 0.0003  # seconds at the end of a pass that are not slept
 
 
 class SleepingStage(torch.nn.Module):
