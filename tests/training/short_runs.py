@@ -12,7 +12,7 @@ from typing import Any
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
     "--lr-warmup-iters 2 --tokenizer-type ByteLevelTokenizer --split 80,20,0 --num-workers 0 --train-iters 6 "
-    "--log-interval 2 --attention-dropout 0.1 --hidden-dropout 0.1 --global-batch-size 8"
+    "--log-interval 2 --attention-dropout 0.1 --hidden-dropout 0.1 --global-batch-size 8 --eval-iters 0"
 )
 
 

@@ -67,13 +67,13 @@ def check_data(args: Namespace, vocab_size: int) -> None:
             if wanted and not split_has_tokens(prefix, args.split, number):
                 raise ValueError(
                     f"{prefix}: --split {args.split} gives no document to {name}: give it a larger share, "
-                    + ("or prepare more documents" if number == Split.train.value else "or leave out --eval-interval")
+                    + ("or prepare more documents" if number == Split.train.value else "or give --eval-iters 0")
                 )
 
 
 def evaluates(args: Namespace) -> bool:
     """Whether the training stops for evaluations."""
-    return args.eval_interval is not None and args.eval_iters > 0
+    return bool(args.eval_iters > 0)
 
 
 class Samples:

@@ -266,8 +266,8 @@ def _data(group: argparse._ArgumentGroup) -> None:
 
 def _evaluation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--eval-interval", type=_positive_int, help="iterations between evaluations; no evaluation when not given")
-    add("--eval-iters", type=_whole, default=100, help="iterations of one evaluation")
+    add("--eval-interval", type=_positive_int, default=1000, help="iterations between evaluations")
+    add("--eval-iters", type=_whole, default=100, help="iterations of one evaluation; 0 for no evaluation")
 
 
 def _logging(group: argparse._ArgumentGroup) -> None:
