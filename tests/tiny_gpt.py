@@ -71,7 +71,7 @@ class Run:
         self.microbatches = microbatches
         self.config = transformer_config(args)
         self.chunks = build_model(args, self.config)
-        self.pipeline = Pipeline(schedule, pp)
+        self.pipeline = Pipeline(schedule, pp, measure=True)
         self.pipeline.install()
         self.optimizer = get_megatron_optimizer(optimizer_config(args), self.chunks)
         self.config.grad_scale_func = self.optimizer.scale_loss

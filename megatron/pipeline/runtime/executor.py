@@ -10,7 +10,7 @@ import torch
 
 from megatron.pipeline.model.split_linear import WeightTask, deferring
 from megatron.pipeline.runtime.p2p import Links, Tensors
-from megatron.pipeline.runtime.recorder import Recorder
+from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
@@ -37,7 +37,7 @@ class Executor:
         placement, rank: where its chunks stand in the model.
         stages: computes the passes.
         links: carries the messages.
-        recorder: measures the passes.
+        recorder: measures the passes, or does not.
         around: a context for every pass, such as the one that lets DDP reduce gradients.
         keep_graphs: False for programs without backwards, whose inputs and outputs are dropped at once.
     """
@@ -49,7 +49,7 @@ class Executor:
         rank: int,
         stages: Stages,
         links: Links,
-        recorder: Recorder,
+        recorder: Recorder | Unmeasured,
         around: Callable[[Pass], AbstractContextManager[None]],
         keep_graphs: bool = True,
     ) -> None:

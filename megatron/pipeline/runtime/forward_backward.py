@@ -21,8 +21,9 @@ from megatron.core.utils import get_model_config, get_model_type
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.p2p import Links, Tensors
-from megatron.pipeline.runtime.recorder import Recorder
+from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import Flow, Program
 from megatron.pipeline.schedule.schedule import Schedule
 
@@ -37,7 +38,8 @@ class Plan:
 
 def run(
     plan: Plan,
-    started: Callable[[Executor, Recorder], None],
+    recorder: Recorder | Unmeasured,
+    started: Callable[[Executor], None],
     *,
     forward_step_func: Callable[..., Any],
     data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
@@ -58,7 +60,8 @@ def run(
 
     Args:
         plan: for this number of microbatches and chunks; of forwards alone if ``forward_only``.
-        started: told what runs now, before it runs: for progress, hang reports and measurements.
+        recorder: measures the passes, or does not.
+        started: told what runs now, before it runs: for reports of where a rank is.
 
     Returns:
         What the loss function reported for every microbatch, on the rank with the last stage; elsewhere an empty list.
@@ -82,12 +85,20 @@ def run(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
-    recorder = Recorder(parameter for chunk in chunks for parameter in chunk.parameters())
-    stages = _ModelStages(plan, rank, chunks, iterators, config, groups, num_microbatches)
-    stages.forward_step_func = forward_step_func
-    stages.collect_non_loss_data = collect_non_loss_data
-    stages.first_val_step = first_val_step
-    stages.forward_only = forward_only
+    stages = _ModelStages(
+        placement=plan.schedule.placement,
+        rank=rank,
+        chunks=chunks,
+        iterators=iterators,
+        config=config,
+        context_parallel_size=groups.cp.size(),
+        num_microbatches=num_microbatches,
+        in_flight=_most_in_flight(plan.schedule.passes[rank]),
+        forward_step_func=forward_step_func,
+        collect_non_loss_data=collect_non_loss_data,
+        first_val_step=first_val_step,
+        forward_only=forward_only,
+    )
     links = Links(
         communicator, _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn)
     )
@@ -104,7 +115,7 @@ def run(
             sync.around,
             keep_graphs=not forward_only,
         )
-        started(executor, recorder)
+        started(executor)
         executor.run()
     if reduces_late and not forward_only:
         for index, chunk in enumerate(chunks):
@@ -123,73 +134,65 @@ def run(
     return stages.reported
 
 
+@dataclass
 class _ModelStages:
     """The passes of this rank's model chunks, by upstream's forward and backward steps. One iteration owns it."""
 
+    placement: Placement
+    rank: int
+    chunks: Sequence[torch.nn.Module]
+    iterators: Sequence[Any]
+    config: Any
+    context_parallel_size: int
+    num_microbatches: int
+    in_flight: dict[int, int]  # by chunk, see _most_in_flight
     forward_step_func: Callable[..., Any]
     collect_non_loss_data: bool
     first_val_step: bool | None
     forward_only: bool
 
-    def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        chunks: Sequence[torch.nn.Module],
-        iterators: Sequence[Any],
-        config: Any,
-        groups: ProcessGroupCollection,
-        num_microbatches: int,
-    ) -> None:
-        self._placement = plan.schedule.placement
-        self._rank = rank
-        self._chunks = chunks
-        self._iterators = iterators
-        self._config = config
-        self._context_parallel_size = groups.cp.size()
-        self._num_microbatches = num_microbatches
-        self._model_type = get_model_type(chunks[0])
-        self._forwarded: set[int] = set()  # chunks that have run a forward
-        self._in_flight = _most_in_flight(plan.schedule.passes[rank])
+    def __post_init__(self) -> None:
         self.reported: list[Any] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(chunks[0].parameters()).device)
+        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
+        self._model_type = get_model_type(self.chunks[0])
+        self._forwarded: set[int] = set()  # chunks that have run a forward
 
     def forward(self, work: Pass, inputs: Tensors) -> Tensors:
         first = work.chunk not in self._forwarded
         if first:
             self._forwarded.add(work.chunk)
-            if self._config.param_sync_func is not None and not self.forward_only:
-                _per_chunk(self._config.param_sync_func, work.chunk)(self._chunks[work.chunk].parameters())
-        partial = self._config.num_microbatches_with_partial_activation_checkpoints
+            if self.config.param_sync_func is not None and not self.forward_only:
+                _per_chunk(self.config.param_sync_func, work.chunk)(self.chunks[work.chunk].parameters())
+        partial = self.config.num_microbatches_with_partial_activation_checkpoints
         outputs, num_tokens = schedules.forward_step(
             self.forward_step_func,
-            self._iterators[work.chunk],
-            self._chunks[work.chunk],
-            self._num_microbatches,
+            self.iterators[work.chunk],
+            self.chunks[work.chunk],
+            self.num_microbatches,
             inputs,
             self.reported,
-            self._config,
-            self._context_parallel_size,
+            self.config,
+            self.context_parallel_size,
             collect_non_loss_data=self.collect_non_loss_data,
             checkpoint_activations_microbatch=(
-                None if partial is None else work.microbatch % self._in_flight[work.chunk] >= partial
+                None if partial is None else work.microbatch % self.in_flight[work.chunk] >= partial
             ),
             is_first_microbatch=schedules.check_first_val_step(self.first_val_step, self.forward_only, first),
             current_microbatch=work.microbatch,
-            vp_stage=work.chunk if len(self._chunks) > 1 else None,
-            is_last_stage=self._placement.stage(self._rank, work.chunk) == self._placement.last_stage,
+            vp_stage=work.chunk if len(self.chunks) > 1 else None,
+            is_last_stage=self.placement.stage(self.rank, work.chunk) == self.placement.last_stage,
         )
-        if self._config.calculate_per_token_loss:
+        if self.config.calculate_per_token_loss:
             self.num_tokens += num_tokens
         return outputs
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        return schedules.backward_step(inputs, outputs, gradients, self._model_type, self._config)
+        return schedules.backward_step(inputs, outputs, gradients, self._model_type, self.config)
 
     def release(self, outputs: Tensors) -> None:
         if not self.forward_only:
             # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
-            schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
+            schedules.deallocate_output_tensor(outputs[0], self.config.deallocate_pipeline_outputs)
 
 
 def _check(plan: Plan, chunks: Sequence[torch.nn.Module], config: Any, adjust_tensor_shapes_fn: Any) -> None:

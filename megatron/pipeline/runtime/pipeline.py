@@ -13,7 +13,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan
-from megatron.pipeline.runtime.recorder import Recorder
+from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
@@ -53,6 +53,8 @@ class Pipeline:
         chunks: model chunks per rank; None for the family's own number.
         memory_limit: in microbatches of a rank's activations.
         costs: what passes take; equal passes by default. They decide orders and when receives are posted.
+        measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
+            statistics of the peak anew in every iteration.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -65,12 +67,14 @@ class Pipeline:
         chunks: int | None = None,
         memory_limit: float | None = None,
         costs: Costs | None = None,
+        measure: bool = False,
     ) -> None:
         self.name = schedule
         self._ranks = ranks
         self._chunks = chunks
         self._memory_limit = memory_limit
         self._costs = costs
+        self._measure = measure
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._executor: Executor | None = None  # of the iteration that runs now, or ran last
@@ -107,7 +111,9 @@ class Pipeline:
     def install(self) -> None:
         """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock is left to run, recorded."""
         if self.is_stock:
-            schedules_patch.record(self._begin_stock)
+            schedules_patch.restore()
+            if self._measure:
+                schedules_patch.record(self._record)
         else:
             schedules_patch.use(self.forward_backward)
 
@@ -115,13 +121,13 @@ class Pipeline:
         """One iteration, with the keywords and the result of megatron-core's own schedules (see ``forward_backward.run``)."""
         forward_only = bool(kwargs.get("forward_only"))
         plan = self.plan(kwargs["num_microbatches"], forward_only)
+        measured = self._measure and not forward_only
+        recorder = self._record(kwargs["model"]) if measured else Unmeasured()
 
-        def begin(executor: Executor, recorder: Recorder) -> None:
+        def started(executor: Executor) -> None:
             self._executor = executor
-            if not forward_only:
-                self._recorder = recorder
 
-        return forward_backward.run(plan, begin, **kwargs)
+        return forward_backward.run(plan, recorder, started, **kwargs)
 
     @property
     def position(self) -> str:
@@ -132,7 +138,10 @@ class Pipeline:
         return f"{type(operation).__name__} {operation[0]}"
 
     def report(self) -> Report | None:
-        """Gather what the last training iteration did; a collective over the pipeline group. None before the first."""
+        """Gather what the last training iteration did; a collective over the pipeline group.
+
+        None before the first iteration, and for a pipeline that does not ``measure``.
+        """
         mine = (self._recorder.timed(), self._recorder.peak_activation_bytes) if self._recorder else None
         group = parallel_state.get_pipeline_model_parallel_group()
         everyone: list[Any] = [None] * group.size()
@@ -164,7 +173,7 @@ class Pipeline:
         verify_programs(schedule, programs)
         return Plan(schedule, programs)
 
-    def _begin_stock(self, model: Any) -> Recorder:
+    def _record(self, model: Any) -> Recorder:
         chunks = model if isinstance(model, list) else [model]
         self._recorder = Recorder(parameter for chunk in chunks for parameter in chunk.parameters())
         return self._recorder

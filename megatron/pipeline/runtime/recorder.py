@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,12 +14,22 @@ from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.timeline import Timed
 
 
+class Unmeasured:
+    """Stands where a ``Recorder`` could, and measures nothing."""
+
+    def measure(self, _: Pass) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
+        return []
+
+
 class Recorder:
     """Measures the passes of one iteration.
 
     On a GPU passes are timed by events, without waiting for them, and memory is the allocator's own peak above what was
-    allocated when the iteration began. On a CPU passes are timed by the clock and memory is counted by an
-    ``ActivationMeter``.
+    allocated when the iteration began: its statistics of the peak start anew with every iteration. On a CPU passes are
+    timed by the clock and memory is counted by an ``ActivationMeter``.
 
     Args:
         parameters: the model's, which are not activations.

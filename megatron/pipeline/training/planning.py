@@ -28,6 +28,7 @@ def plan_pipeline(args: Namespace) -> Pipeline:
         args.virtual_pipeline_model_parallel_size,
         memory_limit=_memory_limit(args.pipeline_memory_limit, ranks, costs),
         costs=costs,
+        measure=bool(args.metrics or args.tensorboard_dir or args.pipeline_trace),
     )
     if pipeline.placement.chunks != (args.virtual_pipeline_model_parallel_size or 1):
         raise ValueError(
