@@ -9,7 +9,7 @@
 # Other flags:   make train ARGS="--train-iters 500 --pipeline-schedule 1f1b"
 
 PYTHON ?= python3
-TORCH := torch==2.13.0
+TORCH := $(shell grep ^torch== constraints.txt)
 CONFIG ?= configs/tiny.yaml
 RANKS ?= 4
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
@@ -52,11 +52,11 @@ data/own/%_text_document.idx: $(TEXT) | $(ready)
 	$(venv) scripts/preprocess_data.py --input $(TEXT) --append-eod --output-prefix data/own/$*
 
 # torch goes first and by its exact version: any other one would be replaced, at the price of gigabytes.
-.venv/.torch:
+.venv/.torch: constraints.txt
 	$(PYTHON) -m venv .venv
-	$(venv) -m pip install $(TORCH)
+	$(venv) -m pip install $(TORCH) -c constraints.txt
 	touch $@
 
-$(ready): .venv/.torch setup.py
-	$(venv) -m pip install -e '.[dev]' $(TORCH)
+$(ready): .venv/.torch setup.py constraints.txt
+	$(venv) -m pip install -e '.[dev]' -c constraints.txt
 	touch $@

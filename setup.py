@@ -11,19 +11,19 @@ setup(
     packages=[*find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"]), "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
     install_requires=[
-        "torch>=2.11",
+        "torch>=2.11,<2.14",
         "megatron-core==0.16.1",
-        "numpy",
-        "einops",
-        "psutil",  # megatron-core's checkpoint writer hangs without it
-        "PyYAML",
-        "tensorboard",
-        "rich",
-        "matplotlib",
+        "numpy>=1.26,<3",
+        "einops~=0.8",
+        "psutil>=5.9",  # megatron-core's checkpoint writer hangs without it
+        "PyYAML~=6.0",
+        "tensorboard~=2.15",
+        "rich>=13,<16",
+        "matplotlib~=3.8",
     ],
     extras_require={
         # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
-        "transformer-engine": ["transformer-engine[pytorch]"],
+        "transformer-engine": ["transformer-engine[pytorch]~=2.3"],
         "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML"],
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},
