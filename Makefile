@@ -1,6 +1,6 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
 # make compare  the same model under megatron-core's own 1F1B, our 1F1B and ZB-H1: one table, one picture
-# make test     all tests
+# make test     all tests, or some: make test ARGS=tests/schedule
 # make setup    only what these share: .venv with all that is needed
 # make clean    remove prepared data, runs and caches; .venv stays
 #
@@ -15,8 +15,12 @@ RANKS ?= 4
 RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 RUN := $(RUN)
 
+# Two texts of the same name are two corpora: the name of the prepared one has a checksum of the whole path.
 ifdef TEXT
-DATA_PATH ?= data/own/$(notdir $(patsubst %/,%,$(TEXT)))_text_document
+ifeq ($(wildcard $(TEXT)),)
+$(error TEXT=$(TEXT): no such file or directory; give one path without spaces)
+endif
+DATA_PATH ?= data/own/$(notdir $(patsubst %/,%,$(TEXT)))-$(firstword $(shell echo $(abspath $(TEXT)) | cksum))_text_document
 endif
 DATA_PATH ?= data/stdlib_text_document
 
@@ -39,7 +43,7 @@ compare: $(ready) $(DATA_PATH).idx
 	$(venv) scripts/compare.py --ranks $(RANKS) --output runs/compare -- --config $(CONFIG) --data-path $(DATA_PATH) $(ARGS)
 
 test: $(ready)
-	$(venv) -m pytest -q tests $(ARGS)
+	$(venv) -m pytest $(or $(ARGS),tests)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -48,7 +52,7 @@ clean:
 data/stdlib_text_document.idx: | $(ready)
 	$(venv) scripts/preprocess_data.py --stdlib --append-eod --output-prefix data/stdlib
 
-data/own/%_text_document.idx: $(TEXT) | $(ready)
+data/own/%_text_document.idx: $(if $(TEXT),$(shell find $(TEXT) -type f)) | $(ready)
 	$(venv) scripts/preprocess_data.py --input $(TEXT) --append-eod --output-prefix data/own/$*
 
 # torch goes first and by its exact version: any other one would be replaced, at the price of gigabytes.

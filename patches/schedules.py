@@ -83,6 +83,7 @@ def _recorded(forward_backward: Callable[..., Any], begin: Callable[[Any], Recor
         try:
             return forward_backward(**kwargs)
         finally:
+            recorder.end()
             _UPSTREAM.forward_step, _UPSTREAM.backward_step = forward_step, backward_step  # type: ignore[attr-defined]
 
     return recorded

@@ -49,7 +49,7 @@ def build(split: bool, cls: str, tp: int, ddp: dict[str, Any], **settings: Any) 
     model = Model()
     if split:
         assert split_weights(model) == []
-    return DistributedDataParallel(config, DistributedDataParallelConfig(delay_wgrad_compute=split, **ddp), model)
+    return DistributedDataParallel(config, DistributedDataParallelConfig(**{"delay_wgrad_compute": split, **ddp}), model)
 
 
 def gradients(
@@ -166,3 +166,35 @@ def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
     assert weight.grad_added_to_main_grad
     assert weight.grad is not None
     assert weight.grad.untyped_storage().nbytes() <= 8
+
+
+def without_delay() -> str:
+    model = build(True, "ColumnParallelLinear", 1, {"delay_wgrad_compute": False})
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(4, 2, SIZE, requires_grad=True)).sum().backward()
+    return str(error.value)
+
+
+def test_ddp_that_does_not_wait_for_weights_is_an_error(pool: Pool) -> None:
+    assert "delay_wgrad_compute=True" in pool.run(1, without_delay)[0]
+
+
+def unpatched() -> str:
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core.tensor_parallel import layers
+
+    from megatron.pipeline.model import split_linear
+
+    layers.LinearWithGradAccumulationAndAsyncCommunication = split_linear.LinearWithGradAccumulationAndAsyncCommunication
+    try:
+        with pytest.raises(RuntimeError) as error:
+            split_linear.split_weights(torch.nn.Linear(2, 2))
+    finally:
+        patches.install()
+    return str(error.value)
+
+
+def test_splitting_unpatched_linears_is_an_error(pool: Pool) -> None:
+    assert "patches.install()" in pool.run(1, unpatched)[0]

@@ -28,6 +28,8 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     patches.install()
     import torch
     from megatron.pipeline.patches import schedules
+    from torch.distributed.checkpoint import api
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron.pipeline.training import checkpoint, loop, program
 
@@ -42,7 +44,8 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
 
     def save(*args: Any) -> None:
         real_save(*args)
-        raise OSError(28, "No space left on device")
+        # What the writer makes of it; not an Exception.
+        raise CheckpointException("write", {0: api._wrap_exception(OSError(28, "No space left on device"))})
 
     loop.train_step = step
     if fail_while_saving:

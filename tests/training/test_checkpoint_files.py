@@ -34,7 +34,24 @@ def write(root: Path, iteration: int, name: str = "", **changes: Any) -> Path:
     model, schedule = checkpoint._model(args), checkpoint._schedule(args)
     summary = {"iteration": iteration, "optimizer": True, "model": model, "schedule": schedule} | changes
     (directory / "training.json").write_text(json.dumps(summary))
+    for part in (".metadata", "common.pt"):  # torch's, which check does not read
+        (directory / part).touch()
     return directory
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / ".metadata").unlink(), ".metadata missing"),
+        (lambda path: (path / "training.json").write_text("{}"), "training.json cannot be read"),
+        (lambda path: (path / "training.json").write_text('{"model": {"--num-la'), "training.json cannot be read"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: Any, message: str) -> None:
+    path = write(tmp_path, 10)
+    damage(path)
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {message}")):
+        checkpoint.check(flags(f"--load {tmp_path}"))
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LinearWithGradAccumulationAndAsyncCommunication,
@@ -37,7 +38,12 @@ def split_weights(chunk: torch.nn.Module) -> list[str]:
 
     Returns:
         What runs fused although it has a weight matrix: ``"name: reason"`` for every such module.
+
+    Raises:
+        RuntimeError: ``patches.install()`` has not run, so that no backward would know of this.
     """
+    if upstream_layers.LinearWithGradAccumulationAndAsyncCommunication is not SplitLinear:
+        raise RuntimeError("megatron-core's linears are not patched: call megatron.pipeline.patches.install() first")
     fused = []
     uses: dict[torch.nn.Parameter, int] = {}
     for module in chunk.modules():
@@ -124,7 +130,13 @@ class WeightGradient:
             total_input = self._gathered
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
         _accumulate(self._weight, grad_output, total_input)
-        for hook in getattr(self._weight, _HOOKS):
+        hooks = getattr(self._weight, _HOOKS)
+        if not hooks and hasattr(self._weight, "main_grad"):
+            raise RuntimeError(
+                "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
+                "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
+            )
+        for hook in hooks:
             hook()
 
 
@@ -187,6 +199,9 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *rest: Any) -> torch.Tensor:
+        # A forward inside a backward is a recomputation. What it computes lives until B ends; a W that ran later would keep
+        # alive what recomputation was asked to free, so such a layer runs fused.
+        ctx.recomputed = torch._C._current_graph_task_id() != -1
         ctx.weight = weight  # the parameter itself: saved-tensor hooks would hand back a copy without its attributes
         return LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, *rest)
 
@@ -196,7 +211,8 @@ class SplitLinear(torch.autograd.Function):
         if not hasattr(weight, _HOOKS) or ctx.grad_output_buffer is not None:
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
         task = WeightGradient(weight, input, grad_output, ctx.tp_group if ctx.sequence_parallel else None)
-        if not is_deferring():
+        deferred = is_deferring() and not ctx.recomputed
+        if not deferred:
             task.prefetch()  # before the input gradient's product, which hides it
 
         grad_input = grad_output.matmul(weight)
@@ -208,7 +224,7 @@ class SplitLinear(torch.autograd.Function):
             reduction = torch.distributed.reduce_scatter_tensor(grad_input, whole, group=ctx.tp_group, async_op=True)
 
         # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
-        submit(task)
+        submit(task) if deferred else task.run()
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reduction is not None:
             reduction.wait()

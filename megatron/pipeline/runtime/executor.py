@@ -66,10 +66,12 @@ class Executor:
         self._graphs: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
         self.position: Operation | None = None  # what this rank is doing, for whoever reports a hang
+        self.begun = 0  # operations, so that two that look alike can be told apart
 
     def run(self) -> None:
         for operation in self._program:
             self.position = operation
+            self.begun += 1
             match operation:
                 case Receive(message, peer):
                     self._links.receive(message, peer)

@@ -72,8 +72,8 @@ def run(
     chunks = model if isinstance(model, list) else [model]
     iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
     config = get_model_config(chunks[0])
-    _check(plan, chunks, config, adjust_tensor_shapes_fn)
     communicator, groups = _groups(config, p2p_communicator, pg_collection)
+    _check(plan, chunks, config, adjust_tensor_shapes_fn, communicator.pp_group.size(), num_microbatches)
     rank = communicator.pp_group.rank()
     last_rank, last_chunk = plan.schedule.placement.home(plan.schedule.placement.last_stage)
     holds_output = rank == last_rank
@@ -117,6 +117,7 @@ def run(
         )
         started(executor)
         executor.run()
+    recorder.end()
     if reduces_late and not forward_only:
         for index, chunk in enumerate(chunks):
             _per_chunk(config.grad_sync_func, index)(chunk.parameters())
@@ -195,8 +196,15 @@ class _ModelStages:
             schedules.deallocate_output_tensor(outputs[0], self.config.deallocate_pipeline_outputs)
 
 
-def _check(plan: Plan, chunks: Sequence[torch.nn.Module], config: Any, adjust_tensor_shapes_fn: Any) -> None:
+def _check(
+    plan: Plan, chunks: Sequence[torch.nn.Module], config: Any, adjust_tensor_shapes_fn: Any, ranks: int, microbatches: int
+) -> None:
     placement = plan.schedule.placement
+    if (placement.ranks, plan.schedule.microbatches) != (ranks, microbatches):
+        raise ValueError(
+            f"schedule {plan.schedule.name} is for {placement.ranks} ranks and {plan.schedule.microbatches} microbatches, "
+            f"but the pipeline group has {ranks} ranks and the iteration {microbatches} microbatches: plan one for these"
+        )
     if placement.chunks != len(chunks):
         raise ValueError(
             f"schedule {plan.schedule.name} has {placement.chunks} chunk(s) per rank, but the model has {len(chunks)}: "

@@ -77,6 +77,7 @@ class Pipeline:
         self._measure = measure
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
         self._plans: dict[tuple[int, bool], Plan] = {}
+        self._iterations = 0  # that have begun, evaluations included
         self._executor: Executor | None = None  # of the iteration that runs now, or ran last
         self._recorder: Recorder | None = None  # of the last iteration that trained
         if self.is_stock:
@@ -107,6 +108,7 @@ class Pipeline:
         """Plan ahead, so that a schedule that cannot be had is refused before any process group or memory is taken."""
         if not self.is_stock:
             self.plan(microbatches)
+            self.plan(microbatches, forward_only=True)
 
     def install(self) -> None:
         """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock is left to run, recorded."""
@@ -126,6 +128,7 @@ class Pipeline:
 
         def started(executor: Executor) -> None:
             self._executor = executor
+            self._iterations += 1
 
         return forward_backward.run(plan, recorder, started, **kwargs)
 
@@ -136,6 +139,11 @@ class Pipeline:
         if operation is None:
             return "outside the pipeline"
         return f"{type(operation).__name__} {operation[0]}"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """A value that changes whenever this rank begins an iteration or an operation of one."""
+        return self._iterations, self._executor.begun if self._executor else 0
 
     def report(self) -> Report | None:
         """Gather what the last training iteration did; a collective over the pipeline group.
@@ -168,7 +176,8 @@ class Pipeline:
         if forward_only:
             schedule = schedule.forward_only()
         costs = self._costs or uniform(schedule.placement)
-        verify(schedule, costs, self._memory_limit, forward_only)
+        # Forwards alone keep nothing for a backward: the limit is for iterations that train.
+        verify(schedule, costs, None if forward_only else self._memory_limit, forward_only)
         programs = lower(schedule, costs)
         verify_programs(schedule, programs)
         return Plan(schedule, programs)

@@ -23,6 +23,9 @@ class Unmeasured:
     def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
         return []
 
+    def end(self) -> None:
+        """Nothing to end."""
+
 
 class Recorder:
     """Measures the passes of one iteration.
@@ -40,6 +43,7 @@ class Recorder:
         self._on_gpu = torch.cuda.is_available()
         self._meter = None if self._on_gpu else ActivationMeter(parameters)
         self._epoch = time.time()
+        self.peak_activation_bytes = 0
         if self._on_gpu:
             self._first = self._mark()
             self._allocated = torch.cuda.memory_allocated()
@@ -60,11 +64,9 @@ class Recorder:
         """Count tensors that outlive their pass, until the returned objects die."""
         return [self._meter.hold(tensor) for tensor in tensors] if self._meter else []
 
-    @property
-    def peak_activation_bytes(self) -> int:
-        if self._meter:
-            return self._meter.peak
-        return torch.cuda.max_memory_allocated() - self._allocated
+    def end(self) -> None:
+        """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation."""
+        self.peak_activation_bytes = self._meter.peak if self._meter else torch.cuda.max_memory_allocated() - self._allocated
 
     def timed(self) -> tuple[Timed, ...]:
         """The passes in the order they ran, in seconds since the epoch. On a GPU this waits for them to end."""

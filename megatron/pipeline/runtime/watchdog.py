@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -29,12 +30,21 @@ class Watchdog:
     Args:
         where: says what this rank is doing, such as ``"Compute B3.0 of iteration 12"``; called from another thread.
         silence_seconds: a rank that has not reported for so long counts as dead.
-        stuck_seconds: a rank that has been in one place for so long counts as stuck; None to leave that to the
-            communication backend's own timeout.
+        stuck_seconds: a rank that has not moved for so long counts as stuck; None to leave that to the communication
+            backend's own timeout.
+        progress: a value that changes whenever this rank moves; ``where`` if not given.
     """
 
-    def __init__(self, where: Callable[[], str], silence_seconds: float = 20.0, stuck_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        where: Callable[[], str],
+        silence_seconds: float = 20.0,
+        stuck_seconds: float | None = None,
+        progress: Callable[[], object] | None = None,
+    ) -> None:
         self._where = where
+        self._progress = progress or where
+        self._moved: tuple[object, float] = (None, 0.0)  # the last progress, and when it changed
         self._silence = silence_seconds
         self._stuck = stuck_seconds
         self._rank = torch.distributed.get_rank()
@@ -63,7 +73,9 @@ class Watchdog:
             torch.distributed.barrier()
         self._ended.set()
         self._thread.join()
-        if isinstance(error, Exception):
+        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+            # The launcher of a dead rank now ends the others: they have something to say first.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._end(self._cause(error))
 
     def _watch(self) -> None:
@@ -95,17 +107,17 @@ class Watchdog:
         return None
 
     def _stuck_here(self) -> str | None:
-        place, now = self._where(), time.monotonic()
-        last, since = self._seen.get(self._rank, ("", now))
-        if place != last:
-            self._seen[self._rank] = place, now
+        progress, now = self._progress(), time.monotonic()
+        last, since = self._moved
+        if progress != last:
+            self._moved = progress, now
         elif self._stuck is not None and now - since > self._stuck:
             said = self._store.multi_get([str(rank) for rank in range(self._world)])
             everyone = "; ".join(f"rank {rank} in {text.decode().split('|', 1)[1]}" for rank, text in enumerate(said))
             return f"nothing has moved on rank {self._rank} for {now - since:.0f} s. The ranks are stuck: {everyone}"
         return None
 
-    def _cause(self, error: Exception) -> str:
+    def _cause(self, error: BaseException) -> str:
         """Who is to blame for an exception on this rank: itself, unless another rank failed or died just before."""
         mine = f"rank {self._rank} failed in {self._where()}: {type(error).__name__}: {error}"
         lost_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,19 +57,22 @@ class Timeline:
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Read what ``to_json`` wrote.
+        """Read what ``to_json`` wrote, also where it is the ``timeline`` of a larger object, as in a recorded trace.
 
         Raises:
             ValueError: not JSON, not of that form, a pass cannot be read, or a time is not a finite number.
         """
         try:
-            rows = json.loads(text)["ranks"]
+            data = json.loads(text)
+            rows = data.get("timeline", data)["ranks"]
             ranks = tuple(tuple(Timed(Pass.parse(work), start, end) for work, start, end in row) for row in rows)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error!r})') from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error})') from None
+        if not isinstance(rows, list) or not ranks:
+            raise ValueError("not a timeline: ranks must be a list with the passes of at least one rank")
         for timed in (timed for rank in ranks for timed in rank):
             times = (timed.start, timed.end)
-            if not all(type(time) in (int, float) and math.isfinite(time) for time in times) or timed.start > timed.end:
+            if not all(type(time) in (int, float) and abs(time) < 1e100 for time in times) or timed.start > timed.end:
                 raise ValueError(
                     f"not a timeline: {timed.work} needs a start and a later end, got {timed.start!r}, {timed.end!r}"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
@@ -68,10 +69,16 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) 
 
 def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
     """For every pair of ranks and each direction, tensors are received in the order in which they are sent."""
-    for sender, receiver in ((a, b) for a in range(len(programs)) for b in range(len(programs)) if a != b):
-        sent = [op.message for op in programs[sender] if isinstance(op, Send) and op.peer == receiver]
-        received = [op.message for op in programs[receiver] if isinstance(op, Receive) and op.peer == sender]
-        for first, second in zip(sent, received, strict=False):
+    sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for operation in program:
+            if isinstance(operation, Send):
+                sends[rank, operation.peer].append(operation.message)
+            elif isinstance(operation, Receive):
+                receives[operation.peer, rank].append(operation.message)
+    for (sender, receiver), sent in sends.items():
+        for first, second in zip(sent, receives[sender, receiver], strict=False):
             if first != second:
                 raise ScheduleError(
                     f"rank {receiver} receives the {second} from rank {sender} where that sends the {first}; "

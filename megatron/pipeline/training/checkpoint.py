@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pipeline.training.atomic import UNFINISHED, sync, write_text
 from megatron.pipeline.training.optimizer_state import allocate_state, load_state
@@ -57,7 +58,7 @@ def check(args: Namespace) -> None:
     path = latest(args.load) if args.load else None
     if path is None:
         return
-    saved = json.loads((path / _SUMMARY).read_text())
+    saved = _read_summary(path)
     different = _differences(saved["model"], _model(args))
     if different:
         raise ValueError(f"the checkpoint {path} is of another model: {different}; give its values, or another --load")
@@ -71,6 +72,20 @@ def check(args: Namespace) -> None:
             f"the checkpoint {path} has another learning-rate schedule: {different}; give its values, or decide with "
             "--override-opt_param-scheduler (the flags) or --use-checkpoint-opt_param-scheduler (the checkpoint)"
         )
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    missing = [name for name in (".metadata", "common.pt") if not (path / name).is_file()]
+    if missing:
+        what = f"{' and '.join(missing)} missing"
+        raise ValueError(f"the checkpoint {path} is damaged: {what}; remove it to go on from an older one")
+    try:
+        saved = json.loads((path / _SUMMARY).read_text())
+        if saved["model"].keys() and saved["schedule"].keys() and isinstance(saved["optimizer"], bool):
+            return dict(saved)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ValueError(f"the checkpoint {path} is damaged: {_SUMMARY} cannot be read; remove it to go on from an older one")
 
 
 def save(args: Namespace, training: Training) -> Path:
@@ -96,11 +111,19 @@ def save(args: Namespace, training: Training) -> Path:
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
         torch.distributed.barrier()
-    except Exception as error:  # upstream's writer has errors of many kinds, and each of them must name what is left
+    # The writer has errors of many kinds, torch's own not even an Exception, and each of them must name what is left.
+    except (Exception, CheckpointException) as error:
         usable = latest(args.save)
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
-        raise RuntimeError(f"the checkpoint {final} could not be written ({error}); {left}") from error
+        raise RuntimeError(f"the checkpoint {final} could not be written ({_reason(error)}); {left}") from error
     return final
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the tracebacks that torch's exception prints for every rank."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(sorted({str(failure[0]) for failure in error.failures.values()}))
+    return str(error)
 
 
 def load(args: Namespace, training: Training) -> Path | None:

@@ -18,6 +18,7 @@ from megatron.pipeline.training.atomic import UNFINISHED, sync
 from megatron.pipeline.training.tokenizer import build_tokenizer
 
 _PIECE = 16_384
+_LEAST_PIECES = 50  # of all files together: enough for a tenth of them to be some
 _NOT_IN_CORPUS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -59,8 +60,8 @@ def standard_library(limit: int) -> list[Path]:
 def read_documents(files: Iterable[Path], keys: Sequence[str], errors: str) -> Iterator[Document]:
     """Documents in order: a line each of JSON lines (``.json``, ``.jsonl``); plain text in pieces of whole lines.
 
-    A plain file is cut into pieces of 16 Ki characters so that even a single file can be split into training and
-    validation, which Megatron does by document.
+    A plain file is cut into pieces of 16 Ki characters, of less where all files together are small, so that even a single
+    file can be split into training and validation, which Megatron does by document.
 
     Args:
         keys: which fields of a JSON line hold text; plain text has the one field ``text``.
@@ -69,6 +70,8 @@ def read_documents(files: Iterable[Path], keys: Sequence[str], errors: str) -> I
     Raises:
         ValueError: a line is not JSON or lacks a key; plain text with keys other than ``text``.
     """
+    files = list(files)
+    piece_size = max(64, min(_PIECE, sum(path.stat().st_size for path in files) // _LEAST_PIECES))
     for path in files:
         with path.open(encoding="utf-8", errors=errors, newline="") as file:
             if path.suffix in (".json", ".jsonl"):
@@ -78,7 +81,7 @@ def read_documents(files: Iterable[Path], keys: Sequence[str], errors: str) -> I
             elif list(keys) != ["text"]:
                 raise ValueError(f"{path} is plain text and has no --json-keys {' '.join(keys)}")
             else:
-                while piece := "".join(file.readlines(_PIECE)):
+                while piece := "".join(file.readlines(piece_size)):
                     yield Document((piece,), len(piece))
 
 

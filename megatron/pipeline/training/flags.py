@@ -50,6 +50,10 @@ def _positive_float(text: str) -> float:
     return float(_number(text, float, "a number above 0", 0, open_end=True))
 
 
+def _minutes(text: str) -> float:
+    return float(_number(text, float, "a number of minutes above 0, of at most a year", 0, 366 * 24 * 60, open_end=True))
+
+
 def _probability(text: str) -> float:
     return float(_number(text, float, "a number from 0 to 1", 0, 1))
 
@@ -119,7 +123,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
         help="transformer_engine where it is installed, else local",
     )
     add("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
-    add("--seed", type=int, default=1234, help="of weights, dropout and data order")
+    add("--seed", type=_whole, default=1234, help="of weights, dropout and data order")
 
 
 def _parallel(group: argparse._ArgumentGroup) -> None:
@@ -143,7 +147,7 @@ def _parallel(group: argparse._ArgumentGroup) -> None:
     add("--overlap-param-gather", action="store_true", help="gather parameters while the forward runs")
     add("--ddp-bucket-size", type=_positive_int, help="parameters of one gradient bucket")
     add("--distributed-backend", choices=["nccl", "gloo"], help="nccl with a GPU, gloo without")
-    add("--distributed-timeout-minutes", type=_positive_float, default=10, help="longest wait of a collective")
+    add("--distributed-timeout-minutes", type=_minutes, default=10, help="longest wait of a collective")
 
 
 def _batch(group: argparse._ArgumentGroup) -> None:

@@ -46,7 +46,7 @@ class Log:
 
     def __init__(self, args: Namespace, writes: bool, world_size: int) -> None:
         self._args = args
-        self._writes = writes
+        self.writes = writes
         self._world_size = world_size
         self._window: list[Step] = []
         self._nan_iterations = self._skipped_iterations = 0
@@ -58,7 +58,7 @@ class Log:
         self.last_loss: float | None = None
 
     def __enter__(self) -> Log:
-        if self._writes:
+        if self.writes:
             self._open()
         return self
 
@@ -72,7 +72,7 @@ class Log:
 
     def line(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
-        if not self._writes:
+        if not self.writes:
             return
         if self._progress:
             self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -86,7 +86,7 @@ class Log:
 
     def step(self, step: Step, bubble_rate: float | None, peak_activation_bytes: list[int] | None) -> None:
         """Record an iteration; every ``--log-interval`` iterations a line tells about those since the last."""
-        if not self._writes:
+        if not self.writes:
             return
         finite = math.isfinite(step.loss)
         self._nan_iterations += not finite

@@ -8,7 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.training.config import microbatch_counts
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
@@ -26,7 +28,7 @@ def plan_pipeline(args: Namespace) -> Pipeline:
         args.pipeline_schedule,
         ranks,
         args.virtual_pipeline_model_parallel_size,
-        memory_limit=_memory_limit(args.pipeline_memory_limit, ranks, costs),
+        memory_limit=_memory_limit(args.pipeline_memory_limit, ranks, max(microbatch_counts(args)), costs),
         costs=costs,
         measure=bool(args.metrics or args.tensorboard_dir or args.pipeline_trace),
     )
@@ -51,8 +53,8 @@ def _read_costs(path: str) -> Costs:
         raise ValueError(f'--pipeline-costs {path}: expected {{"hop": .., "stages": [{{"forward": .., ..}}]}}: {error}') from None
 
 
-def _memory_limit(text: str | None, ranks: int, costs: Costs | None) -> float | None:
-    """The limit in the costs' unit of memory; without costs that is a microbatch, of which 1F1B holds ``ranks``."""
+def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs | None) -> float | None:
+    """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
@@ -62,5 +64,14 @@ def _memory_limit(text: str | None, ranks: int, costs: Costs | None) -> float | 
         if costs is None:
             raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes")
         return float(match[1]) * _UNITS[match[2]]
-    of_1f1b = ranks if costs is None else ranks * sum(stage.activation for stage in costs.stages) / ranks
-    return float(match[1]) * of_1f1b
+    return float(match[1]) * _peak_of_1f1b(ranks, microbatches, costs)
+
+
+def _peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None) -> float:
+    """The most that a rank of 1F1B holds when the model is cut into one stage per rank."""
+    schedule = families.plan("1f1b", ranks, microbatches)
+    if costs is None:
+        return max(activation_peaks(schedule, uniform(schedule.placement)))
+    chunks = max(1, len(costs.stages) // ranks)
+    held = [sum(stage.activation for stage in costs.stages[rank * chunks : (rank + 1) * chunks]) for rank in range(ranks)]
+    return max(activation_peaks(schedule, Costs(tuple(StageCosts(0, 0, 0, one, one) for one in held))))

@@ -29,7 +29,7 @@ from megatron.pipeline.training.data import Samples, check_data
 from megatron.pipeline.training.logging import Log
 from megatron.pipeline.training.loop import train
 from megatron.pipeline.training.planning import plan_pipeline
-from megatron.pipeline.training.state import build_training
+from megatron.pipeline.training.state import Training, build_training
 from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pipeline.training.trace import draw_last_trace
 from megatron.pipeline.training.validation import validate
@@ -75,21 +75,27 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
     Args:
         guard: the context to train in; it is told how to find out where this rank is.
     """
-    with _megatron_state(args):
+    training: Training | None = None
+
+    def where() -> str:
+        return f"{pipeline.position} of iteration {training.iteration + 1}" if training else "the start-up"
+
+    def progress() -> object:
+        return pipeline.progress, training and training.iteration
+
+    guarded = guard(where, stuck_seconds=60 * args.distributed_timeout_minutes, progress=progress)
+    with _megatron_state(args), guarded:
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
         training = build_training(args, timers)
         loaded = checkpoint.load(args, training)
         samples = Samples(args, tokenizer, training.chunks)
-
-        def where() -> str:
-            return f"{pipeline.position} of iteration {training.iteration + 1}"
-
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             log.line(_first_words(args, pipeline, loaded))
-            with guard(where, stuck_seconds=60 * args.distributed_timeout_minutes):
-                train(args, training, samples, pipeline, log, timers)
-            log.line(_last_words(args, log))
+            train(args, training, samples, pipeline, log, timers)
+            torch.distributed.barrier()  # what other ranks write is there
+            if log.writes:
+                log.line(_last_words(args, log))
 
 
 def _configure_logging(args: Namespace, rank: int) -> None:

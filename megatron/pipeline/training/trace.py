@@ -27,7 +27,8 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
 
 def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
     """The record of the last iteration that was written, and its timeline; None if there is none."""
-    paths = sorted(Path(directory).glob("iteration_*.json"))
+    # By time, not by name: an earlier run into the same directory may have gone further.
+    paths = sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     if not paths:
         return None
     record = json.loads(paths[-1].read_text())
@@ -35,7 +36,7 @@ def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
 
 
 def draw_last_trace(directory: str) -> Path | None:
-    """Draw the last iteration that was written, beside it; returns the picture's path."""
+    """Draw the iteration that was written last, beside it; returns the picture's path."""
     trace = read_last_trace(directory)
     if trace is None:
         return None

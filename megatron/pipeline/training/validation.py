@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import tempfile
 from argparse import Namespace
+from pathlib import Path
 
 import torch
 
@@ -29,6 +32,7 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_recompute(args)
     _check_data(args)
     _check_checkpoints(args)
+    _check_outputs(args)
 
 
 def batch_sizes(args: Namespace) -> list[int]:
@@ -157,7 +161,7 @@ def _check_batch(args: Namespace) -> None:
     args.global_batch_size = args.global_batch_size or unit
     if args.rampup_batch_size is not None:
         start, step, _ = args.rampup_batch_size
-        if start > args.global_batch_size or (args.global_batch_size - start) % step:
+        if start >= args.global_batch_size or (args.global_batch_size - start) % step:
             raise ValueError(
                 f"--rampup-batch-size starts at {start}: steps of {step} do not lead to --global-batch-size "
                 f"{args.global_batch_size}"
@@ -246,10 +250,30 @@ def _check_split(split: str) -> None:
         shares = [float(share) for share in split.split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] <= 0:
         raise ValueError(
             f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}"
         )
+
+
+def _check_outputs(args: Namespace) -> None:
+    """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
+    metrics = str(Path(args.metrics).parent) if args.metrics else None
+    for flag, directory in (
+        ("--save", args.save),
+        ("--metrics", metrics),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--pipeline-trace", args.pipeline_trace),
+        ("--data-cache-path", args.data_cache_path),
+    ):
+        if directory is None:
+            continue
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot write into {directory} ({error.strerror}): choose another directory") from None
 
 
 def _check_checkpoints(args: Namespace) -> None:
