@@ -236,6 +236,19 @@ def test_bad_schedules_are_refused_with_what_to_change(pool: Pool, tmp_path: Pat
     assert "microbatch" in microbatches
 
 
+def within_limit() -> list[int]:
+    """Evaluation keeps no activations, so the limit of training does not apply to it."""
+    from megatron.pipeline.runtime.pipeline import Pipeline
+
+    pipeline = Pipeline("zb-h1", 2, memory_limit=2)
+    pipeline.check(8)
+    return [len(pipeline.plan(8, forward_only).schedule.passes[0]) for forward_only in (False, True)]
+
+
+def test_memory_limit_leaves_evaluation_alone(pool: Pool) -> None:
+    assert pool.run(1, within_limit)[0] == [24, 8]
+
+
 def report_of(schedule: str) -> Any:
     run = tiny_gpt.Run(schedule, pp=2)
     before = run.pipeline.report()
