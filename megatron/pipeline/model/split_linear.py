@@ -181,11 +181,6 @@ def deferring(tasks: list[WeightTask]) -> Iterator[None]:
         _deferred = outer
 
 
-def is_deferring() -> bool:
-    """Whether backward is to leave weight gradients to W."""
-    return _deferred is not None
-
-
 def submit(task: WeightTask) -> None:
     """Run a task now, or leave it to W if this backward is a B."""
     if _deferred is None:
@@ -211,7 +206,7 @@ class SplitLinear(torch.autograd.Function):
         if not hasattr(weight, _HOOKS) or ctx.grad_output_buffer is not None:
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
         task = WeightGradient(weight, input, grad_output, ctx.tp_group if ctx.sequence_parallel else None)
-        deferred = is_deferring() and not ctx.recomputed
+        deferred = _deferred is not None and not ctx.recomputed
         if not deferred:
             task.prefetch()  # before the input gradient's product, which hides it
 
@@ -224,7 +219,10 @@ class SplitLinear(torch.autograd.Function):
             reduction = torch.distributed.reduce_scatter_tensor(grad_input, whole, group=ctx.tp_group, async_op=True)
 
         # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
-        submit(task) if deferred else task.run()
+        if deferred:
+            submit(task)
+        else:
+            task.run()
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reduction is not None:
             reduction.wait()

@@ -111,7 +111,7 @@ class Pipeline:
             self.plan(microbatches, forward_only=True)
 
     def install(self) -> None:
-        """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock is left to run, recorded."""
+        """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock stays, measured if asked for."""
         if self.is_stock:
             schedules_patch.restore()
             if self._measure:

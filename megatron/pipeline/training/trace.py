@@ -31,8 +31,8 @@ def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
     paths = sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
     if not paths:
         return None
-    record = json.loads(paths[-1].read_text())
-    return record, Timeline.from_json(json.dumps(record["timeline"]))
+    text = paths[-1].read_text()
+    return json.loads(text), Timeline.from_json(text)
 
 
 def draw_last_trace(directory: str) -> Path | None:
