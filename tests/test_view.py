@@ -50,7 +50,7 @@ def test_a_picture_names_every_panel_and_number(tmp_path: Path) -> None:
     planned = simulate(schedule, costs)
     shifted = Timeline(tuple(tuple(Timed(work, start + 100, end + 100) for work, start, end in rank) for rank in planned.ranks))
     path = tmp_path / "picture.svg"
-    memory = {"planned": activation_profile(planned, schedule.placement, costs)}
+    memory = {"planned": activation_profile(schedule, planned, costs)}
     draw({"planned": planned, "measured": shifted}, path, memory, unit="ms")
     text = path.read_text()
     for label in ("planned", "measured", "span 10, bubble 10.0%", "time (ms)", "rank 1", "memory", "B  backward, input"):

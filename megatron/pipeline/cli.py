@@ -85,7 +85,7 @@ def draw_files(options: argparse.Namespace) -> None:
             schedule, costs = _read_schedule(path, options)
             title = schedule.name if schedule.name not in timelines else f"{schedule.name} ({path})"
             timelines[title] = simulate(schedule, costs)
-            memory[title] = activation_profile(timelines[title], schedule.placement, costs)
+            memory[title] = activation_profile(schedule, timelines[title], costs)
         else:
             title = title if title not in timelines else path
             try:

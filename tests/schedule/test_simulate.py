@@ -68,7 +68,7 @@ def test_memory_is_allocated_when_f_starts_and_freed_when_b_and_w_end() -> None:
     schedule = Schedule("by hand", linear(1), 2, parse("F0 F1 B0 W0 BW1"))
     costs = uniform(schedule.placement, activation=4, retained=1)
     timeline = simulate(schedule, costs)
-    assert activation_profile(timeline, schedule.placement, costs) == [[(0, 4), (1, 8), (3, 5), (4, 4), (6, 0)]]
+    assert activation_profile(schedule, timeline, costs) == [[(0, 4), (1, 8), (3, 5), (4, 4), (6, 0)]]
     assert activation_peaks(schedule, costs) == [8]
 
 
@@ -76,7 +76,7 @@ def test_memory_is_allocated_when_f_starts_and_freed_when_b_and_w_end() -> None:
 def test_the_peak_is_the_top_of_the_profile_and_all_is_freed(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     costs = data.draw(costs_of(schedule.placement))
-    profile = activation_profile(simulate(schedule, costs), schedule.placement, costs)
+    profile = activation_profile(schedule, simulate(schedule, costs), costs)
     assert activation_peaks(schedule, costs) == [max(held for _, held in steps) for steps in profile]
     assert all(steps[-1][1] == 0 for steps in profile)
     assert all(times == sorted(times) for times in ([time for time, _ in steps] for steps in profile))

@@ -11,9 +11,12 @@ class Kind(StrEnum):
     """What a pass computes."""
 
     F = "F"  # forward
+    R = "R"  # forward once more, where F kept nothing but its input
     B = "B"  # backward for the input
     W = "W"  # backward for the weights
     BW = "BW"  # both backwards, fused
+
+    __hash__ = str.__hash__  # Enum's own is written in Python, and passes are looked up by the hundred thousand
 
     @property
     def sends_gradient(self) -> bool:
@@ -27,7 +30,11 @@ class Kind(StrEnum):
 
 
 class Pass(NamedTuple):
-    """One pass; written ``F0.1``: kind, microbatch, chunk."""
+    """One pass; written ``F0.1``: kind, microbatch, chunk.
+
+    In a schedule that cuts its microbatches into ``splits`` slices along the sequence, the number counts slices: slice s of
+    microbatch i is ``i * splits + s``.
+    """
 
     kind: Kind
     microbatch: int

@@ -13,11 +13,15 @@ class Placement:
 
     Every stage 0 .. ranks*chunks-1 has exactly one home, and all ranks hold the same number of chunks.
 
+    With several ``replicas`` the ranks hold the model more than once, as bidirectional pipelines do: the stages are cut into
+    that many runs of equal length, each run is one whole model, and microbatch i goes through replica i mod ``replicas``.
+
     Raises:
-        ValueError: the rows differ in length, or are not a permutation of the stages.
+        ValueError: the rows differ in length, are not a permutation of the stages, or cannot be cut into the replicas.
     """
 
     stages: tuple[tuple[int, ...], ...]
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not self.stages or not self.stages[0]:
@@ -29,6 +33,8 @@ class Placement:
             raise ValueError(
                 f"every stage 0..{count - 1} needs exactly one (rank, chunk), got {[list(row) for row in self.stages]}"
             )
+        if self.replicas < 1 or count % self.replicas:
+            raise ValueError(f"{count} stages cannot be cut into {self.replicas} models of equal length")
 
     @property
     def ranks(self) -> int:
@@ -41,6 +47,28 @@ class Placement:
     @property
     def last_stage(self) -> int:
         return self.ranks * self.chunks - 1
+
+    @property
+    def depth(self) -> int:
+        """How many stages one model has."""
+        return self.ranks * self.chunks // self.replicas
+
+    @property
+    def chunks_per_replica(self) -> int:
+        """How many of its chunks a rank runs for one microbatch, where every replica is spread evenly."""
+        return max(1, self.chunks // self.replicas)
+
+    def replica(self, stage: int) -> int:
+        """Which copy of the model a stage belongs to."""
+        return stage // self.depth
+
+    def is_first(self, stage: int) -> bool:
+        """Whether a model begins with this stage."""
+        return stage % self.depth == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a model ends with this stage."""
+        return (stage + 1) % self.depth == 0
 
     def stage(self, rank: int, chunk: int = 0) -> int:
         return self.stages[rank][chunk]
@@ -79,6 +107,11 @@ def v(ranks: int) -> Placement:
     return wave(ranks, 2)
 
 
-def from_rows(rows: Sequence[Sequence[int]]) -> Placement:
+def bidirectional(ranks: int) -> Placement:
+    """The model twice, once down the ranks (chunk 0) and once up (chunk 1): what DualPipe and Chimera use."""
+    return Placement(tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks)), replicas=2)
+
+
+def from_rows(rows: Sequence[Sequence[int]], replicas: int = 1) -> Placement:
     """A general placement from ``rows[rank][chunk] = stage``."""
-    return Placement(tuple(tuple(row) for row in rows))
+    return Placement(tuple(tuple(row) for row in rows), replicas)

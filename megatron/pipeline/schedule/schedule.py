@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement, from_rows
@@ -22,39 +23,57 @@ class Schedule:
         placement: which stage each (rank, chunk) holds.
         microbatches: how many microbatches one iteration has.
         passes: for each rank, its passes in the order they run.
+        splits: into how many slices along the sequence every microbatch is cut; each slice has passes of its own.
     """
 
     name: str
     placement: Placement
     microbatches: int
     passes: tuple[tuple[Pass, ...], ...]
+    splits: int = 1
 
     @property
     def ranks(self) -> int:
         return self.placement.ranks
 
+    @property
+    def slices(self) -> int:
+        """How many numbers passes count: microbatches, or all their slices."""
+        return self.microbatches * self.splits
+
+    def numbers(self, rank: int, chunk: int) -> range:
+        """The microbatches (slices) that go through a chunk: all, or with several replicas its share of them."""
+        return range(self.placement.replica(self.placement.stage(rank, chunk)), self.slices, self.placement.replicas)
+
     def predecessors(self, rank: int, work: Pass) -> Iterator[tuple[int, Pass]]:
         """The passes whose results ``work`` needs, as (rank, pass).
 
-        F needs the previous stage's F; B and BW need their own F and the next stage's B or BW; W needs its own B.
+        F needs the previous stage's F; B and BW need their own F, or R where there is one, and the next stage's B or BW;
+        R needs its own F; W needs its own B. That slices of one microbatch need each other follows from their order.
         """
         stage = self.placement.stage(rank, work.chunk)
         microbatch = work.microbatch
         if work.kind is Kind.F:
-            if stage > 0:
+            if not self.placement.is_first(stage):
                 before, chunk = self.placement.home(stage - 1)
                 yield before, Pass(Kind.F, microbatch, chunk)
+        elif work.kind is Kind.R:
+            yield rank, Pass(Kind.F, microbatch, work.chunk)
         elif work.kind is Kind.W:
             yield rank, Pass(Kind.B, microbatch, work.chunk)
         else:
-            yield rank, Pass(Kind.F, microbatch, work.chunk)
-            if stage < self.placement.last_stage:
+            yield rank, Pass(Kind.R if self.recomputes(rank, work) else Kind.F, microbatch, work.chunk)
+            if not self.placement.is_last(stage):
                 after, chunk = self.placement.home(stage + 1)
                 yield after, Pass(self.backward_kind(after, microbatch, chunk), microbatch, chunk)
 
     def backward_kind(self, rank: int, microbatch: int, chunk: int) -> Kind:
         """Whether this rank runs the backward of (microbatch, chunk) fused (BW) or split (B and W)."""
         return Kind.BW if Pass(Kind.BW, microbatch, chunk) in self._pass_sets[rank] else Kind.B
+
+    def recomputes(self, rank: int, work: Pass) -> bool:
+        """Whether this rank runs R for the microbatch and chunk of a pass."""
+        return Pass(Kind.R, work.microbatch, work.chunk) in self._pass_sets[rank]
 
     @cached_property
     def _pass_sets(self) -> tuple[frozenset[Pass], ...]:
@@ -63,18 +82,22 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same schedule with its forwards alone, for evaluation: dropping passes that no F needs keeps it valid."""
         forwards = tuple(tuple(work for work in passes if work.kind is Kind.F) for passes in self.passes)
-        return Schedule(f"{self.name} (forward only)", self.placement, self.microbatches, forwards)
+        return replace(self, name=f"{self.name} (forward only)", passes=forwards)
 
     def to_json(self) -> str:
         """One JSON object that ``from_json`` reads back into an equal schedule."""
-        return json.dumps(
-            {
-                "schedule": self.name,
-                "placement": self.placement.stages,
-                "microbatches": self.microbatches,
-                "passes": [[str(work) for work in passes] for passes in self.passes],
-            }
-        )
+        return json.dumps(self.fields())
+
+    def fields(self) -> dict[str, Any]:
+        """What ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1."""
+        return {
+            "schedule": self.name,
+            "placement": self.placement.stages,
+            **({"replicas": self.placement.replicas} if self.placement.replicas > 1 else {}),
+            "microbatches": self.microbatches,
+            **({"splits": self.splits} if self.splits > 1 else {}),
+            "passes": [[str(work) for work in passes] for passes in self.passes],
+        }
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
@@ -93,20 +116,32 @@ class Schedule:
         if missing:
             raise ValueError(f"not a schedule: missing {', '.join(missing)}")
         name, rows, microbatches, passes = data["schedule"], data["placement"], data["microbatches"], data["passes"]
-        if type(microbatches) is not int or microbatches < 1:
-            raise ValueError(f"not a schedule: microbatches must be a whole number of at least 1, got {microbatches!r}")
+        replicas, splits = data.get("replicas", 1), data.get("splits", 1)
+        for field, value in (("microbatches", microbatches), ("replicas", replicas), ("splits", splits)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"not a schedule: {field} must be a whole number of at least 1, got {value!r}")
+        if replicas > 1 and splits > 1:
+            raise ValueError("not a schedule: replicas and splits cannot both be above 1")
         if not _is_table(rows) or not all(type(stage) is int for row in rows for stage in row):
             raise ValueError("not a schedule: placement must be a list of stages per rank, such as [[0, 3], [1, 2]]")
         if not _is_table(passes):
             raise ValueError("not a schedule: passes must be a list of passes per rank")
-        placement = from_rows(rows)
+        placement = from_rows(rows, replicas)
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
-        return cls(str(name), placement, microbatches, tuple(tuple(Pass.parse(text) for text in row) for row in passes))
+        order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
+        return cls(str(name), placement, microbatches, order, splits)
 
 
 class ScheduleError(ValueError):
     """A schedule, or what it was lowered to, breaks a rule; the message names the rank and the first pass that does."""
+
+
+def _read_row(rank: int, row: list[object]) -> tuple[Pass, ...]:
+    try:
+        return tuple(map(Pass.parse, row))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"rank {rank}: {error}") from None
 
 
 def _is_table(value: object) -> bool:

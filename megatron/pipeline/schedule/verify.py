@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.simulate import Stuck, activation_peaks, check_stages, dependency_order
+from megatron.pipeline.schedule.simulate import Stuck, activation_changes, dependency_order
 from megatron.pipeline.schedule.verify_programs import verify_programs
 
 __all__ = ["ScheduleError", "per_rank", "verify", "verify_programs"]
@@ -54,10 +54,16 @@ def every_pass_is_known(schedule: Schedule) -> None:
         raise ScheduleError(f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank")
     for rank, passes in enumerate(schedule.passes):
         for work in passes:
-            if not 0 <= work.microbatch < schedule.microbatches:
-                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{schedule.microbatches - 1}")
+            if not 0 <= work.microbatch < schedule.slices:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{schedule.slices - 1}")
             if not 0 <= work.chunk < schedule.placement.chunks:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{schedule.placement.chunks - 1}")
+            if work.microbatch not in schedule.numbers(rank, work.chunk):
+                raise ScheduleError(
+                    f"rank {rank}: {work} is of a microbatch that does not go through chunk {work.chunk}; with "
+                    f"{schedule.placement.replicas} replicas of the model, microbatch i goes through replica i mod "
+                    f"{schedule.placement.replicas}"
+                )
 
 
 def no_pass_is_repeated(schedule: Schedule) -> None:
@@ -75,16 +81,16 @@ def no_pass_is_repeated(schedule: Schedule) -> None:
 
 
 def every_forward_is_there(schedule: Schedule) -> None:
-    """Every rank runs F of every microbatch on every chunk."""
+    """Every rank runs F of every microbatch (of every slice of it) on every chunk."""
     for rank, passes in enumerate(schedule.passes):
-        _require(rank, (Pass(Kind.F, *item) for item in _items(schedule)), set(passes))
+        _require(rank, (Pass(Kind.F, *item) for item in _items(schedule, rank)), set(passes))
 
 
 def every_backward_is_whole(schedule: Schedule) -> None:
     """Every rank runs BW, or B and W, of every microbatch on every chunk."""
     for rank, passes in enumerate(schedule.passes):
         present = set(passes)
-        split = (item for item in _items(schedule) if Pass(Kind.BW, *item) not in present)
+        split = (item for item in _items(schedule, rank) if Pass(Kind.BW, *item) not in present)
         _require(rank, (Pass(kind, *item) for item in split for kind in (Kind.B, Kind.W)), present)
 
 
@@ -97,33 +103,48 @@ def only_forwards(schedule: Schedule) -> None:
 
 
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
-    """On its rank, F runs before B or BW of the same microbatch and chunk, and B before W."""
+    """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, and B before W."""
     for rank, passes in enumerate(schedule.passes):
         seen: set[Pass] = set()
+        again = {(work.microbatch, work.chunk) for work in passes if work.kind is Kind.R}
         for work in passes:
             if work.kind is not Kind.F:
-                needed = work._replace(kind=Kind.B if work.kind is Kind.W else Kind.F)
+                before = Kind.B if work.kind is Kind.W else Kind.F
+                if work.kind.sends_gradient and (work.microbatch, work.chunk) in again:
+                    before = Kind.R
+                needed = Pass(before, work.microbatch, work.chunk)
                 if needed not in seen:
                     raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
             seen.add(work)
 
 
 def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
-    """On one chunk, F run in microbatch order, B and BW do, and W and BW do.
+    """On one chunk, F run in microbatch order, R do, B and BW do, and W and BW do. Slices of one microbatch, cut along the
+    sequence, run F in their order and the rest in reverse, since later ones attend to earlier ones.
 
     Data iterators hand out batches in the order of the forwards, on every stage that needs data. Sums of floats depend on
     their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
     """
+    splits = schedule.splits
     for rank, passes in enumerate(schedule.passes):
-        for chunk in range(schedule.placement.chunks):
-            for kinds in ((Kind.F,), (Kind.B, Kind.BW), (Kind.W, Kind.BW)):
-                line = [work for work in passes if work.chunk == chunk and work.kind in kinds]
-                for before, work in pairwise(line):
-                    if work.microbatch < before.microbatch:
-                        raise ScheduleError(
-                            f"rank {rank}: {work} runs after {before}; "
-                            f"{' and '.join(kinds)} of one chunk must be in microbatch order"
-                        )
+        last: dict[tuple[str, int], tuple[int, Pass]] = {}
+        for work in passes:
+            place = work.microbatch
+            if work.kind is not Kind.F and splits > 1:
+                place += splits - 1 - 2 * (place % splits)
+            for kinds in _LINES[work.kind]:
+                before, other = last.get((kinds, work.chunk), (-1, work))
+                if place < before:
+                    whole = "order" if splits == 1 else "order, and the slices of one microbatch must be in reverse"
+                    if work.kind is Kind.F:
+                        whole = "order"
+                    raise ScheduleError(
+                        f"rank {rank}: {work} runs after {other}; {kinds} of one chunk must be in microbatch {whole}"
+                    )
+                last[kinds, work.chunk] = place, work
+
+
+_LINES = {Kind.F: ("F",), Kind.R: ("R",), Kind.B: ("B and BW",), Kind.W: ("W and BW",), Kind.BW: ("B and BW", "W and BW")}
 
 
 def dependencies_can_be_met(schedule: Schedule) -> None:
@@ -137,19 +158,18 @@ def dependencies_can_be_met(schedule: Schedule) -> None:
 
 def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> None:
     """No rank ever holds more activation memory than its limit; both in the costs' unit."""
-    check_stages(schedule.placement, costs)
     limits = per_rank(memory_limit, schedule.ranks)
-    for rank, (passes, limit, peak) in enumerate(zip(schedule.passes, limits, activation_peaks(schedule, costs), strict=True)):
+    for rank, (limit, changes) in enumerate(zip(limits, activation_changes(schedule, costs), strict=True)):
+        held = list(itertools.accumulate(changes))
         # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
         limit_with_slack = limit * (1 + 1e-9)
-        held: float = 0
-        for work in passes:
-            held += costs.stages[schedule.placement.stage(rank, work.chunk)].allocated(work.kind)
-            if held > limit_with_slack:
-                raise ScheduleError(
-                    f"rank {rank}: {work} brings the activation memory of {schedule.name} to {held:g}, above the limit of "
-                    f"{limit:g}; this schedule needs {peak:g} there: raise the limit, or take a schedule that holds less"
-                )
+        if max(held, default=0) > limit_with_slack:
+            slot = next(slot for slot, level in enumerate(held) if level > limit_with_slack)
+            raise ScheduleError(
+                f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
+                f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {max(held):g} there: raise the limit, or "
+                "take a schedule that holds less"
+            )
 
 
 def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
@@ -164,9 +184,9 @@ def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
     return limits
 
 
-def _items(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Every (microbatch, chunk), one by one: a file may claim more microbatches than fit into a list."""
-    return ((m, c) for m in range(schedule.microbatches) for c in range(schedule.placement.chunks))
+def _items(schedule: Schedule, rank: int) -> Iterator[tuple[int, int]]:
+    """Every (microbatch, chunk) of a rank, one by one: a file may claim more microbatches than fit into a list."""
+    return ((m, c) for c in range(schedule.placement.chunks) for m in schedule.numbers(rank, c))
 
 
 def _require(rank: int, needed: Iterable[Pass], present: set[Pass]) -> None:
