@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.families import one_f_one_b, zb_h1, zb_h2
 from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import check_stages
+from megatron.pipeline.schedule.transform import fuse, recompute
 from megatron.pipeline.schedule.verify import memory_stays_within, per_rank
 
-__all__ = ["FAMILIES", "Family", "placement", "plan"]
+__all__ = ["FAMILIES", "Family", "placement", "plan", "problem", "solve"]
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (one_f_one_b.FAMILY, zb_h1.FAMILY, zb_h2.FAMILY)}
 
@@ -24,8 +25,31 @@ def plan(
     costs: Costs | None = None,
     chunks: int | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    **options: object,
 ) -> Schedule:
-    """The schedule of a family.
+    """The schedule of a family; see ``problem`` for the arguments.
+
+    Raises:
+        ValueError: the name is unknown, a number is out of range, or the schedule would hold more than the limit.
+    """
+    return solve(name, problem(name, ranks, microbatches, costs, chunks, memory_limit, **options))  # type: ignore[arg-type]
+
+
+def problem(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    chunks: int | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    objective: Objective | str = Objective.SPAN,
+    recompute: Iterable[int] = (),
+    fused: Iterable[int] = (),
+    splits: int | None = None,
+    group: int | None = None,
+) -> Problem:
+    """What a family is asked to plan.
 
     Args:
         name: one of ``FAMILIES``.
@@ -34,19 +58,42 @@ def plan(
             whole share takes 1, and memory is counted in microbatches.
         chunks: chunks per rank; by default the family's own number.
         memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
+        objective: what is to be short, for families that search.
+        recompute, fused: the stages that run R, and those that run BW where the family splits.
+        splits, group: see ``Problem``; only for families that take them.
 
     Raises:
-        ValueError: the name is unknown, a number is out of range, or the schedule would hold more than the limit.
+        ValueError: the name is unknown, or a number is out of range or not for this family.
     """
     home = placement(name, ranks, chunks)
-    if microbatches < 1:
-        raise ValueError(f"a schedule needs at least 1 microbatch, got {microbatches}")
-    costs = costs or uniform(home)
-    check_stages(home, costs)
-    limits = None if memory_limit is None else per_rank(memory_limit, ranks)
-    schedule = Schedule(name, home, microbatches, FAMILIES[name].plan(home, microbatches, costs, limits))
-    if limits is not None:
-        memory_stays_within(schedule, costs, limits)
+    family = FAMILIES[name]
+    if splits is not None and splits != family.splits and family.splits == 1:
+        raise ValueError(f"{name} does not cut microbatches into slices: leave splits out")
+    if group is not None and not family.grouped:
+        raise ValueError(f"{name} does not run microbatches in groups: leave group out")
+    return Problem(
+        home,
+        microbatches,
+        costs or uniform(home),
+        None if memory_limit is None else tuple(per_rank(memory_limit, ranks)),
+        Objective(objective),
+        frozenset(recompute),
+        frozenset(fused),
+        family.splits if splits is None else splits,
+        group,
+    )
+
+
+def solve(name: str, problem: Problem) -> Schedule:
+    """The schedule of a family for a problem on its placement.
+
+    Raises:
+        ValueError: the schedule would hold more than the limits.
+    """
+    schedule = Schedule(name, problem.placement, problem.microbatches, FAMILIES[name].plan(problem), problem.splits)
+    schedule = recompute(fuse(schedule, problem.fused), problem.recompute)
+    if problem.limits is not None:
+        memory_stays_within(schedule, problem.costs, problem.limits)
     return schedule
 
 
@@ -61,10 +108,13 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     family = FAMILIES[name]
     if ranks < 1:
         raise ValueError(f"a pipeline needs at least 1 rank, got {ranks}")
+    if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
+        even = "an even number of ranks, " if family.even_ranks else ""
+        raise ValueError(f"{name} needs {even}at least {family.least_ranks}, got {ranks}")
     if chunks is None:
         chunks = family.chunks
     if chunks != family.chunks and not family.any_chunks:
         raise ValueError(f"{name} has {family.chunks} chunk(s) per rank, got {chunks}; leave the number of chunks out")
-    if chunks < 1:
-        raise ValueError(f"{name} needs at least 1 chunk per rank, got {chunks}")
+    if chunks < family.least_chunks:
+        raise ValueError(f"{name} needs at least {family.least_chunks} chunk(s) per rank, got {chunks}")
     return family.placement(ranks, chunks)

@@ -1,13 +1,13 @@
-"""What a family of schedules is: a name, a placement, and one function that orders the passes."""
+"""What a family of schedules is: a name, a placement, and one function that orders the passes of a problem."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Problem
 
 Order = tuple[tuple[Pass, ...], ...]
 
@@ -19,14 +19,24 @@ class Family:
     Attributes:
         name: what a user writes, such as ``zb-h1``.
         placement: from (ranks, chunks) to the placement that the family uses.
-        plan: from (placement, microbatches, costs, memory limit of every rank or None) to the ordered passes of every
-            rank. A family without choices ignores costs and limit; the registry refuses a plan above the limit.
+        plan: from a problem on that placement to the ordered passes of every rank. A family without choices ignores costs
+            and limits; the registry refuses a plan above the limits. It may ignore ``recompute`` and ``fused`` too: where
+            its order has no R, or splits what is to be fused, the registry puts that right.
         chunks: chunks per rank when the user does not say.
-        any_chunks: whether other numbers of chunks are allowed.
+        any_chunks: whether other numbers of chunks, of at least ``least_chunks``, are allowed.
+        splits: slices per microbatch when the user does not say; other numbers are allowed where it is above 1.
+        grouped: whether the family takes a ``group``.
+        least_ranks: the fewest ranks it needs.
+        even_ranks: whether their number must be even.
     """
 
     name: str
     placement: Callable[[int, int], Placement]
-    plan: Callable[[Placement, int, Costs, list[float] | None], Order]
+    plan: Callable[[Problem], Order]
     chunks: int = 1
     any_chunks: bool = False
+    least_chunks: int = 1
+    splits: int = 1
+    grouped: bool = False
+    least_ranks: int = 1
+    even_ranks: bool = False

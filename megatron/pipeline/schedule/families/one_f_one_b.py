@@ -9,15 +9,15 @@ where p > 1 and m is a multiple of p, and for every m without hops. Rank r holds
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.schedule.placement import interleaved
+from megatron.pipeline.schedule.problem import Problem
 
 
-def plan(placement: Placement, microbatches: int, costs: Costs, memory_limit: list[float] | None) -> Order:
+def plan(problem: Problem) -> Order:
     """Rank r runs p-r forwards before its first backward, so that it holds p-r microbatches from then on."""
-    return tuple(_order(placement.ranks - rank, microbatches) for rank in range(placement.ranks))
+    return tuple(_order(problem.ranks - rank, problem.microbatches) for rank in range(problem.ranks))
 
 
 def _order(in_flight: int, microbatches: int) -> tuple[Pass, ...]:

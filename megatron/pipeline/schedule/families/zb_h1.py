@@ -11,15 +11,15 @@ B frees nothing, as many as rank 0 of 1F1B.
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.schedule.placement import interleaved
+from megatron.pipeline.schedule.problem import Problem
 
 
-def plan(placement: Placement, microbatches: int, costs: Costs, memory_limit: list[float] | None) -> Order:
+def plan(problem: Problem) -> Order:
     """Rank r runs p-r forwards before its first B, as 1F1B does, and W r microbatches behind B."""
-    return delayed_weights(placement.ranks, microbatches, depth=1)
+    return delayed_weights(problem.ranks, problem.microbatches, depth=1)
 
 
 def delayed_weights(ranks: int, microbatches: int, depth: int) -> Order:

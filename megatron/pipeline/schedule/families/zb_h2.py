@@ -11,15 +11,15 @@ microbatches whole, and 2r more of which only W is due: 2p-1 microbatches on eve
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
-from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.schedule.placement import interleaved
+from megatron.pipeline.schedule.problem import Problem
 
 
-def plan(placement: Placement, microbatches: int, costs: Costs, memory_limit: list[float] | None) -> Order:
+def plan(problem: Problem) -> Order:
     """Rank r runs 2(p-r)-1 forwards before its first B, and W 2r microbatches behind B."""
-    return delayed_weights(placement.ranks, microbatches, depth=2)
+    return delayed_weights(problem.ranks, problem.microbatches, depth=2)
 
 
 FAMILY = Family("zb-h2", interleaved, plan)

@@ -1,0 +1,84 @@
+"""What a schedule is planned for: the shape, what passes cost, what memory there is, and what is to be short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.timeline import Timeline
+
+
+class Objective(StrEnum):
+    """What an iteration costs."""
+
+    SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
+    MAKESPAN = "makespan"  # where they do not: from the first pass of all ranks to the last of all
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One instance of pipeline scheduling: families plan it, ``bound`` and ``exact`` say how well it can be done.
+
+    Attributes:
+        placement: which stage each (rank, chunk) holds.
+        microbatches: of one iteration, at least 1.
+        costs: of every stage, for a whole microbatch.
+        limits: the most activation memory that each rank may hold, in the costs' unit; None for any amount.
+        objective: what is to be short.
+        recompute: the stages that run R, for every microbatch.
+        fused: the stages whose backward is BW, for every microbatch, where a family splits it elsewhere.
+        splits: into how many slices along the sequence every microbatch is cut, for families that can.
+        group: how many microbatches go through a chunk before the next one's turn, for families that group them.
+
+    Raises:
+        ValueError: sizes do not fit each other or are out of range.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    limits: tuple[float, ...] | None = None
+    objective: Objective = Objective.SPAN
+    recompute: frozenset[int] = frozenset()
+    fused: frozenset[int] = frozenset()
+    splits: int = 1
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
+        stages = self.placement.last_stage + 1
+        if len(self.costs.stages) != stages:
+            raise ValueError(
+                f"costs of {len(self.costs.stages)} stages for a placement of {stages} ({self.ranks} ranks with "
+                f"{self.placement.chunks} chunks each); give one StageCosts per stage"
+            )
+        if self.limits is not None and (len(self.limits) != self.ranks or not all(limit >= 0 for limit in self.limits)):
+            raise ValueError(f"a memory limit must be a number of at least 0 for each of {self.ranks} ranks, got {self.limits}")
+        for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):
+            unknown = sorted(stage for stage in chosen if not 0 <= stage < stages)
+            if unknown:
+                raise ValueError(f"cannot {name} stage {unknown[0]}: the stages are 0..{stages - 1}")
+        if self.splits < 1:
+            raise ValueError(f"a microbatch can be cut into 1 slice or more, got {self.splits}")
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    def value(self, timeline: Timeline) -> float:
+        """What the problem wants to be short, of a timeline."""
+        return timeline.span if self.objective is Objective.SPAN else timeline.makespan
+
+    def least_memory(self, rank: int) -> float:
+        """The memory without which a rank cannot run even one microbatch: what all its chunks hold for it at once.
+
+        On its way back from the last stage a microbatch occupies every stage it went through. With several replicas each
+        microbatch goes through one of them.
+        """
+        placement, held = self.placement, [0.0] * self.placement.replicas
+        for stage in placement.stages[rank]:
+            held[placement.replica(stage)] += self.costs.stages[stage].activation / self.splits
+        return max(held)
