@@ -18,6 +18,7 @@ from megatron.pipeline.schedule.bound import lower_bound
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Problem
 from megatron.pipeline.schedule.program import Send
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, activation_profile, simulate
@@ -103,7 +104,8 @@ def report(
 ) -> dict[str, Any]:
     """What ``--json`` prints; ``Schedule.from_json`` reads it. Costs must be equal for all stages (see ``uniform``)."""
     timeline = simulate(schedule, costs)
-    bound = lower_bound(schedule.placement, schedule.microbatches, costs, memory_limit)
+    limits = None if memory_limit is None else (memory_limit,) * schedule.ranks
+    bound = lower_bound(Problem(schedule.placement, schedule.microbatches, costs, limits))
     stage, chunks = costs.stages[0], schedule.placement.chunks
     return {
         "schedule": schedule.name,

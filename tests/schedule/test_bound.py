@@ -11,12 +11,19 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule import bound
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import interleaved, linear, v
+from megatron.pipeline.schedule.placement import Placement, interleaved, linear, v
+from megatron.pipeline.schedule.problem import Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.verify import per_rank
+
+
+def lower_bound(placement: Placement, microbatches: int, costs: Costs, memory_limit: Any = None) -> float:
+    limits = None if memory_limit is None else tuple(per_rank(memory_limit, placement.ranks))
+    return bound.lower_bound(Problem(placement, microbatches, costs, limits))
 
 
 @cache

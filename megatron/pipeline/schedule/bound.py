@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.simulate import check_stages
-from megatron.pipeline.schedule.verify import per_rank
+from megatron.pipeline.schedule.problem import Problem
 
 
-def lower_bound(
-    placement: Placement,
-    microbatches: int,
-    costs: Costs,
-    memory_limit: float | Sequence[float] | None = None,
-) -> float:
+def lower_bound(problem: Problem) -> float:
     """A span that no schedule can beat: every order of F, B, W or BW that keeps the dependencies and the limit takes longer.
 
     The span is at least that of every rank, counted from its first pass. For one rank, with ``work`` the seconds of all
@@ -37,18 +30,13 @@ def lower_bound(
     For equal stages and m > p, and where its closed form holds, this is the span of ZB-H1 if B frees nothing: no schedule
     with the memory of 1F1B is better.
 
-    Args:
-        memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
-
     Returns:
         Seconds (the unit of the costs); infinite if not even one microbatch fits into the limit.
-
-    Raises:
-        ValueError: the costs are for another number of stages, or the limit is not a number per rank.
     """
-    check_stages(placement, costs)
-    limits = [None] * placement.ranks if memory_limit is None else per_rank(memory_limit, placement.ranks)
-    return max(_rank_bound(placement, rank, microbatches, costs, limit) for rank, limit in enumerate(limits))
+    limits = problem.limits or [None] * problem.ranks
+    return max(
+        _rank_bound(problem.placement, rank, problem.microbatches, problem.costs, limit) for rank, limit in enumerate(limits)
+    )
 
 
 class _Load(NamedTuple):
