@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, schedules
 
-from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule import bound
+from megatron.pipeline.schedule import bound, families
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement, interleaved, linear, v
