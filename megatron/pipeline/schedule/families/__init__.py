@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
-from megatron.pipeline.schedule.families import one_f_one_b, zb_h1, zb_h2
+from megatron.pipeline.schedule.families import chimera, dualpipe, interleaved, one_f_one_b, seq_1f1b, zb_h1, zb_h2
 from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
@@ -15,7 +15,19 @@ from megatron.pipeline.schedule.verify import memory_stays_within, per_rank
 
 __all__ = ["FAMILIES", "Family", "placement", "plan", "problem", "solve"]
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (one_f_one_b.FAMILY, zb_h1.FAMILY, zb_h2.FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        one_f_one_b.FAMILY,
+        interleaved.FAMILY,
+        seq_1f1b.FAMILY,
+        zb_h1.FAMILY,
+        zb_h2.FAMILY,
+        dualpipe.FAMILY_V,
+        dualpipe.FAMILY,
+        chimera.FAMILY,
+    )
+}
 
 
 def plan(

@@ -1,0 +1,39 @@
+"""Seq1F1B: 1F1B in slices of a microbatch along the sequence, which fill the pipeline S times faster and occupy less memory.
+
+Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training", section 3. With equal
+stages and equal slices, without hops, the span and the makespan for every m are
+
+    m(F+B+W) + (p-1)(F+B+W)/S
+
+Rank r (0-based) runs p-r-2+S slice forwards before one forward and one backward alternate: as many as in 1F1B, and S-1 more,
+because the last slice of a microbatch is the first to go back. So it holds at most min(mS, p-r-1+S) slices, 1/S of a
+microbatch each. S = 1 is 1F1B.
+"""
+
+from __future__ import annotations
+
+from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import linear
+from megatron.pipeline.schedule.problem import Problem
+
+
+def plan(problem: Problem) -> Order:
+    """Forwards in the order of the slices; backwards in the order of the microbatches, the slices of each in reverse."""
+    return tuple(
+        _order(problem.ranks - rank - 1 + problem.splits, problem.microbatches, problem.splits) for rank in range(problem.ranks)
+    )
+
+
+def _order(in_flight: int, microbatches: int, splits: int) -> tuple[Pass, ...]:
+    slices = microbatches * splits
+    passes = [Pass(Kind.F, number) for number in range(min(in_flight, slices))]
+    for number in range(slices):
+        microbatch, part = divmod(number, splits)
+        passes.append(Pass(Kind.BW, microbatch * splits + splits - 1 - part))
+        if number + in_flight < slices:
+            passes.append(Pass(Kind.F, number + in_flight))
+    return tuple(passes)
+
+
+FAMILY = Family("seq-1f1b", lambda ranks, chunks: linear(ranks), plan, splits=2)
