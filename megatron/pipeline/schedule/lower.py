@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import dependency_order, simulate
 
 
 class Transfer(NamedTuple):
-    """A message with its two ends: the pass that makes it and the pass that needs it, on different ranks."""
+    """A message with its two ends, on different ranks.
+
+    Attributes:
+        producer: the slot of the pass that makes it, among the passes of the sender.
+        consumer: the slot of the pass that needs it, among the passes of the receiver.
+    """
 
     message: Message
     sender: int
-    producer: Pass
+    producer: int
     receiver: int
-    consumer: Pass
+    consumer: int
 
 
 def transfers(schedule: Schedule) -> Iterator[Transfer]:
@@ -29,17 +34,17 @@ def transfers(schedule: Schedule) -> Iterator[Transfer]:
     Raises:
         ValueError: the schedule cannot finish.
     """
-    arriving: dict[tuple[int, Pass], tuple[int, Pass]] = {}  # producer -> consumer, where the ranks differ
-    for rank, passes in enumerate(schedule.passes):
-        for work in passes:
-            for sender, producer in schedule.predecessors(rank, work):
-                if sender != rank:
-                    arriving[sender, producer] = rank, work
-    for sender, producer in dependency_order(schedule):
-        if (sender, producer) in arriving:
-            flow = Flow.ACTIVATION if producer.kind is Kind.F else Flow.GRADIENT
-            message = Message(flow, producer.microbatch, schedule.placement.stage(sender, producer.chunk))
-            yield Transfer(message, sender, producer, *arriving[sender, producer])
+    arriving, leaving = _links(schedule.placement)
+    for links, passes in zip(arriving, schedule.passes, strict=True):
+        for slot, (kind, microbatch, chunk) in enumerate(passes):
+            if (kind, chunk) in links:
+                links[kind, chunk].consumers[microbatch] = slot
+    for rank, slot in dependency_order(schedule):
+        kind, microbatch, chunk = schedule.passes[rank][slot]
+        link = leaving[rank].get((kind, chunk))
+        if link is not None and microbatch in link.consumers:
+            message = Message(link.flow, microbatch, link.stage)
+            yield Transfer(message, rank, slot, link.receiver, link.consumers[microbatch])
 
 
 def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
@@ -58,34 +63,57 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     Raises:
         ValueError: the costs are for another number of stages, or the schedule cannot finish.
     """
-    ranks = simulate(schedule, costs).ranks
-    index = {(rank, timed.work): slot for rank, row in enumerate(ranks) for slot, timed in enumerate(row)}
-
-    def sent(transfer: Transfer) -> float:
-        return ranks[transfer.sender][index[transfer.sender, transfer.producer]].end
-
-    # before[rank][slot] are the sends and receives between pass slot-1 and pass slot; reached[rank] is the last such slot.
-    before: list[dict[int, list[Operation]]] = [defaultdict(list) for _ in ranks]
-    waits: dict[tuple[int, Pass], Wait] = {}
+    ends = [[timed.end for timed in row] for row in simulate(schedule, costs).ranks]
+    programs: list[list[Operation]] = [[] for _ in ends]
+    waits: list[dict[int, Wait]] = [{} for _ in ends]  # before which slot
     reached = [0] * schedule.ranks
-    # The sort is stable: passes that take no time keep the order in which they depend on each other.
-    for transfer in sorted(transfers(schedule), key=sent):
-        message, sender, producer, receiver, consumer = transfer
-        reached[sender] = index[sender, producer] + 1
-        before[sender][reached[sender]].append(Send(message, receiver))
-        while ranks[receiver][reached[receiver]].end < sent(transfer):
-            reached[receiver] += 1
-        before[receiver][reached[receiver]].append(Receive(message, sender))
-        waits[receiver, consumer] = Wait(message)
 
-    programs: list[Program] = []
-    for rank, row in enumerate(ranks):
-        program: list[Operation] = []
-        for slot, timed in enumerate(row):
-            program += before[rank].get(slot, [])
-            if (rank, timed.work) in waits:
-                program.append(waits[rank, timed.work])
-            program.append(Compute(timed.work))
-        program += before[rank].get(len(row), [])
-        programs.append(tuple(program))
-    return tuple(programs)
+    def compute(rank: int, slot: int) -> None:
+        """Go on with a rank's passes until the one in that slot is next."""
+        passes, waiting, program = schedule.passes[rank], waits[rank], programs[rank]
+        for at in range(reached[rank], slot):
+            if at in waiting:
+                program.append(waiting[at])
+            program.append(Compute(passes[at]))
+        reached[rank] = slot
+
+    # The sort is stable: passes that take no time keep the order in which they depend on each other. So no pass is
+    # reached before what it waits for, since that is sent before it ends.
+    for message, sender, producer, receiver, consumer in sorted(transfers(schedule), key=lambda t: ends[t.sender][t.producer]):
+        compute(sender, producer + 1)
+        programs[sender].append(Send(message, receiver))
+        sent, slot = ends[sender][producer], reached[receiver]
+        while ends[receiver][slot] < sent:
+            slot += 1
+        compute(receiver, slot)
+        programs[receiver].append(Receive(message, sender))
+        waits[receiver][consumer] = Wait(message)
+    for rank, passes in enumerate(schedule.passes):
+        compute(rank, len(passes))
+    return tuple(map(tuple, programs))
+
+
+class _Link(NamedTuple):
+    """What one stage sends to a neighbour on another rank."""
+
+    flow: Flow
+    stage: int
+    receiver: int
+    consumers: dict[int, int]  # of every microbatch, the slot of the pass that needs it
+
+
+def _links(placement: Placement) -> tuple[list[_Links], list[_Links]]:
+    """For every rank, by the kind and chunk of a pass: the links that bring what it needs, and those that take what it makes."""
+    arriving: list[_Links] = [{} for _ in range(placement.ranks)]
+    leaving: list[_Links] = [{} for _ in range(placement.ranks)]
+    for stage in range(placement.last_stage):
+        (rank, chunk), (after, its_chunk) = placement.home(stage), placement.home(stage + 1)
+        if rank != after and not placement.is_last(stage):
+            leaving[rank][Kind.F, chunk] = arriving[after][Kind.F, its_chunk] = _Link(Flow.ACTIVATION, stage, after, {})
+            gradient = _Link(Flow.GRADIENT, stage + 1, rank, {})
+            for kind in (Kind.B, Kind.BW):
+                leaving[after][kind, its_chunk] = arriving[rank][kind, chunk] = gradient
+    return arriving, leaving
+
+
+_Links: TypeAlias = dict[tuple[Kind, int], _Link]

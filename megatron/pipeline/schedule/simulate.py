@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.timeline import Timed, Timeline
+
+F, R, B, W, BW = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
 
 
 class Stuck(ValueError):
@@ -23,14 +27,15 @@ class Stuck(ValueError):
         self.rank, self.work = rank, work
 
 
-def dependency_order(schedule: Schedule) -> Iterator[tuple[int, Pass]]:
-    """Every (rank, pass), each after the passes it needs and after those that precede it on its rank.
+def dependency_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
+    """Every pass as (rank, slot), each after the passes it needs and after those that precede it on its rank.
 
     Raises:
-        Stuck: after all passes that can run were yielded, some remain.
+        Stuck: some passes can never run.
     """
-    for rank, slot in _order(schedule, _Results(schedule)):
-        yield rank, schedule.passes[rank][slot]
+    for rank, slots in _replay(schedule, None).runs:
+        for slot in slots:
+            yield rank, slot
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -43,93 +48,126 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).
     """
     check_stages(schedule.placement, costs)
-    costs = costs.sliced(schedule.splits)
-    results = _Results(schedule)
-    seconds = [[{kind: costs.stages[stage].seconds(kind) for kind in Kind} for stage in row] for row in schedule.placement.stages]
-    ends: list[float] = [0] * results.count
-    free: list[float] = [0] * schedule.ranks
-    ranks: list[list[Timed]] = [[] for _ in range(schedule.ranks)]
-    for rank, slot in _order(schedule, results):
-        work = schedule.passes[rank][slot]
-        made, needed, remote = results.of(rank, work)
-        start = free[rank]
-        # What its own rank makes precedes the pass on it: only what comes from elsewhere can be late.
-        if remote and ends[needed] + costs.hop > start:
-            start = ends[needed] + costs.hop
-        free[rank] = end = start + seconds[rank][work.chunk][work.kind]
-        if made >= 0:
-            ends[made] = end
-        ranks[rank].append(Timed(work, start, end))
-    return Timeline(tuple(map(tuple, ranks)))
+    replay = _replay(schedule, costs.sliced(schedule.splits))
+    rows = zip(schedule.passes, replay.starts, replay.ends, strict=True)
+    # tuple.__new__ is what Timed(work, start, end) calls, and saves a call in Python for each of some hundred thousand passes.
+    return Timeline(tuple(tuple(map(tuple.__new__, repeat(Timed), zip(*row, strict=True))) for row in rows))
 
 
-class _Results:
-    """What passes make for other stages, as numbers: the output of F, and the input gradient of B or BW, of every stage."""
+class _Replay(NamedTuple):
+    """What happens when every rank runs its passes in order.
 
-    def __init__(self, schedule: Schedule) -> None:
-        placement, self._slices = schedule.placement, schedule.slices
-        self.count = 2 * (placement.last_stage + 1) * self._slices
-        self._stages = placement.stages
-        homes = [placement.home(stage)[0] for stage in range(placement.last_stage + 1)]
-        # Of every stage: where the numbers begin of what it makes and of what it needs, and whether that comes from elsewhere.
-        self._forward, self._backward = [], []
-        for stage, rank in enumerate(homes):
-            before = -1 if placement.is_first(stage) else (stage - 1) * self._slices
-            after = -1 if placement.is_last(stage) else self.count // 2 + (stage + 1) * self._slices
-            self._forward.append((stage * self._slices, before, before >= 0 and homes[stage - 1] != rank))
-            made = self.count // 2 + stage * self._slices
-            self._backward.append((made, after, after >= 0 and homes[stage + 1] != rank))
+    Attributes:
+        runs: (rank, its slots) that run without a wait for another rank, in an order in which they can run.
+        starts, ends: of every pass, by rank and slot.
+    """
 
-    def of(self, rank: int, work: Pass) -> tuple[int, int, bool]:
-        """What a pass makes and what it needs, -1 for nothing; and whether another rank makes what it needs."""
-        kind = work.kind
-        if kind is Kind.F:
-            made, needed, remote = self._forward[self._stages[rank][work.chunk]]
-        elif kind is Kind.B or kind is Kind.BW:
-            made, needed, remote = self._backward[self._stages[rank][work.chunk]]
-        else:
-            return -1, -1, False
-        return made + work.microbatch, needed + work.microbatch if needed >= 0 else -1, remote
+    runs: list[tuple[int, range]]
+    starts: list[list[float]]
+    ends: list[list[float]]
 
 
-def _order(schedule: Schedule, results: _Results) -> Iterator[tuple[int, int]]:
-    """Every (rank, slot) in an order in which they can run."""
+def _replay(schedule: Schedule, costs: Costs | None) -> _Replay:
+    """Run every pass as soon as it can; without costs nothing takes time.
+
+    Raises:
+        Stuck: a pass precedes what it needs on its own rank, or waits for one that waits for it.
+    """
     for rank, passes in enumerate(schedule.passes):
-        _check_own_rank(schedule, rank, passes)
-    done = bytearray(results.count)
-    position = [0] * schedule.ranks
+        if (misplaced := first_before_its_need(passes)) is not None:
+            raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
+    links, count = _links(schedule, costs)
+    made_at: list[float | None] = [None] * count  # when every result was made
+    made_at[: schedule.slices] = [0] * schedule.slices
+    free: list[float] = [0] * schedule.ranks
+    replay = _Replay([], [[] for _ in schedule.passes], [[] for _ in schedule.passes])
     blocked: dict[int, int] = {}  # the rank that waits for a result: every result is for one stage only
     runnable = list(range(schedule.ranks))
     while runnable:
         rank = runnable.pop()
-        passes = schedule.passes[rank]
-        for slot in range(position[rank], len(passes)):
-            made, needed, _ = results.of(rank, passes[slot])
-            if needed >= 0 and not done[needed]:
-                position[rank] = slot
-                blocked[needed] = rank
+        passes, linked, starts, ends, now = schedule.passes[rank], links[rank], replay.starts[rank], replay.ends[rank], free[rank]
+        first = len(ends)
+        for slot in range(first, len(passes)):
+            kind, microbatch, chunk = passes[slot]
+            made, needed, hop, seconds = linked[chunk][kind]
+            ready = made_at[needed + microbatch]
+            if ready is None:
+                blocked[needed + microbatch] = rank
                 break
-            yield rank, slot
-            if made >= 0:
-                done[made] = 1
-                if made in blocked:
-                    runnable.append(blocked.pop(made))
+            arrived = ready + hop
+            start = arrived if arrived > now else now
+            now = start + seconds
+            starts.append(start)
+            ends.append(now)
+            made_at[made + microbatch] = now
+            if made + microbatch in blocked:
+                runnable.append(blocked.pop(made + microbatch))
+        free[rank] = now
+        replay.runs.append((rank, range(first, len(ends))))
     for rank in blocked.values():
-        work = schedule.passes[rank][position[rank]]
+        work = schedule.passes[rank][len(replay.ends[rank])]
         raise Stuck(rank, work, list(schedule.predecessors(rank, work))[-1])
+    return replay
 
 
-def _check_own_rank(schedule: Schedule, rank: int, passes: tuple[Pass, ...]) -> None:
-    """Raises:
-    Stuck: a pass precedes one on its own rank whose result it needs.
+class _Link(NamedTuple):
+    """How the passes of one kind on one stage hang together with those of other stages.
+
+    What stages make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
+    ``needed + microbatch`` is needed and arrives ``hop`` after it was made. Numbers from 0 are there from the start, for
+    passes that need nothing of another stage, and the next ones nobody needs.
     """
-    seen: set[Pass] = set()
+
+    made: int
+    needed: int
+    hop: float
+    seconds: float
+
+
+def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind, _Link]]], int]:
+    """The link of every kind, by rank and chunk; and how many numbers there are."""
+    placement, slices, stages = schedule.placement, schedule.slices, schedule.placement.last_stage + 1
+    nothing, nowhere = 0, slices
+    outputs = [(2 + stage) * slices for stage in range(stages)]
+    gradients = [(2 + stages + stage) * slices for stage in range(stages)]
+
+    def link(stage: int, kind: Kind) -> _Link:
+        made, needed, neighbour = nowhere, nothing, stage
+        if kind is F:
+            made = outputs[stage]
+            if not placement.is_first(stage):
+                neighbour, needed = stage - 1, outputs[stage - 1]
+        elif kind.sends_gradient:
+            made = gradients[stage]
+            if not placement.is_last(stage):
+                neighbour, needed = stage + 1, gradients[stage + 1]
+        seconds, hop = (costs.stages[stage].seconds(kind), costs.hop) if costs else (0, 0)
+        # What its own rank makes precedes the pass on it: only what comes from elsewhere can be late.
+        return _Link(made, needed, hop if placement.home(neighbour)[0] != placement.home(stage)[0] else 0, seconds)
+
+    return [[{kind: link(stage, kind) for kind in Kind} for stage in row] for row in placement.stages], (2 + 2 * stages) * slices
+
+
+def first_before_its_need(passes: Sequence[Pass]) -> tuple[Pass, Pass] | None:
+    """The first pass of a rank that runs before what it needs of the same microbatch and chunk, and what that is.
+
+    R needs F, B and BW need R if there is one and F otherwise, W needs B.
+    """
+    again = {(microbatch, chunk) for kind, microbatch, chunk in passes if kind is R}
+    seen: set[tuple[Kind, int, int]] = set()
     for work in passes:
-        if work.kind is not Kind.F:
-            needed = next(iter(schedule.predecessors(rank, work)))
-            if needed[1] not in seen:
-                raise Stuck(rank, work, needed)
+        kind, microbatch, chunk = work
+        if kind is not F:
+            need = _NEEDS[kind]
+            if again and kind is not R and kind is not W and (microbatch, chunk) in again:
+                need = R
+            if (need, microbatch, chunk) not in seen:
+                return work, Pass(need, microbatch, chunk)
         seen.add(work)
+    return None
+
+
+_NEEDS = {R: F, B: F, BW: F, W: B}
 
 
 def activation_peaks(schedule: Schedule, costs: Costs) -> list[float]:
@@ -167,7 +205,7 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     changes: list[list[float]] = []
     for rank, passes in enumerate(schedule.passes):
         mine = schedule.placement.stages[rank]
-        recomputed = {(work.microbatch, work.chunk) for work in passes if work.kind is Kind.R}
+        recomputed = {(work.microbatch, work.chunk) for work in passes if work.kind is R}
         changes.append(
             [table[mine[work.chunk], work.kind, (work.microbatch, work.chunk) in recomputed] for work in passes]
             if recomputed

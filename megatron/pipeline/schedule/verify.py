@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.simulate import Stuck, activation_changes, dependency_order
+from megatron.pipeline.schedule.simulate import Stuck, activation_changes, dependency_order, first_before_its_need
 from megatron.pipeline.schedule.verify_programs import verify_programs
+
+F, R, B, W, BW = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
 
 __all__ = ["ScheduleError", "per_rank", "verify", "verify_programs"]
 
@@ -52,13 +54,16 @@ def every_pass_is_known(schedule: Schedule) -> None:
     """Every rank has its row, and every pass is of a microbatch and a chunk that exist."""
     if len(schedule.passes) != schedule.ranks:
         raise ScheduleError(f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank")
+    slices, chunks = schedule.slices, schedule.placement.chunks
     for rank, passes in enumerate(schedule.passes):
+        numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
-            if not 0 <= work.microbatch < schedule.slices:
-                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{schedule.slices - 1}")
-            if not 0 <= work.chunk < schedule.placement.chunks:
-                raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{schedule.placement.chunks - 1}")
-            if work.microbatch not in schedule.numbers(rank, work.chunk):
+            _, microbatch, chunk = work
+            if not 0 <= microbatch < slices:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
+            if not 0 <= chunk < chunks:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{chunks - 1}")
+            if microbatch not in numbers[chunk]:
                 raise ScheduleError(
                     f"rank {rank}: {work} is of a microbatch that does not go through chunk {work.chunk}; with "
                     f"{schedule.placement.replicas} replicas of the model, microbatch i goes through replica i mod "
@@ -74,48 +79,48 @@ def no_pass_is_repeated(schedule: Schedule) -> None:
             if work in seen:
                 raise ScheduleError(f"rank {rank}: {work} runs twice; remove one")
             seen.add(work)
-        for work in passes:
-            fused = work._replace(kind=Kind.BW)
-            if work.kind in (Kind.B, Kind.W) and fused in seen:
-                raise ScheduleError(f"rank {rank}: {work} runs again what {fused} does; keep either BW, or B and W")
+        fused = {(microbatch, chunk) for kind, microbatch, chunk in passes if kind is BW}
+        for work in passes if fused else ():
+            kind, microbatch, chunk = work
+            if (kind is B or kind is W) and (microbatch, chunk) in fused:
+                whole = Pass(BW, microbatch, chunk)
+                raise ScheduleError(f"rank {rank}: {work} runs again what {whole} does; keep either BW, or B and W")
 
 
 def every_forward_is_there(schedule: Schedule) -> None:
     """Every rank runs F of every microbatch (of every slice of it) on every chunk."""
     for rank, passes in enumerate(schedule.passes):
-        _require(rank, (Pass(Kind.F, *item) for item in _items(schedule, rank)), set(passes))
+        present = set(passes)
+        for microbatch, chunk in _items(schedule, rank):
+            if (F, microbatch, chunk) not in present:
+                raise _missing(rank, F, microbatch, chunk)
 
 
 def every_backward_is_whole(schedule: Schedule) -> None:
     """Every rank runs BW, or B and W, of every microbatch on every chunk."""
     for rank, passes in enumerate(schedule.passes):
         present = set(passes)
-        split = (item for item in _items(schedule, rank) if Pass(Kind.BW, *item) not in present)
-        _require(rank, (Pass(kind, *item) for item in split for kind in (Kind.B, Kind.W)), present)
+        for microbatch, chunk in _items(schedule, rank):
+            if (BW, microbatch, chunk) not in present:
+                for kind in (B, W):
+                    if (kind, microbatch, chunk) not in present:
+                        raise _missing(rank, kind, microbatch, chunk)
 
 
 def only_forwards(schedule: Schedule) -> None:
     """In evaluation nothing but F runs."""
     for rank, passes in enumerate(schedule.passes):
         for work in passes:
-            if work.kind is not Kind.F:
+            if work.kind is not F:
                 raise ScheduleError(f"rank {rank}: {work} does not belong to a schedule of forwards only; remove it")
 
 
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
     """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, and B before W."""
     for rank, passes in enumerate(schedule.passes):
-        seen: set[Pass] = set()
-        again = {(work.microbatch, work.chunk) for work in passes if work.kind is Kind.R}
-        for work in passes:
-            if work.kind is not Kind.F:
-                before = Kind.B if work.kind is Kind.W else Kind.F
-                if work.kind.sends_gradient and (work.microbatch, work.chunk) in again:
-                    before = Kind.R
-                needed = Pass(before, work.microbatch, work.chunk)
-                if needed not in seen:
-                    raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
-            seen.add(work)
+        if (misplaced := first_before_its_need(passes)) is not None:
+            work, needed = misplaced
+            raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
 
 
 def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
@@ -129,22 +134,22 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         last: dict[tuple[str, int], tuple[int, Pass]] = {}
         for work in passes:
-            place = work.microbatch
-            if work.kind is not Kind.F and splits > 1:
+            kind, place, chunk = work
+            if splits > 1 and kind is not F:
                 place += splits - 1 - 2 * (place % splits)
-            for kinds in _LINES[work.kind]:
-                before, other = last.get((kinds, work.chunk), (-1, work))
+            for kinds in _LINES[kind]:
+                before, other = last.get((kinds, chunk), (-1, work))
                 if place < before:
                     whole = "order" if splits == 1 else "order, and the slices of one microbatch must be in reverse"
-                    if work.kind is Kind.F:
+                    if kind is F:
                         whole = "order"
                     raise ScheduleError(
                         f"rank {rank}: {work} runs after {other}; {kinds} of one chunk must be in microbatch {whole}"
                     )
-                last[kinds, work.chunk] = place, work
+                last[kinds, chunk] = place, work
 
 
-_LINES = {Kind.F: ("F",), Kind.R: ("R",), Kind.B: ("B and BW",), Kind.W: ("W and BW",), Kind.BW: ("B and BW", "W and BW")}
+_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW")}
 
 
 def dependencies_can_be_met(schedule: Schedule) -> None:
@@ -189,7 +194,5 @@ def _items(schedule: Schedule, rank: int) -> Iterator[tuple[int, int]]:
     return ((m, c) for c in range(schedule.placement.chunks) for m in schedule.numbers(rank, c))
 
 
-def _require(rank: int, needed: Iterable[Pass], present: set[Pass]) -> None:
-    for work in needed:
-        if work not in present:
-            raise ScheduleError(f"rank {rank}: {work} is missing; add it")
+def _missing(rank: int, kind: Kind, microbatch: int, chunk: int) -> ScheduleError:
+    return ScheduleError(f"rank {rank}: {Pass(kind, microbatch, chunk)} is missing; add it")

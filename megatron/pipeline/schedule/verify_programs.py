@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
@@ -11,7 +12,7 @@ from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Compute, Message, Operation, Program, Receive, Send, Wait
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
 
-Place: TypeAlias = tuple[int, int, int]  # rank, position in its program, peer
+_Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
 _Item = TypeVar("_Item", Pass, Operation)
 
 
@@ -33,8 +34,7 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
         raise ScheduleError(f"{len(programs)} programs for {schedule.ranks} ranks; give one program per rank")
     for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
         computed = [operation.work for operation in program if isinstance(operation, Compute)]
-        for slot in range(max(len(passes), len(computed))):
-            planned, found = _at(passes, slot), _at(computed, slot)
+        for slot, (planned, found) in enumerate(itertools.zip_longest(passes, computed)):
             if planned != found:
                 raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
 
@@ -42,13 +42,7 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
 def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
     """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
     in this order, before the pass that needs it, by the right peers; and no other tensor is."""
-    sends, receives, waits = (_places(programs, kind) for kind in (Send, Receive, Wait))
-    computes = {
-        (rank, operation.work): slot
-        for rank, program in enumerate(programs)
-        for slot, operation in enumerate(program)
-        if isinstance(operation, Compute)
-    }
+    sends, receives, waits, computes = _places(programs)
     needed = {transfer.message: transfer for transfer in transfers(schedule)}
     for name, places in (("Send", sends), ("Receive", receives), ("Wait", waits)):
         for message, (rank, _, _) in places.items():
@@ -56,14 +50,17 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) 
                 raise ScheduleError(f"rank {rank}: {name} of the {message}, which no other rank needs; remove it")
     for transfer in needed.values():
         message, sender, producer, receiver, consumer = transfer
-        sent = _place(sends, "Send", transfer, sender, receiver)
-        received = _place(receives, "Receive", transfer, receiver, sender)
-        waited = _place(waits, "Wait", transfer, receiver, receiver)
-        if sent < computes[sender, producer]:
-            raise ScheduleError(f"rank {sender}: Send of the {message} comes before {producer}, which makes it")
-        if not received < waited < computes[receiver, consumer]:
+        sent = _place(schedule, sends, "Send", transfer, sender, receiver)
+        received = _place(schedule, receives, "Receive", transfer, receiver, sender)
+        waited = _place(schedule, waits, "Wait", transfer, receiver, receiver)
+        if sent < computes[sender][producer]:
             raise ScheduleError(
-                f"rank {receiver}: {consumer} needs the {message}; its Receive, its Wait and the pass must come in this order"
+                f"rank {sender}: Send of the {message} comes before {schedule.passes[sender][producer]}, which makes it"
+            )
+        if not received < waited < computes[receiver][consumer]:
+            raise ScheduleError(
+                f"rank {receiver}: {schedule.passes[receiver][consumer]} needs the {message}; its Receive, its Wait and the pass "
+                "must come in this order"
             )
 
 
@@ -92,9 +89,11 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
     runnable = list(range(len(programs)))
     while runnable:
         rank = runnable.pop()
-        while isinstance(_at(programs[rank], position[rank]), (Compute, Wait)):
-            position[rank] += 1
-        mine = _at(programs[rank], position[rank])
+        program, at = programs[rank], position[rank]
+        while at < len(program) and isinstance(program[at], (Compute, Wait)):
+            at += 1
+        position[rank] = at
+        mine = _at(program, at)
         if not isinstance(mine, (Send, Receive)):
             continue
         theirs = _at(programs[mine.peer], position[mine.peer])
@@ -109,25 +108,32 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
         raise ScheduleError(f"deadlock when sends and receives block until their peer joins: {places}")
 
 
-def _places(programs: Sequence[Program], kind: type[Send | Receive | Wait]) -> dict[Message, Place]:
-    places: dict[Message, Place] = {}
+def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, list[list[int]]]:
+    """Where every Send, every Receive and every Wait is, by message; and for every rank where its passes are, by their slot
+    in the schedule, whose passes they are in the schedule's order."""
+    places: dict[type[Operation], _Places] = {Send: {}, Receive: {}, Wait: {}}
+    computes: list[list[int]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
-        for slot, operation in enumerate(program):
-            if isinstance(operation, kind):
-                if operation.message in places:
-                    raise ScheduleError(f"rank {rank}: {kind.__name__} of the {operation.message} comes twice; remove one")
-                places[operation.message] = rank, slot, rank if isinstance(operation, Wait) else operation.peer
-    return places
+        for place, operation in enumerate(program):
+            if isinstance(operation, Compute):
+                computes[rank].append(place)
+                continue
+            message, alike = operation.message, places[type(operation)]
+            if message in alike:
+                raise ScheduleError(f"rank {rank}: {type(operation).__name__} of the {message} comes twice; remove one")
+            alike[message] = rank, place, rank if isinstance(operation, Wait) else operation.peer
+    return places[Send], places[Receive], places[Wait], computes
 
 
-def _place(places: dict[Message, Place], name: str, transfer: Transfer, rank: int, peer: int) -> int:
+def _place(schedule: Schedule, places: _Places, name: str, transfer: Transfer, rank: int, peer: int) -> int:
     """Where in the rank's program the operation is that handles a message."""
     place = places.get(transfer.message)
     if place is None or (place[0], place[2]) != (rank, peer):
+        message, sender, producer, receiver, consumer = transfer
         where = "missing" if place is None else f"on rank {place[0]} with peer {place[2]}"
         raise ScheduleError(
-            f"rank {rank}: {name} of the {transfer.message} is {where}; {transfer.consumer} of rank {transfer.receiver} "
-            f"needs it from {transfer.producer} of rank {transfer.sender}"
+            f"rank {rank}: {name} of the {message} is {where}; {schedule.passes[receiver][consumer]} of rank {receiver} "
+            f"needs it from {schedule.passes[sender][producer]} of rank {sender}"
         )
     return place[1]
 
