@@ -58,6 +58,10 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
         "peak_activation": [4, 4, 4, 4],
         "lower_bound": 60,
         "gap": 0,
+        "makespan_lower_bound": 60,
+        "makespan_gap": 0,
+        "objective": "span",
+        "memory_limit": 4,
         "placement": [[0], [1], [2], [3]],
     }
     assert {key: data[key] for key in expected} == expected
@@ -107,10 +111,10 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: plan|simulate|verify|draw"),
+        ([], "required: plan|simulate|verify|draw|compare"),
         (["tell"], "invalid choice: 'tell'"),
         (["plan"], "required: --schedule, --pp, --microbatches"),
-        ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, zb-h1, zb-h2"),
+        ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
         ([*PLAN, "--schedule", ""], "unknown schedule ''"),
         ([*PLAN, "--pp", "0"], "at least 1 rank, got 0"),
         ([*PLAN, "--pp", "two"], "invalid int value: 'two'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement
@@ -105,6 +107,67 @@ class Costs:
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
         return self if splits == 1 else Costs(tuple(stage.share(splits) for stage in self.stages), self.hop)
+
+    def fields(self) -> dict[str, Any]:
+        """What ``to_json`` writes; ``fused`` only where it is given."""
+        given = [{name: value for name, value in asdict(stage).items() if value is not None} for stage in self.stages]
+        return {"hop": self.hop, "stages": given}
+
+    def to_json(self) -> str:
+        """One JSON object, ``{"hop": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
+        return json.dumps(self.fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what ``to_json`` wrote, or a person.
+
+        ``hop`` is 0 where it is left out. A stage must have ``forward``, ``backward`` and ``weight``; where ``retained`` is left
+        out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
+
+        Raises:
+            ValueError: not JSON, or as ``from_fields``.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not costs: invalid JSON ({error})") from None
+        return cls.from_fields(data)
+
+    @classmethod
+    def from_fields(cls, data: object) -> Costs:
+        """Costs from the object that ``from_json`` reads.
+
+        Raises:
+            ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
+        """
+        rows = data.get("stages") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= {"hop", "stages"}:
+            raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
+        allowed = [field.name for field in fields(StageCosts)]
+        for index, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise ValueError(f"stage {index}: expected the costs of the stage by name, got {row!r}")
+            missing = [name for name in allowed[:3] if name not in row]
+            unknown = [name for name in row if name not in allowed]
+            if missing or unknown:
+                problem = f"missing {', '.join(missing)}" if missing else f"unknown cost {unknown[0]!r}"
+                raise ValueError(f"stage {index}: {problem}; costs of a stage are {', '.join(allowed)}")
+            for name, value in row.items():
+                if not (value is None and name == "fused"):
+                    _check_number(f"stage {index}: {name}", value)
+        hop = data.get("hop", 0.0)
+        _check_number("hop", hop)
+        stages = []
+        for row in rows:
+            given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
+            stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
+        return cls(tuple(stages), float(hop))
+
+
+def _check_number(name: str, value: object) -> None:
+    # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1e-100 <= value <= 1e100):
+        raise ValueError(f"{name} must be a number, 0 or between 1e-100 and 1e100, got {value!r}")
 
 
 def uniform(

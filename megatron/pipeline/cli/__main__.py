@@ -1,0 +1,7 @@
+"""``python -m megatron.pipeline.cli`` is ``mpipe``."""
+
+import sys
+
+from megatron.pipeline.cli import main
+
+sys.exit(main())

@@ -1,0 +1,237 @@
+"""How ``mpipe`` reads its command line, and how it says what is wrong: in one line.
+
+The groups of flags that several commands share are functions that return a parent parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.problem import Objective
+
+Numbers: TypeAlias = dict[str, float]
+
+TIMES = ("F", "B", "W", "comm", "BW", "R")
+MEMORY = ("B", "W", "R")
+EXTRA = ("F", "B", "W", "activation")
+
+MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
+MOST_RANKS = 4096
+
+
+class Parser(argparse.ArgumentParser):
+    """Complains in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(complain(f"{message} (see {self.prog} --help)"))
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def complain(message: str) -> int:
+    """One line on stderr; returns the exit code of bad input."""
+    print("mpipe:", " ".join(message.split()), file=sys.stderr)
+    return 2
+
+
+def cost_flags() -> Parser:
+    """What passes cost and what they hold, and the limit."""
+    flags = Parser(add_help=False)
+    flags.add_argument(
+        "--cost",
+        type=numbers(*TIMES),
+        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..]",
+        help="one rank's share of one microbatch and one hop, in any unit of time (default: 1,1,1,0, or the file's); BW is the "
+        "fused backward (default: B + W), R what recomputing takes (default: F)",
+    )
+    flags.add_argument(
+        "--activation",
+        type=numbers(*MEMORY),
+        metavar="B=..,W=..[,R=..]",
+        help="what F allocates, what of it remains after B until W (default: all of it, or the file's), and what F keeps where "
+        "R follows (default: 0)",
+    )
+    for name, part in (("first", "embedding"), ("last", "vocabulary head")):
+        flags.add_argument(
+            f"--{name}-stage",
+            type=numbers(*EXTRA),
+            metavar="F=..,B=..,W=..,activation=..",
+            help=f"what the {part} adds to the {name} stage of the model: in the unit of --cost, and in microbatches",
+        )
+    flags.add_argument(
+        "--costs",
+        type=costs_file,
+        metavar="FILE",
+        help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
+        '"weight": .., "activation": ..}, ..]}; --memory-limit is then in the unit of its activations',
+    )
+    flags.add_argument("--memory-limit", type=limit, metavar="X", help="most activations a rank may hold, in microbatches")
+    return flags
+
+
+def size_flags() -> Parser:
+    """The shape of the pipeline, and what is to be short."""
+    flags = Parser(add_help=False)
+    flags.add_argument("--pp", required=True, type=int, metavar="P", help="pipeline ranks")
+    flags.add_argument("--microbatches", required=True, type=int, metavar="M", help="microbatches of an iteration")
+    flags.add_argument(
+        "--objective",
+        choices=[str(objective) for objective in Objective],
+        default="span",
+        help="what an iteration costs: the span where iterations interlock (default), the makespan where they do not",
+    )
+    return flags
+
+
+def report_flags() -> Parser:
+    """What to print of a schedule, and where."""
+    flags = Parser(add_help=False)
+    flags.add_argument("--json", action="store_true", help="one JSON object, which the other commands read")
+    flags.add_argument("-o", "--output", metavar="FILE", help="write there instead of to the terminal")
+    return flags
+
+
+def check_size(ranks: int, microbatches: int, chunks: int = 1, splits: int = 1) -> None:
+    """Refuse what would take hours; numbers below 1 are for others to refuse.
+
+    Raises:
+        ValueError: too many ranks or passes.
+    """
+    if min(ranks, microbatches, chunks, splits) < 1:
+        return
+    if 3 * ranks * microbatches * chunks * splits > MOST_PASSES:
+        raise ValueError(f"{ranks} ranks with {microbatches} microbatches are over {MOST_PASSES} passes; take fewer")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"{ranks} ranks are over {MOST_RANKS}; take fewer")
+
+
+def checked(given: object, names: tuple[str, ...]) -> Numbers:
+    """Numbers by name, from the command line or a file.
+
+    Raises:
+        ValueError: not a table of numbers, an unknown name, or a number out of range.
+    """
+    # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
+    allowed = f"allowed are {', '.join(names)}, each 0 or between 1e-100 and 1e100"
+    if not isinstance(given, dict):
+        raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
+    for name, value in given.items():
+        if name not in names:
+            raise ValueError(f"unknown cost {name!r}; {allowed}")
+        if type(value) not in (int, float) or not (value == 0 or 1e-100 <= value <= 1e100):
+            raise ValueError(f"{name}={value}; {allowed}")
+    return {name: float(value) for name, value in given.items()}
+
+
+def numbers(*names: str) -> Callable[[str], Numbers]:
+    """An argument type for ``F=1,B=2`` with these names."""
+
+    def parse(text: str) -> Numbers:
+        given: Numbers = {}
+        for item in text.split(","):
+            name, equals, value = (part.strip() for part in item.partition("="))
+            try:
+                number = float(value)
+            except ValueError:
+                number = math.nan
+            if not equals or name in given:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r}: expected each of {', '.join(names)} at most once, as in {names[0]}=1"
+                )
+            given[name] = number
+        try:
+            return checked(given, names)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
+
+
+def limit(text: str) -> float:
+    """An argument type for a memory limit in microbatches."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = math.nan
+    if not limit >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of microbatches of at least 0")
+    return limit
+
+
+def seconds(text: str) -> float:
+    """An argument type for how long something may take."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0, at most 86400")
+    return seconds
+
+
+def read_text(path: str) -> str:
+    """The content of a file.
+
+    Raises:
+        ValueError: it is not text.
+        OSError: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
+
+
+def costs_file(path: str) -> Costs:
+    """An argument type for a file with the costs of every stage."""
+    try:
+        return Costs.from_json(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
+def names(text: str) -> list[str]:
+    """An argument type for names with commas between them."""
+    return [name.strip() for name in text.split(",")]
+
+
+def whole_numbers(text: str) -> list[int]:
+    """An argument type for ``2,4``."""
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers such as 2 or 2,4") from None
+
+
+class Stages:
+    """An argument type for stages of the model: ``all``, ``0`` or ``0,3-5``."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        try:
+            bounds = [[int(end) for end in item.split("-")] for item in text.split(",")] if text != "all" else []
+        except ValueError:
+            bounds = [[]]
+        if not all(len(ends) in (1, 2) and ends[0] <= ends[-1] for ends in bounds):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected all, or stages such as 0 or 0,3-5")
+        self._runs = [(ends[0], ends[-1]) for ends in bounds]
+
+    def of(self, count: int) -> frozenset[int]:
+        """The stages, of a model with so many.
+
+        Raises:
+            ValueError: it has no such stage.
+        """
+        if self._text == "all":
+            return frozenset(range(count))
+        for _, last in self._runs:
+            if last >= count:
+                raise ValueError(f"stages {self._text}: there is no stage {last}; the stages are 0..{count - 1}")
+        return frozenset(stage for first, last in self._runs for stage in range(first, last + 1))

@@ -1,0 +1,154 @@
+"""A schedule with what it is measured against: what a file holds, and what ``--json`` prints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.pipeline.cli.arguments import read_text
+from megatron.pipeline.cli.costs import cost_fields, costs_of
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.problem import Objective, Problem
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.verify import verify
+
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, its costs, and what it was asked to be.
+
+    Attributes:
+        schedule: one that obeys every rule.
+        costs: of every stage.
+        limit: the most activation memory that a rank may hold, in the costs' unit; None for any amount.
+        objective: what is to be short.
+        fused: the stages that were to run BW.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    limit: float | None = None
+    objective: Objective = Objective.SPAN
+    fused: frozenset[int] = frozenset()
+
+    @property
+    def problem(self) -> Problem:
+        """What the schedule is an answer to. R is part of it where the schedule runs it for every microbatch."""
+        schedule = self.schedule
+        recomputed = [
+            schedule.placement.stage(rank, chunk)
+            for rank, passes in enumerate(schedule.passes)
+            for chunk in range(schedule.placement.chunks)
+            if any(work.kind is Kind.R for work in passes)
+            and sum(work.kind is Kind.R and work.chunk == chunk for work in passes) == len(schedule.numbers(rank, chunk))
+        ]
+        return Problem(
+            schedule.placement,
+            schedule.microbatches,
+            self.costs,
+            None if self.limit is None else (self.limit,) * schedule.ranks,
+            self.objective,
+            frozenset(recomputed),
+            self.fused,
+            schedule.splits,
+        )
+
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+    def report(self, plan_seconds: float | None = None) -> dict[str, Any]:
+        """What ``--json`` prints; ``read_case`` reads it.
+
+        Args:
+            plan_seconds: how long planning took, where it was planned just now.
+        """
+        schedule, timeline = self.schedule, self.timeline()
+        bounds = {goal: lower_bound(replace(self.problem, objective=goal)) for goal in Objective}
+        return {
+            "schedule": schedule.name,
+            "pp": schedule.ranks,
+            "chunks": schedule.placement.chunks,
+            "microbatches": schedule.microbatches,
+            **cost_fields(schedule.placement, self.costs),
+            **({} if self.limit is None or self.limit == float("inf") else {"memory_limit": self.limit}),
+            **({"fuse": sorted(self.fused)} if self.fused else {}),
+            "objective": str(self.objective),
+            "makespan": timeline.makespan,
+            "span": timeline.span,
+            "bubble_rate": timeline.bubble_rate,
+            "makespan_bubble_rate": timeline.makespan_bubble_rate,
+            "peak_activation": activation_peaks(schedule, self.costs),
+            "lower_bound": bounds[Objective.SPAN],
+            "gap": gap(timeline.span, bounds[Objective.SPAN]),
+            "makespan_lower_bound": bounds[Objective.MAKESPAN],
+            "makespan_gap": gap(timeline.makespan, bounds[Objective.MAKESPAN]),
+            **({} if plan_seconds is None else {"plan_seconds": plan_seconds}),
+            **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
+        }
+
+
+def gap(value: float, bound: float) -> float:
+    """How far a value is above a bound, as a share of the bound."""
+    return value / bound - 1 if bound else 0.0
+
+
+def read_case(path: str, options: argparse.Namespace) -> Case:
+    """A schedule from a JSON or CSV file that obeys every rule, with costs and limit from the flags, or else from the file.
+
+    Raises:
+        ValueError: the file is malformed or the schedule breaks a rule; the message names the file.
+        OSError: the file cannot be read.
+    """
+    return naming(path, lambda text: _case(path, text, options))
+
+
+def naming(path: str, read: Callable[[str], _Read]) -> _Read:
+    """What ``read`` makes of the text of a file; what it complains about names the file.
+
+    Raises:
+        ValueError: what ``read`` raised.
+        OSError: the file cannot be read.
+    """
+    text = read_text(path)
+    try:
+        return read(text)
+    except RecursionError:
+        raise ValueError(f"{path}: not a schedule: the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def is_table(path: str) -> bool:
+    """Whether a file holds passes as CSV."""
+    return Path(path).suffix.lower() == ".csv"
+
+
+def _case(path: str, text: str, options: argparse.Namespace) -> Case:
+    if is_table(path):
+        from megatron.pipeline.schedule.torch_csv import from_csv
+
+        schedule, told = from_csv(text, Path(path).stem), {}
+    else:
+        schedule, told = Schedule.from_json(text), json.loads(text)
+    costs = costs_of(options, schedule.placement, told)
+    limit = told.get("memory_limit") if options.memory_limit is None else options.memory_limit
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0):
+        raise ValueError(f"memory_limit must be a number of at least 0, got {limit!r}")
+    objective = told.get("objective", "span")
+    if objective not in list(Objective):
+        raise ValueError(f"objective must be one of {', '.join(Objective)}, got {objective!r}")
+    fused = told.get("fuse", [])
+    if not isinstance(fused, list) or not all(type(stage) is int for stage in fused):
+        raise ValueError(f"fuse must be a list of stages, got {fused!r}")
+    verify(schedule, costs, limit)
+    return Case(schedule, costs, limit, Objective(objective), frozenset(fused))

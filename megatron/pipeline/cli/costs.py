@@ -1,0 +1,125 @@
+"""What the flags say about costs, for a placement; and how costs are told in the JSON of a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.pipeline.cli.arguments import EXTRA, MEMORY, TIMES, Numbers, checked
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.placement import Placement
+
+_FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
+
+
+def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[str, Any] | None = None) -> Costs:
+    """The costs of every stage of a placement: from the flags, and what they leave open from a file or by default.
+
+    One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
+    is 1. The extras of the first and the last stage come on top, in every replica of the model.
+
+    Args:
+        options: of ``cost_flags``.
+        told: the fields ``costs``, ``activation`` and ``stage_costs`` of a schedule's JSON; each may be missing.
+
+    Raises:
+        ValueError: numbers are out of range, for another number of stages, or ``--costs`` comes with flags that it replaces.
+    """
+    told = told or {}
+    if options.costs:
+        costs = _file_only(options)
+        _check_count(costs, placement)
+    elif told.get("stage_costs") is not None:
+        costs = Costs.from_fields(told["stage_costs"])
+        _check_count(costs, placement)
+        costs = _set(costs, placement, options.cost or {}, options.activation)
+    else:
+        cost = checked(told.get("costs", {}), TIMES) | (options.cost or {})
+        activation = options.activation or checked(told.get("activation", {}), MEMORY)
+        cost.setdefault("R", cost.get("F", 1.0))
+        costs = _set(uniform(placement), placement, cost, activation)
+    return _with_extras(costs, placement, options.first_stage or {}, options.last_stage or {})
+
+
+def cost_fields(placement: Placement, costs: Costs) -> dict[str, Any]:
+    """What ``costs_of`` reads back: one rank's share on average, and every stage where that does not say it all."""
+    stages, parts = costs.stages, placement.chunks_per_replica
+
+    def share(field: str) -> float:
+        values = [getattr(stage, field) for stage in stages]
+        return values[0] * parts if len(set(values)) == 1 else math.fsum(values) / len(values) * parts
+
+    told = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
+    held = {"B": share("activation"), "W": share("retained")}
+    if all(stage.fused is not None for stage in stages):
+        told["BW"] = share("fused")
+    if any(stage.recompute != stage.forward for stage in stages):
+        told["R"] = share("recompute")
+    if any(stage.checkpoint for stage in stages):
+        held["R"] = share("checkpoint")
+    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0):
+        return {"costs": told, "activation": held}
+    return {"costs": told, "activation": held, "stage_costs": costs.fields()}
+
+
+def _file_only(options: argparse.Namespace) -> Costs:
+    for flag in ("cost", "activation", "first_stage", "last_stage"):
+        if getattr(options, flag):
+            raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
+    return options.costs
+
+
+def _check_count(costs: Costs, placement: Placement) -> None:
+    if len(costs.stages) != placement.last_stage + 1:
+        raise ValueError(
+            f"costs of {len(costs.stages)} stages; this schedule has {placement.last_stage + 1} ({placement.ranks} ranks with "
+            f"{placement.chunks} chunk(s) each)"
+        )
+
+
+def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:
+    """The same costs on every stage for what is named, each chunk with its part of a rank's share."""
+    parts = placement.chunks_per_replica
+    named = {_FIELDS[name]: value / parts for name, value in cost.items() if name != "comm"}
+    if activation:
+        held = activation.get("B", 1.0)
+        retained, kept = activation.get("W", held), activation.get("R", 0.0)
+        if not held > 0 or max(retained, kept) > held:
+            given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
+            raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which W remains after B and R before it")
+        named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
+    return Costs(tuple(replace(stage, **named) for stage in costs.stages), cost.get("comm", costs.hop))
+
+
+def _with_extras(costs: Costs, placement: Placement, first: Numbers, last: Numbers) -> Costs:
+    if not first and not last:
+        return costs
+    stages = list(costs.stages)
+    for index in range(len(stages)):
+        for extra, there in ((first, placement.is_first(index)), (last, placement.is_last(index))):
+            if there:
+                stages[index] = _add(stages[index], extra)
+    return Costs(tuple(stages), costs.hop)
+
+
+def _add(stage: StageCosts, extra: Numbers) -> StageCosts:
+    """A stage with more to do; its additional activations are held as long as the others are, in the same proportion."""
+    forward, backward, weight, more = (extra.get(name, 0.0) for name in EXTRA)
+    activation = stage.activation + more
+
+    def grown(part: float) -> float:
+        return min(activation, part + more * (part / stage.activation if stage.activation else 1.0))
+
+    return StageCosts(
+        stage.forward + forward,
+        stage.backward + backward,
+        stage.weight + weight,
+        activation,
+        grown(stage.retained),
+        None if stage.fused is None else stage.fused + backward + weight,
+        stage.recompute + forward,
+        grown(stage.checkpoint),
+    )

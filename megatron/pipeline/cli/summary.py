@@ -1,0 +1,63 @@
+"""What the commands print for a person."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.view import render
+
+
+def summary(data: dict[str, Any], timeline: Timeline) -> str:
+    """A report as text: how long, how good, how much memory, and a drawing."""
+    peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
+    unit = " in the unit of the costs" if "stage_costs" in data else " microbatches"
+    within = "of any memory" if limit is None else f"within {limit:g}{unit}"
+    makespan = data["objective"] == "makespan"
+    bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
+    rows = [
+        ("span", f"{data['span']:g}", f"bubble {data['bubble_rate']:.1%}, from a rank's first pass to its last"),
+        (
+            "makespan",
+            f"{data['makespan']:g}",
+            f"bubble {data['makespan_bubble_rate']:.1%}, from the first pass of all to the last of all",
+        ),
+        ("lower bound", f"{bound:g}", f"no schedule {within} has a shorter {data['objective']}; this one is {above:.1%} above"),
+    ]
+    if exact and exact["proven"]:
+        rows.append(("optimum", f"{exact['value']:g}", f"proven; this one is {exact['gap']:.1%} above"))
+    elif exact:
+        rows.append(
+            ("best found", f"{exact['value']:g}", f"not proven: the optimum is at least {exact['bound']:g}, or the time ran out")
+        )
+    rows.append(("memory", f"{max(peaks):g}", f"{unit.strip()} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}"))
+    wide = max(len(value) for _, value, _ in rows)
+    chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
+    title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches"
+    table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
+    return f"{title}\n{table}\n\n{drawing(timeline)}"
+
+
+def drawing(timeline: Timeline) -> str:
+    """A timeline as text, as wide as the terminal."""
+    return render(timeline, shutil.get_terminal_size().columns)
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under their heads: the first to the left, numbers to the right."""
+    lines = (heads, *rows)
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines)
+
+
+def put(data: dict[str, Any], text: str | None, output: str | None) -> None:
+    """Print or write one JSON object, or the text instead where there is one."""
+    content = json.dumps(data) if text is None else text
+    if output:
+        Path(output).write_text(content + "\n", encoding="utf-8")
+    else:
+        print(content)
