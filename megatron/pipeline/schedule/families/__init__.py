@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
-from megatron.pipeline.schedule.families import chimera, dualpipe, interleaved, one_f_one_b, seq_1f1b, zb_h1, zb_h2
+from megatron.pipeline.schedule.families import chimera, dualpipe, gis, interleaved, one_f_one_b, seq_1f1b, zb_h1, zb_h2
 from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
@@ -20,6 +20,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         one_f_one_b.FAMILY,
         interleaved.FAMILY,
+        gis.FAMILY,
+        gis.FAMILY_HALF,
         seq_1f1b.FAMILY,
         zb_h1.FAMILY,
         zb_h2.FAMILY,
