@@ -111,7 +111,7 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: plan|simulate|verify|draw|compare"),
+        ([], "required: plan|simulate|verify|draw|compare|export"),
         (["tell"], "invalid choice: 'tell'"),
         (["plan"], "required: --schedule, --pp, --microbatches"),
         ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
@@ -176,7 +176,7 @@ def test_bad_files_are_one_line_and_exit_code_2(
 
 
 def test_draw_refuses_what_it_cannot_draw(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "must end in .png or .svg" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
+    assert "must end in .png, .svg" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
     assert "No such file or directory" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
     planned.write_text('{"ranks": 3}')
     assert "zb-h1.json: not a timeline" in fail(capsys, "draw", str(planned))

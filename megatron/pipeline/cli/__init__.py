@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron.pipeline.cli import compare, draw, plan, simulate
+from megatron.pipeline.cli import compare, draw, export, plan, simulate
 from megatron.pipeline.cli.arguments import Parser, complain
 
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
-    commands = parser.add_subparsers(metavar="plan|simulate|verify|draw|compare", required=True, parser_class=Parser)
-    for command in (plan, simulate, draw, compare):
+    commands = parser.add_subparsers(metavar="plan|simulate|verify|draw|compare|export", required=True, parser_class=Parser)
+    for command in (plan, simulate, draw, compare, export):
         command.add(commands)
     return parser

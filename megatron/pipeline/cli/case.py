@@ -66,6 +66,10 @@ class Case:
     def timeline(self) -> Timeline:
         return simulate(self.schedule, self.costs)
 
+    def gap(self, timeline: Timeline) -> float:
+        """How far the timeline of this schedule is above the lower bound, by the objective, as a share of the bound."""
+        return gap(self.problem.value(timeline), lower_bound(self.problem))
+
     def report(self, plan_seconds: float | None = None) -> dict[str, Any]:
         """What ``--json`` prints; ``read_case`` reads it.
 
@@ -109,10 +113,23 @@ def read_case(path: str, options: argparse.Namespace) -> Case:
         ValueError: the file is malformed or the schedule breaks a rule; the message names the file.
         OSError: the file cannot be read.
     """
-    return naming(path, lambda text: _case(path, text, options))
+    return _naming(path, lambda text: _case(path, text, options))
 
 
-def naming(path: str, read: Callable[[str], _Read]) -> _Read:
+def read_timeline(path: str, options: argparse.Namespace) -> tuple[Timeline, Case | None]:
+    """When everything runs: a schedule's passes, simulated, with the schedule; or a recorded timeline alone.
+
+    Raises:
+        ValueError: the file is malformed or the schedule breaks a rule; the message names the file.
+        OSError: the file cannot be read.
+    """
+    if _is_table(path) or '"passes"' in read_text(path):
+        case = read_case(path, options)
+        return case.timeline(), case
+    return _naming(path, Timeline.from_json), None
+
+
+def _naming(path: str, read: Callable[[str], _Read]) -> _Read:
     """What ``read`` makes of the text of a file; what it complains about names the file.
 
     Raises:
@@ -128,13 +145,13 @@ def naming(path: str, read: Callable[[str], _Read]) -> _Read:
         raise ValueError(f"{path}: {error}") from None
 
 
-def is_table(path: str) -> bool:
+def _is_table(path: str) -> bool:
     """Whether a file holds passes as CSV."""
     return Path(path).suffix.lower() == ".csv"
 
 
 def _case(path: str, text: str, options: argparse.Namespace) -> Case:
-    if is_table(path):
+    if _is_table(path):
         from megatron.pipeline.schedule.torch_csv import from_csv
 
         schedule, told = from_csv(text, Path(path).stem), {}

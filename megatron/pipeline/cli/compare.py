@@ -11,13 +11,14 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, cost_flags, names, report_flags, size_flags, whole_numbers
 from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of
+from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.plan import Planned, plan
 from megatron.pipeline.cli.summary import plain_table, put
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.simulate import activation_peaks
 
-_SUFFIXES = (".json",)
+_SUFFIXES = (".json", ".html")
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
@@ -63,7 +64,10 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("no schedule fits: " + "; ".join(f"{label}: {reason}" for label, reason in refused.items()))
     whole = peak_of_1f1b(options)
     data = _data(options, rows, refused, whole)
-    if options.json or options.output:
+    if options.output and Path(options.output).suffix == ".html":
+        cases = {row.label: row.case for row in rows}
+        page(options.output, {label: case.timeline() for label, case in cases.items()}, cases)
+    elif options.json or options.output:
         put(data, None, options.output)
     else:
         _print_table(rows, refused, whole)

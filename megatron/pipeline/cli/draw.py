@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags, read_text
-from megatron.pipeline.cli.case import Case, is_table, naming, read_case
+from megatron.pipeline.cli.arguments import Commands, cost_flags
+from megatron.pipeline.cli.case import Case, read_timeline
 from megatron.pipeline.cli.summary import drawing
 from megatron.pipeline.schedule.simulate import activation_profile
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view import draw
+
+_SUFFIXES = (".png", ".svg", ".html")
 
 
 def add(commands: Commands) -> None:
@@ -18,26 +21,44 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("draw", help=help, description=help, parents=[cost_flags()])
     parser.add_argument("files", nargs="+", metavar="FILE", help="schedules (mpipe plan --json, or .csv) or recorded timelines")
     parser.add_argument("--memory", action="store_true", help="draw activation memory under each schedule of a picture")
-    parser.add_argument("-o", "--output", metavar="FILE", help="a .png or .svg file instead of text")
+    parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html file instead of text")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.output and Path(options.output).suffix not in _SUFFIXES:
+        raise ValueError(f"cannot draw {options.output}: the file name must end in {', '.join(_SUFFIXES)}")
     if options.memory and not options.output:
-        raise ValueError("--memory is for pictures: add -o FILE.png or -o FILE.svg, or leave it out")
+        raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
     timelines: dict[str, Timeline] = {}
     cases: dict[str, Case] = {}
     for path in options.files:
-        if is_table(path) or '"passes"' in read_text(path):
-            case = read_case(path, options)
-            name = case.schedule.name
-            title = name if name not in timelines else f"{name} ({path})"
-            cases[title], timelines[title] = case, case.timeline()
-        else:
-            title = Path(path).stem if Path(path).stem not in timelines else path
-            timelines[title] = naming(path, Timeline.from_json)
-    if options.output:
+        timeline, case = read_timeline(path, options)
+        title = case.schedule.name if case else Path(path).stem
+        if title in timelines:
+            title = f"{title} ({path})"
+        timelines[title] = timeline
+        if case:
+            cases[title] = case
+    if options.output and Path(options.output).suffix == ".html":
+        page(options.output, timelines, cases)
+    elif options.output:
         memory = {title: activation_profile(case.schedule, timelines[title], case.costs) for title, case in cases.items()}
         draw(timelines, options.output, memory if options.memory else None)
     else:
         print("\n\n".join(f"{title}\n{drawing(timeline)}" for title, timeline in timelines.items()))
+
+
+def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]) -> None:
+    """Write an HTML page of timelines by title, with stages, memory and gap where the schedule is known."""
+    from megatron.pipeline.view.page import Entry, write_page
+
+    entries = []
+    for title, timeline in timelines.items():
+        case = cases.get(title)
+        if case is None:
+            entries.append(Entry(title, timeline))
+        else:
+            facts = {"above the bound": f"{case.gap(timeline):.1%}"}
+            entries.append(Entry(title, timeline, case.schedule, case.costs, facts))
+    write_page(entries, path)

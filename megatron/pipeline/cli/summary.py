@@ -15,8 +15,9 @@ from megatron.pipeline.view import render
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
-    unit = " in the unit of the costs" if "stage_costs" in data else " microbatches"
-    within = "of any memory" if limit is None else f"within {limit:g}{unit}"
+    # Costs of every stage, from a file, may count memory in another unit.
+    unit = "" if "stage_costs" in data else " microbatches"
+    within = "of any memory" if limit is None else f"within a memory of {limit:g}" if not unit else f"within {limit:g}{unit}"
     makespan = data["objective"] == "makespan"
     bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
     rows = [
@@ -32,9 +33,15 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append(("optimum", f"{exact['value']:g}", f"proven; this one is {exact['gap']:.1%} above"))
     elif exact:
         rows.append(
-            ("best found", f"{exact['value']:g}", f"not proven: the optimum is at least {exact['bound']:g}, or the time ran out")
+            ("best found", f"{exact['value']:g}", f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
         )
-    rows.append(("memory", f"{max(peaks):g}", f"{unit.strip()} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}"))
+    rows.append(
+        (
+            "memory",
+            f"{max(peaks):g}",
+            f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}",
+        )
+    )
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
     title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches"

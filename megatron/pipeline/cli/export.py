@@ -1,0 +1,47 @@
+"""``mpipe export``: a schedule as JSON, as CSV for ``torch.distributed.pipelining``, or as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from megatron.pipeline.cli.arguments import Commands, cost_flags
+from megatron.pipeline.cli.case import read_case, read_timeline
+
+_SUFFIXES = (".trace.json", ".json", ".csv")
+
+
+def add(commands: Commands) -> None:
+    help = "write a schedule from a file in another format"
+    parser = commands.add_parser("export", help=help, description=help, parents=[cost_flags()])
+    parser.add_argument(
+        "file", metavar="FILE", help="what mpipe plan --json wrote, or .csv; for a trace also a recorded timeline"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help=".csv for torch.distributed.pipelining, .trace.json for Perfetto and chrome://tracing, other .json for mpipe",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    path = Path(options.output)
+    if not path.name.endswith(_SUFFIXES):
+        raise ValueError(f"cannot export to {path}: the file name must end in {', '.join(_SUFFIXES)}")
+    if path.name.endswith(".trace.json"):
+        from megatron.pipeline.view.chrome_trace import to_trace
+
+        timeline, case = read_timeline(options.file, options)
+        trace = to_trace(timeline, case.schedule, case.costs) if case else to_trace(timeline, name=Path(options.file).stem)
+        text = json.dumps(trace)
+    elif path.name.endswith(".csv"):
+        from megatron.pipeline.schedule.torch_csv import to_csv
+
+        text = to_csv(read_case(options.file, options).schedule)
+    else:
+        text = json.dumps(read_case(options.file, options).report()) + "\n"
+    path.write_text(text, encoding="utf-8")

@@ -1,0 +1,204 @@
+"""Whatever ``mpipe`` is given, it answers: a schedule that obeys every rule, or one line and exit code 2. It never hangs."""
+
+import contextlib
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.verify import verify
+
+FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+NASTY = ["", "0", "-1", "nan", "inf", "-inf", "1e400", "9" * 30, "x", "1.5", "=", ",", "--", "ä\ud800", "\0", "1_0", "F=1", "all"]
+NUMBERS = ["0", "1", "0.3", "2.5", "1e-100", "1e100", "1e-9"]
+STAGES = st.sampled_from(["all", "0", "0,1", "1-2", "2-1", "0-9999999999999", *NASTY])
+
+
+def named(*names: str) -> st.SearchStrategy[str]:
+    number = st.sampled_from([*NUMBERS, *NUMBERS, *NASTY])
+    items = st.builds("{}={}".format, st.sampled_from([*names, *names, "X"]), number)
+    return st.one_of(st.lists(items, min_size=1, max_size=4).map(",".join), st.sampled_from(NASTY))
+
+
+def small(most: int) -> st.SearchStrategy[str]:
+    return st.one_of(st.integers(1, most).map(str), st.integers(1, most).map(str), st.sampled_from(NASTY))
+
+
+FLAGS: dict[str, st.SearchStrategy[str]] = {
+    "--cost": named("F", "B", "W", "comm", "BW", "R"),
+    "--activation": named("B", "W", "R"),
+    "--first-stage": named("F", "B", "W", "activation"),
+    "--last-stage": named("F", "B", "W", "activation"),
+    "--memory-limit": st.sampled_from([*NUMBERS, "3", "4", "6", "12", *NASTY]),
+    "--objective": st.sampled_from(["span", "makespan", *NASTY]),
+    "--costs": st.sampled_from(["/", "/nowhere", *NASTY]),
+}
+PLAN_FLAGS = {
+    **FLAGS,
+    "--chunks": small(4),
+    "--splits": small(3),
+    "--group": small(5),
+    "--recompute": STAGES,
+    "--fuse": STAGES,
+    "--exact": st.sampled_from(["0", "-1", "nan", "x"]),
+}
+COMPARE_FLAGS = {
+    **FLAGS,
+    "--chunks": st.lists(small(4), min_size=1, max_size=2).map(",".join),
+    "--schedules": st.lists(st.sampled_from(list(families.FAMILIES)), min_size=1, max_size=2).map(",".join),
+}
+
+
+@st.composite
+def flags(draw: st.DrawFn, table: dict[str, st.SearchStrategy[str]], most: int = 4) -> list[str]:
+    chosen = draw(st.lists(st.sampled_from(sorted(table)), max_size=most, unique=True))
+    return [part for name in chosen for part in (name, draw(table[name]))]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    """The exit code and stdout, after checking that a refusal is one line and nothing else, and that it took no time."""
+    out, err = io.StringIO(), io.StringIO()
+    begin = time.process_time()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    assert time.process_time() - begin < 10
+    assert code in (0, 2)
+    if code == 2:
+        assert out.getvalue() == ""
+        assert err.getvalue().startswith("mpipe: ")
+        assert err.getvalue().count("\n") == 1
+    else:
+        assert err.getvalue() == ""
+    return code, out.getvalue()
+
+
+def check(text: str) -> dict[str, Any]:
+    """What was printed is strict JSON of a schedule that obeys every rule, at the costs and the limit that it names."""
+    data = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    schedule = Schedule.from_json(text)
+    costs = Costs.from_fields(data["stage_costs"]) if "stage_costs" in data else None
+    verify(schedule)
+    if "memory_limit" in data:
+        assert max(data["peak_activation"]) <= data["memory_limit"] * (1 + 1e-9)
+        if costs is not None:
+            verify(schedule, costs, data["memory_limit"])
+    assert 0 <= data["bubble_rate"] <= data["makespan_bubble_rate"] + 1e-9
+    return data
+
+
+@settings(FUZZ, max_examples=250)
+@given(st.sampled_from([*families.FAMILIES, "", "file:x", "zb"]), small(5), small(6), flags(PLAN_FLAGS))
+def test_plan_answers_any_arguments(name: str, ranks: str, microbatches: str, more: list[str]) -> None:
+    code, text = run("plan", "--schedule", name, "--pp", ranks, "--microbatches", microbatches, *more, "--json")
+    if code == 0:
+        data = check(text)
+        assert (data["schedule"], data["pp"], data["microbatches"]) == (name, int(ranks), int(microbatches))
+
+
+@settings(FUZZ, max_examples=30)
+@given(small(4), small(5), flags(COMPARE_FLAGS))
+def test_compare_answers_any_arguments(ranks: str, microbatches: str, more: list[str]) -> None:
+    code, text = run("compare", "--pp", ranks, "--microbatches", microbatches, *more, "--json")
+    if code == 0:
+        rows = json.loads(text)["schedules"]
+        values = [row[json.loads(text)["objective"]] for row in rows]
+        assert values == sorted(values)
+
+
+@settings(FUZZ, max_examples=100)
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(["plan", "simulate", "verify", "draw", "compare", "export", "-o", "--json", "--pp", "--memory"]),
+            st.sampled_from([*PLAN_FLAGS, *NASTY]),
+            st.text(max_size=5),
+        ),
+        max_size=6,
+    )
+)
+def test_any_words_are_answered(words: list[str]) -> None:
+    run(*(word for word in words if not word.startswith("-h")))
+
+
+def valid() -> dict[str, Any]:
+    text = run(*"plan --schedule zb-h1 --pp 2 --microbatches 3 --last-stage F=1 --memory-limit 9 --json".split())[1]
+    return json.loads(text)
+
+
+VALID = valid()
+VALUES: list[Any] = [None, True, -1, 0, 1, 2, 10**30, 1.5, 1e300, float("nan"), "", "F0.0", "W9.9", "makespan", [], [[]], {}, [0]]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> bytes:
+    """A schedule's file with a few values replaced, removed, doubled or swapped, and then perhaps a few bytes."""
+    data = json.loads(json.dumps(VALID))
+    for _ in range(draw(st.integers(0, 3))):
+        place, key = data, draw(st.sampled_from(sorted(data)))
+        while isinstance(place[key], list | dict) and place[key] and draw(st.booleans()):
+            place = place[key]
+            key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        action = draw(st.sampled_from(["replace", "remove", "double", "swap"]))
+        if action == "replace":
+            place[key] = draw(st.sampled_from(VALUES))
+        elif action == "remove" and len(place) > 1:
+            del place[key]
+        elif action == "double" and isinstance(place, list):
+            place.insert(key, place[key])
+        elif action == "swap" and isinstance(place, list):
+            place[key], place[0] = place[0], place[key]
+    text = json.dumps(data).encode()
+    for _ in range(draw(st.sampled_from([0, 0, 1, 5]))):
+        at = draw(st.integers(0, len(text) - 1))
+        text = text[:at] + draw(st.binary(max_size=2)) + text[at + draw(st.integers(0, 3)) :]
+    return text
+
+
+@settings(FUZZ, max_examples=250)
+@given(damaged(), flags(FLAGS, most=1))
+def test_any_damage_to_a_file_is_answered(tmp_path: Path, content: bytes, more: list[str]) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_bytes(content)
+    if "--objective" in more:
+        more = []
+    verified, _ = run("verify", str(path), *more)
+    simulated, text = run("simulate", str(path), *more, "--json")
+    assert simulated == verified
+    if simulated == 0:
+        check(text)
+        # What runs is what the file says: every pass of it, in its order.
+        assert json.loads(text)["passes"] == json.loads(content)["passes"]
+    drawn, _ = run("draw", str(path), *more)
+    if verified == 0:
+        assert drawn == 0
+
+
+@settings(FUZZ, max_examples=60)
+@given(rank=st.integers(0, 1), slot=st.integers(0, 8), other=st.integers(0, 8), action=st.sampled_from(["remove", "double"]))
+def test_a_missing_or_doubled_pass_is_refused_with_its_rank_and_name(
+    tmp_path: Path, rank: int, slot: int, other: int, action: str
+) -> None:
+    data = json.loads(json.dumps(VALID))
+    row = data["passes"][rank]
+    work = row.pop(slot)
+    if action == "double":
+        row[min(slot, other) : min(slot, other)] = [work, work]
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(data))
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        assert main(["verify", str(path)]) == 2
+    assert err.getvalue().startswith(f"mpipe: {path}: rank {rank}: {work} ")
