@@ -1,0 +1,125 @@
+"""Timelines as a trace for ``ui.perfetto.dev`` or ``chrome://tracing``, planned or measured.
+
+The format is the JSON of Google's *Trace Event Format*: one process per pipeline, one thread per rank, one complete event
+per pass, one counter per rank for its activation memory, and a flow from every pass to the one on another rank that needs
+its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.lower import transfers
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_profile
+from megatron.pipeline.schedule.timeline import Timeline
+
+__all__ = ["to_trace"]
+
+_Event = dict[str, Any]
+
+
+def to_trace(
+    timeline: Timeline,
+    schedule: Schedule | None = None,
+    costs: Costs | None = None,
+    *,
+    name: str | None = None,
+    process: int = 0,
+    unit: float = 1.0,
+) -> dict[str, Any]:
+    """One object that ``json.dump`` writes and the viewers open.
+
+    Several pipelines fit into one file: give each its own ``process`` and join their ``traceEvents``.
+
+    Args:
+        timeline: what ran when; its first pass is moved to 0.
+        schedule: whose timeline it is; adds the stage of every pass, its slice, and the flows between ranks.
+        costs: with a schedule, adds every rank's activation memory, in the costs' unit.
+        name: of the process; by default the schedule's.
+        process: the number of the process.
+        unit: the seconds that 1 in the timeline stands for; times in a trace are microseconds.
+
+    Raises:
+        ValueError: the timeline is not one of this schedule, the costs are for another number of stages, or the unit is
+            not a positive number.
+    """
+    if not 0 < unit < float("inf"):
+        raise ValueError(f"the unit of time must be a positive number of seconds, got {unit}")
+    if schedule is not None:
+        _check_same(timeline, schedule)
+    clock = _Clock(timeline, unit)
+    named = [_label(process, 0, "process_name", name=name or (schedule.name if schedule else "pipeline"))]
+    for rank in range(len(timeline.ranks)):
+        named += [
+            _label(process, rank, "thread_name", name=f"rank {rank}"),
+            _label(process, rank, "thread_sort_index", sort_index=rank),
+        ]
+    events = list(_passes(timeline, schedule, clock))
+    if schedule is not None:
+        events += _flows(timeline, schedule, clock, process)
+        if costs is not None:
+            events += _memory(timeline, schedule, costs, clock)
+    # The sort is stable, so that at one time a pass comes before the flow that ends in it.
+    ordered = sorted(({**event, "pid": process} for event in events), key=lambda event: event["ts"])
+    return {"traceEvents": named + ordered, "displayTimeUnit": "ms"}
+
+
+class _Clock:
+    """From the timeline's time to microseconds since its first pass."""
+
+    def __init__(self, timeline: Timeline, unit: float) -> None:
+        self._origin = min((rank[0].start for rank in timeline.ranks if rank), default=0)
+        self._microseconds = 1e6 * unit
+
+    def __call__(self, time: float) -> float:
+        return round(float(time - self._origin) * self._microseconds, 3)
+
+
+def _label(process: int, rank: int, kind: str, **values: object) -> _Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": rank, "args": values}
+
+
+def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Iterator[_Event]:
+    splits = schedule.splits if schedule else 1
+    for rank, row in enumerate(timeline.ranks):
+        for work, start, end in row:
+            number, part = divmod(work.microbatch, splits)
+            values = {"microbatch": number, "chunk": work.chunk}
+            if schedule:
+                values["stage"] = schedule.placement.stage(rank, work.chunk)
+            if splits > 1:
+                values["slice"] = part
+            begin = clock(start)
+            length = round(clock(end) - begin, 3)
+            yield {"ph": "X", "name": str(work), "cat": str(work.kind), "tid": rank, "ts": begin, "dur": length, "args": values}
+
+
+def _flows(timeline: Timeline, schedule: Schedule, clock: _Clock, process: int) -> Iterator[_Event]:
+    for number, transfer in enumerate(transfers(schedule)):
+        message, sender, producer, receiver, consumer = transfer
+        _, start, end = timeline.ranks[sender][producer]
+        about = {"cat": str(message.flow), "name": str(message.flow), "id": f"{process}.{number}"}
+        # A flow belongs to the pass that runs at its time: at the very end that would be the next one.
+        yield {**about, "ph": "s", "tid": sender, "ts": clock(end - (end - start) / 100)}
+        yield {**about, "ph": "f", "bp": "e", "tid": receiver, "ts": clock(timeline.ranks[receiver][consumer].start)}
+
+
+def _memory(timeline: Timeline, schedule: Schedule, costs: Costs, clock: _Clock) -> Iterator[_Event]:
+    for rank, steps in enumerate(activation_profile(schedule, timeline, costs)):
+        name = f"activation memory of rank {rank}"
+        for time, held in steps:
+            yield {"ph": "C", "name": name, "tid": rank, "ts": clock(time), "args": {"held": float(held)}}
+
+
+def _check_same(timeline: Timeline, schedule: Schedule) -> None:
+    if len(timeline.ranks) != schedule.ranks:
+        raise ValueError(f"a timeline of {len(timeline.ranks)} ranks is not one of {schedule.name} with {schedule.ranks}")
+    for rank, (row, passes) in enumerate(zip(timeline.ranks, schedule.passes, strict=True)):
+        if tuple(timed.work for timed in row) != passes:
+            raise ValueError(
+                f"rank {rank} of the timeline ran other passes than {schedule.name} has there, or in another order; give the "
+                "schedule that it is of, or none"
+            )
