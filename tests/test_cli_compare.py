@@ -1,0 +1,168 @@
+"""``mpipe compare`` and ``mpipe export``: every schedule beside the others, and in other formats."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.schedule import Schedule
+
+COMPARE = "compare --pp 4 --microbatches 8 --cost F=1,B=1.2,W=0.8,comm=0.1"
+
+
+def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert main(arguments.split()) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_every_schedule_is_planned_as_plan_does_or_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(printed(capsys, f"{COMPARE} --memory-limit 5 --json"))
+    names = [row["schedule"] for row in data["schedules"]]
+    assert {*names, *data["refused"]} == set(families.FAMILIES)
+    assert "zb-h2 to 5, above" not in data["refused"]["zb-h2"]
+    assert "above the limit of 5; this schedule needs 7" in data["refused"]["zb-h2"]
+    for row in data["schedules"]:
+        command = f"{COMPARE.replace('compare', 'plan')} --memory-limit 5 --schedule {row['schedule']} --json"
+        planned: dict[str, Any] = json.loads(printed(capsys, command))
+        shared = row.keys() & planned.keys() - {"plan_seconds"}
+        assert {"span", "makespan", "bubble_rate", "makespan_bubble_rate", "peak_activation", "gap"} <= shared
+        assert {key: row[key] for key in shared} == {key: planned[key] for key in shared}
+        assert row["memory"] == max(planned["peak_activation"]) <= 5
+        assert row["memory_of_1f1b"] == row["memory"] / 4
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_the_best_by_the_objective_is_first(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = f"compare --pp 4 --microbatches 8 --schedules 1f1b,zb-h2,zb-h1 --objective {objective} --json"
+    rows = json.loads(printed(capsys, command))["schedules"]
+    assert [row[objective] for row in rows] == sorted(row[objective] for row in rows)
+    # ZB-H2 is shorter in the span; a single iteration of it takes as long as one of ZB-H1, with more memory.
+    assert rows[0]["schedule"] == {"span": "zb-h2", "makespan": "zb-h1"}[objective]
+
+
+def test_memory_of_1f1b_counts_the_extras_of_its_own_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = f"{COMPARE} --first-stage activation=0.5 --schedules 1f1b,zb-h1"
+    rows = json.loads(printed(capsys, f"{extra} --json"))
+    assert rows["peak_of_1f1b"] == 4 * 1.5
+    assert {row["schedule"]: row["memory_of_1f1b"] for row in rows["schedules"]}["1f1b"] == 1
+    costs = tmp_path / "costs.json"
+    stage = {"forward": 1, "backward": 1, "weight": 1, "activation": 3}
+    costs.write_text(json.dumps({"stages": [stage] * 8}))
+    data = json.loads(printed(capsys, f"compare --pp 4 --microbatches 8 --costs {costs} --json"))
+    assert data["peak_of_1f1b"] == 4 * 2 * 3
+    assert "costs of 8 stages; this schedule has 4" in data["refused"]["1f1b"]
+
+
+def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    if "interleaved" not in families.FAMILIES:
+        pytest.skip("no family takes several numbers of chunks")
+    data = json.loads(printed(capsys, f"{COMPARE} --schedules interleaved,1f1b --chunks 2,4,1 --json"))
+    assert [(row["label"], row["chunks"]) for row in data["schedules"]] == [
+        ("interleaved v=4", 4),
+        ("interleaved v=2", 2),
+        ("1f1b", 1),
+    ]
+    assert "at least 2 chunk(s) per rank, got 1" in data["refused"]["interleaved v=1"]
+
+
+def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 4").splitlines()
+    assert lines[0].split() == "schedule span bubble makespan bubble memory of 1F1B above bound plan s".split()
+    assert [line.split()[0] for line in lines[1:3]] == ["zb-h1", "1f1b"]
+    assert len({len(line) for line in lines[:3]}) == 1
+    assert lines[4] == "not possible here:"
+    assert lines[5].startswith("  zb-h2: rank 0: F4.0 brings the activation memory of zb-h2 to 5, above the limit of 4")
+    assert all(map(str.isascii, lines))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert "┃" in printed(capsys, f"{COMPARE} --schedules 1f1b")
+
+
+def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, page = tmp_path / "table.json", tmp_path / "page.html"
+    assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {table}") == ""
+    assert [row["schedule"] for row in json.loads(table.read_text())["schedules"]] == ["zb-h1", "1f1b"]
+    assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {page}") == ""
+    assert "zb-h1" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"{COMPARE} --schedules 1f1b,zb", "unknown schedule 'zb'; known are 1f1b"),
+        (f"{COMPARE} -o table.txt", "cannot write table.txt: the file name must end in .json"),
+        (f"{COMPARE} --schedules 1f1b --memory-limit 3", "no schedule fits: 1f1b: rank 0: F3.0 brings the activation memory"),
+        ("compare --pp 0 --microbatches 8 --schedules 1f1b", "at least 1 rank, got 0"),
+    ],
+)
+def test_bad_comparisons(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(capsys, arguments)
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    assert main(["plan", *"--schedule zb-h1 --pp 2 --microbatches 3 --cost F=1,B=2,comm=0.5 --json -o".split(), str(path)]) == 0
+    return path
+
+
+def test_export_and_back(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, back, trace = (tmp_path / name for name in ("order.csv", "back.json", "zb.trace.json"))
+    for source, target in ((planned, table), (table, back), (planned, trace)):
+        assert printed(capsys, f"export {source} -o {target}") == ""
+    original, again = Schedule.from_json(planned.read_text()), Schedule.from_json(back.read_text())
+    assert (again.passes, again.placement, again.name) == (original.passes, original.placement, "order")
+    given = json.loads(planned.read_text())
+    told = json.loads(printed(capsys, f"simulate {table} --cost F=1,B=2,comm=0.5 --json"))
+    assert told["span"] == given["span"]
+    assert "order (2 ranks, 3 microbatches) obeys every rule" in printed(capsys, f"verify {table}")
+    assert printed(capsys, f"draw {table} --cost F=1,B=2,comm=0.5") == printed(capsys, f"draw {planned}").replace(
+        "zb-h1", "order"
+    )
+    complete = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(complete) == 2 * 3 * 3
+
+
+def test_a_recorded_timeline_becomes_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded, trace = tmp_path / "measured.json", tmp_path / "measured.trace.json"
+    recorded.write_text('{"ranks": [[["F0.0", 100.5, 101.5], ["BW0.0", 101.5, 103]]]}')
+    printed(capsys, f"export {recorded} -o {trace}")
+    assert len([event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]) == 2
+    assert "missing schedule" in refusal(capsys, f"export {recorded} -o {tmp_path / 'x.csv'}")
+
+
+def test_bad_exports(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "must end in .trace.json, .json, .csv" in refusal(capsys, f"export {planned} -o x.yaml")
+    table = tmp_path / "bad.csv"
+    table.write_text("0F0,0B0\n1F0,what\n")
+    line = refusal(capsys, f"verify {table}")
+    assert f"{table}: " in line and "what" in line
+    again = tmp_path / "again.json"
+    plan = "plan --schedule 1f1b --pp 2 --microbatches 2 --recompute all --json -o"
+    printed(capsys, f"{plan} {again}")
+    assert "recompute" in refusal(capsys, f"export {again} -o {tmp_path / 'x.csv'}")
+
+
+def test_pages(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    printed(capsys, f"draw {planned} {planned} --memory -o {page}")
+    assert f"zb-h1 ({planned})" in page.read_text()
+    assert "--memory is for pictures: add -o" in refusal(capsys, f"draw {planned} --memory")
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    heavy = {"torch", "matplotlib", "ortools", "rich", "numba"}
+    code = f"import sys, megatron.pipeline.cli; sys.exit(', '.join({heavy!r} & sys.modules.keys()) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

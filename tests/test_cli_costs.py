@@ -1,0 +1,238 @@
+"""Costs on the command line and in files: per rank, per stage, with extras, with recomputation."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_strategies import placements
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.cli.arguments import Stages, cost_flags
+from megatron.pipeline.cli.costs import cost_fields, costs_of
+from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.placement import Placement, bidirectional, interleaved, linear, v
+
+numbers = st.floats(1e-6, 1e6) | st.just(0.0)
+
+
+def flags(*arguments: str) -> Namespace:
+    return cost_flags().parse_args(arguments)
+
+
+def run(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
+    assert main([*arguments.split(), "--json"]) == 0
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    assert code == 2
+    return capsys.readouterr().err
+
+
+@st.composite
+def stage_costs(draw: st.DrawFn) -> StageCosts:
+    activation = draw(numbers)
+    parts = [activation * draw(st.sampled_from([0, 0.25, 1])) for _ in range(2)]
+    fused = draw(st.none() | numbers)
+    return StageCosts(draw(numbers), draw(numbers), draw(numbers), activation, parts[0], fused, draw(numbers), parts[1])
+
+
+@given(st.lists(stage_costs(), min_size=1, max_size=5), numbers)
+def test_costs_survive_json(stages: list[StageCosts], hop: float) -> None:
+    costs = Costs(tuple(stages), hop)
+    assert Costs.from_json(costs.to_json()) == costs
+
+
+def test_what_a_file_of_costs_may_leave_out() -> None:
+    (stage,) = Costs.from_json('{"stages": [{"forward": 2, "backward": 3, "weight": 1, "activation": 8}]}').stages
+    assert stage == StageCosts(2, 3, 1, activation=8, retained=8, fused=None, recompute=2, checkpoint=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "not costs: invalid JSON"),
+        ("[]", 'not costs: expected {"hop"'),
+        ('{"stages": []}', "not costs: expected"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "hops": 1}', "not costs: expected"),
+        ('{"stages": [3]}', "stage 0: expected the costs of the stage by name, got 3"),
+        ('{"stages": [{"forward": 1, "backward": 1}]}', "stage 0: missing weight; costs of a stage are forward, backward"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "F": 1}]}', "stage 0: unknown cost 'F'"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": -1}]}', "stage 0: weight must be a number, 0 or between"),
+        ('{"stages": [{"forward": 1, "backward": true, "weight": 1}]}', "stage 0: backward must be a number"),
+        ('{"stages": [{"forward": null, "backward": 1, "weight": 1}]}', "stage 0: forward must be a number"),
+        ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "forward must be a number, 0 or between 1e-100 and 1e100"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "hop": "1"}', "hop must be a number"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "retained": 2}]}', "retained must not be more"),
+    ],
+)
+def test_bad_costs_name_the_file_and_the_stage(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(content)
+    plan = ["plan", "--schedule", "1f1b", "--pp", "1", "--microbatches", "1", "--costs", str(path)]
+    line = refusal(capsys, *plan)
+    assert f"{path}: " in line
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("placement", "first", "last"),
+    [
+        (linear(3), [0], [2]),
+        (interleaved(2, 3), [0], [5]),
+        (v(3), [0], [5]),
+        (bidirectional(2), [0, 2], [1, 3]),
+        (linear(1), [0], [0]),
+    ],
+)
+def test_extras_go_to_the_ends_of_the_model_wherever_they_live(placement: Placement, first: list[int], last: list[int]) -> None:
+    base = costs_of(flags("--cost", "F=2,B=3,W=1,BW=3.5,comm=0.5", "--activation", "B=2,W=1,R=0.5"), placement)
+    share = StageCosts(2, 3, 1, 1, 0.5, 3.5, 2, 0.25).share(placement.chunks_per_replica)
+    assert base == Costs((share,) * (placement.last_stage + 1), 0.5)
+    extra = ("--first-stage", "F=0.25", "--last-stage", "F=1,B=2,W=4,activation=3")
+    costs = costs_of(flags("--cost", "F=2,B=3,W=1,BW=3.5,comm=0.5", "--activation", "B=2,W=1,R=0.5", *extra), placement)
+    for index, stage in enumerate(costs.stages):
+        embedding, head = 0.25 * (index in first), index in last
+        assert stage.forward == share.forward + embedding + head
+        assert stage.recompute == share.recompute + embedding + head
+        assert stage.backward == share.backward + 2 * head
+        assert stage.weight == share.weight + 4 * head
+        assert stage.fused == 3.5 / placement.chunks_per_replica + 6 * head
+        assert stage.activation == share.activation + 3 * head
+        assert stage.retained == pytest.approx(stage.activation / 2)
+        assert stage.checkpoint == pytest.approx(stage.activation / 4)
+
+
+@given(placements(), st.data())
+def test_what_json_tells_about_costs_is_read_back(placement: Placement, data: st.DataObject) -> None:
+    count = placement.last_stage + 1
+    costs = Costs(tuple(data.draw(st.lists(stage_costs(), min_size=count, max_size=count))), data.draw(numbers))
+    told = json.loads(json.dumps(cost_fields(placement, costs)))
+    assert costs_of(flags(), placement, told) == costs
+
+
+@given(
+    placements(),
+    st.fixed_dictionaries({}, optional={name: st.floats(0.1, 10) for name in ("F", "B", "W", "comm", "BW", "R")}),
+    st.floats(0, 1),
+    st.floats(0, 1),
+)
+def test_equal_stages_are_told_by_one_ranks_share(
+    placement: Placement, cost: dict[str, float], retained: float, kept: float
+) -> None:
+    given = {"costs": cost, "activation": {"B": 1.0, "W": round(retained, 3), "R": round(kept, 3)}}
+    costs = costs_of(flags(), placement, given)
+    told = cost_fields(placement, costs)
+    assert set(told) == {"costs", "activation"}
+    assert {name: told["costs"][name] for name in cost if name != "R"} == pytest.approx(
+        {name: value for name, value in cost.items() if name != "R"}
+    )
+    again = costs_of(flags(), placement, told)
+    for field in ("forward", "backward", "weight", "retained", "recompute", "checkpoint"):
+        assert getattr(again.stages[0], field) == pytest.approx(getattr(costs.stages[0], field))
+
+
+def test_a_plan_with_uneven_stages_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "plan --schedule zb-h1 --pp 3 --microbatches 5 --cost F=1,B=1.5,W=1,comm=0.25 --memory-limit 9 --objective makespan "
+    plan += "--first-stage F=0.5,activation=0.5 --last-stage F=1,B=1,W=0.5,activation=2 --fuse 1"
+    planned = run(capsys, plan)
+    assert planned["costs"] == {"F": 1.5, "B": pytest.approx(11 / 6), "W": pytest.approx(7 / 6), "comm": 0.25}
+    assert [stage["forward"] for stage in planned["stage_costs"]["stages"]] == [1.5, 1, 2]
+    assert (planned["objective"], planned["memory_limit"], planned["fuse"]) == ("makespan", 9, [1])
+    assert all(work[0] in "FB" and work[:1] != "W" for work in planned["passes"][1])
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(planned))
+    del planned["plan_seconds"]
+    assert run(capsys, f"simulate {path}") == planned
+
+    # Flags replace what they name, on every stage, and leave the rest.
+    other = run(capsys, f"simulate {path} --cost W=2,comm=0")["stage_costs"]
+    assert other["hop"] == 0
+    assert [(stage["forward"], stage["weight"]) for stage in other["stages"]] == [(1.5, 2), (1, 2), (2, 2)]
+
+    # The same stages from a file of costs give the same plan.
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(planned["stage_costs"]))
+    again = run(
+        capsys, f"plan --schedule zb-h1 --pp 3 --microbatches 5 --objective makespan --memory-limit 9 --fuse 1 --costs {costs}"
+    )
+    del again["plan_seconds"]
+    assert again == planned
+
+
+def test_recomputation_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "plan --schedule 1f1b --pp 1 --microbatches 2 --cost F=1,B=2,W=3,R=4 --activation B=1,W=1,R=0.25"
+    data = run(capsys, f"{plan} --recompute all")
+    assert data["passes"] == [["F0.0", "R0.0", "BW0.0", "F1.0", "R1.0", "BW1.0"]]
+    assert (data["span"], data["peak_activation"]) == (20, [1])
+    assert (data["costs"], data["activation"]) == ({"F": 1, "B": 2, "W": 3, "comm": 0, "R": 4}, {"B": 1, "W": 1, "R": 0.25})
+    two = run(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2 --activation B=1,R=0.25 --recompute 0")
+    assert two["peak_activation"] == [1.25, 1]
+    assert [any(work.startswith("R") for work in passes) for passes in two["passes"]] == [True, False]
+
+
+def test_a_fused_backward_may_take_another_time(capsys: pytest.CaptureFixture[str]) -> None:
+    data = run(capsys, "plan --schedule zb-h1 --pp 1 --microbatches 1 --cost F=1,B=1,W=1,BW=1.5 --fuse 0")
+    assert (data["passes"], data["span"], data["costs"]["BW"]) == ([["F0.0", "BW0.0"]], 2.5, 1.5)
+
+
+def test_the_limit_travels_and_can_be_lifted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    data = run(capsys, "plan --schedule zb-h1 --pp 2 --microbatches 4 --memory-limit 2")
+    path.write_text(json.dumps(data | {"memory_limit": 1}))
+    assert "above the limit of 1" in refusal(capsys, "verify", str(path))
+    assert "memory_limit" not in run(capsys, f"simulate {path} --memory-limit inf")
+    for wrong in ("2", -1, True, [2]):
+        path.write_text(json.dumps(data | {"memory_limit": wrong}))
+        assert f"{path}: memory_limit must be a number of at least 0" in refusal(capsys, "verify", str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"), [("all", {0, 1, 2, 3, 4, 5}), ("0", {0}), ("0,3-5", {0, 3, 4, 5}), ("2-2,1", {1, 2})]
+)
+def test_stages(text: str, stages: set[int]) -> None:
+    assert Stages(text).of(6) == stages
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--recompute 4", "stages 4: there is no stage 4; the stages are 0..3"),
+        ("--recompute 0-99999999999999999999", "there is no stage 99999999999999999999"),
+        ("--fuse 3-1", "'3-1': expected all, or stages such as 0 or 0,3-5"),
+        ("--fuse -1", "'-1': expected all"),
+        ("--fuse first", "'first': expected all"),
+        ("--exact 0", "'0': expected a number of seconds above 0"),
+        ("--objective time", "invalid choice: 'time'"),
+        ("--activation B=1,R=2", "activation B=1,W=1,R=2: F must allocate"),
+        ("--splits 2", "zb-h1 does not cut microbatches into slices"),
+        ("--group 2", "zb-h1 does not run microbatches in groups"),
+        ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),
+        ("--costs /nowhere/at/all", "No such file or directory: /nowhere/at/all"),
+        ("--schedule file:mine.json", "for a file: mpipe simulate mine.json, mpipe verify mine.json"),
+    ],
+)
+def test_bad_flags(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "plan --schedule zb-h1 --pp 4 --microbatches 8"
+    assert message in refusal(capsys, *plan.split(), *arguments.split())
+
+
+def test_costs_of_stages_exclude_the_flags_they_replace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"stages": [{"forward": 1, "backward": 1, "weight": 1}, {"forward": 1, "backward": 1, "weight": 1}]}')
+    plan = ["plan", "--schedule", "zb-h1", "--pp", "2", "--microbatches", "2", "--costs", str(path)]
+    assert "leave --first-stage out, or --costs" in refusal(capsys, *plan, "--first-stage", "F=1")
+    assert "leave --cost out, or --costs" in refusal(capsys, *plan, "--cost", "comm=1")
+    plan[4] = "4"
+    assert "costs of 2 stages; this schedule has 4 (4 ranks with 1 chunk(s) each)" in refusal(capsys, *plan)
