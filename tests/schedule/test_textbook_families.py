@@ -138,13 +138,14 @@ def test_gis_places_w_by_the_real_costs() -> None:
     assert real < 0.985 * blind
 
 
-def test_gis_runs_fused_stages_as_one_pass() -> None:
-    schedule = families.plan("gis", 2, 6, fused=[0, 3])
+def test_gis_plans_fused_and_recomputed_stages() -> None:
+    schedule = families.plan("gis", 2, 6, fused=[0, 3], recompute=[1, 3])
     verify(schedule, memory_limit=2)
-    split = {
-        schedule.placement.stage(rank, work.chunk) for rank in range(2) for work in schedule.passes[rank] if work.kind == "W"
-    }
-    assert split == {1, 2}
+    stages: dict[str, set[int]] = {}
+    for rank, row in enumerate(schedule.passes):
+        for work in row:
+            stages.setdefault(work.kind, set()).add(schedule.placement.stage(rank, work.chunk))
+    assert stages == {"F": {0, 1, 2, 3}, "R": {1, 3}, "B": {1, 2}, "W": {1, 2}, "BW": {0, 3}}
 
 
 # DualPipe

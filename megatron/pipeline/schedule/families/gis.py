@@ -71,12 +71,17 @@ class _Run:
     """
 
     def __init__(self, problem: Problem, group: int, patience: float) -> None:
-        self.placement, self.costs = problem.placement, problem.costs
+        self.placement, self.hop, self.patience = problem.placement, problem.costs.hop, patience
         ranks, chunks = problem.ranks, self.placement.chunks
         items = list(chunk_by_chunk(problem.microbatches, group, chunks))
         self.forwards = [Pass(Kind.F, *item) for item in items]
         self.backwards = [Pass(Kind.B, microbatch, chunks - 1 - chunk) for microbatch, chunk in items]
-        self.patience, self.fused = patience, problem.fused
+        self.seconds = {kind: [cost.seconds(kind) for cost in problem.costs.stages] for kind in Kind}
+        self.backward = [
+            (Kind.R,) * (stage in problem.recompute) + (Kind.BW if stage in problem.fused else Kind.B,)
+            for stage in range(len(problem.costs.stages))
+        ]
+        self.last = self.placement.last_stage
         self.most = group * (chunks - 1) + ranks
         self.rows: list[list[Pass]] = [[] for _ in range(ranks)]
         self.free: list[float] = [0] * ranks
@@ -105,7 +110,7 @@ class _Run:
             return work
         if not due:
             return None
-        seconds = self.costs.stages[self.placement.stage(rank, due[0].chunk)].weight
+        seconds = self.seconds[Kind.W][self.placement.stages[rank][due[0].chunk]]
         late = now + seconds - min(forward, backward)
         return due[0] if full or late <= self.patience * seconds else None
 
@@ -115,25 +120,26 @@ class _Run:
         if number == len(works):
             return math.inf, None
         work = works[number]
-        return self.arrival.get((kind, self.placement.stage(rank, work.chunk), work.microbatch), math.inf), work
+        return self.arrival.get((kind, self.placement.stages[rank][work.chunk], work.microbatch), math.inf), work
 
     def _start(self, rank: int, work: Pass, now: float) -> None:
-        stage = self.placement.stage(rank, work.chunk)
-        fused = stage in self.fused and work.kind is Kind.B
-        self.rows[rank].append(work._replace(kind=Kind.BW) if fused else work)
-        end = self.free[rank] = now + self.costs.stages[stage].seconds(self.rows[rank][-1].kind)
+        kind, microbatch, chunk = work
+        stage = self.placement.stages[rank][chunk]
+        runs = self.backward[stage] if kind is Kind.B else (kind,)
+        self.rows[rank] += [work if run is kind else Pass(run, microbatch, chunk) for run in runs]
+        end = self.free[rank] = now + sum(self.seconds[run][stage] for run in runs)
         heapq.heappush(self.events, (end, rank))
-        if work.kind is Kind.W:
+        if kind is Kind.W:
             self.due[rank].popleft()
             return
-        self.ran[work.kind][rank] += 1
-        if work.kind is Kind.B and not fused:
-            self.due[rank].append(work._replace(kind=Kind.W))
-        if work.kind is Kind.F and stage == self.placement.last_stage:
-            self.arrival[Kind.B, stage, work.microbatch] = end
-        elif (after := stage + (1 if work.kind is Kind.F else -1)) >= 0:
+        self.ran[kind][rank] += 1
+        if runs[-1] is Kind.B:
+            self.due[rank].append(Pass(Kind.W, microbatch, chunk))
+        if kind is Kind.F and stage == self.last:
+            self.arrival[Kind.B, stage, microbatch] = end
+        elif (after := stage + (1 if kind is Kind.F else -1)) >= 0:
             receiver, _ = self.placement.home(after)
-            self.arrival[work.kind, after, work.microbatch] = there = end + (self.costs.hop if receiver != rank else 0)
+            self.arrival[kind, after, microbatch] = there = end + (self.hop if receiver != rank else 0)
             heapq.heappush(self.events, (there, receiver))
 
 
