@@ -1,112 +1,138 @@
-"""How good can a schedule be? A bound below which no order of the passes can bring the span."""
+"""How good can a schedule be? A bound below which no order of the passes can bring the span, or the makespan."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from megatron.pipeline.schedule.costs import Costs, StageCosts
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Problem
+import numpy as np
+
+from megatron.pipeline.schedule.earliest import SLACK, Earliest, Times, backwards_in_time, lines, usable
+from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.problem import Objective, Problem
+
+ORIGINS = 4  # from how many ranks' points of view at least a span is looked at, where there are many ranks
+SWEEPS = 2  # the first finds what a full memory holds up, the second what that holds up; more have found nothing
 
 
 def lower_bound(problem: Problem) -> float:
-    """A span that no schedule can beat: every order of F, B, W or BW that keeps the dependencies and the limit takes longer.
+    """A span (or makespan, if that is the objective) that no schedule can beat.
 
-    The span is at least that of every rank, counted from its first pass. For one rank, with ``work`` the seconds of all
-    its passes:
+    It holds for every order of the passes that keeps the dependencies, the order of microbatches on each chunk and the
+    limits, with any mixture of BW and of B and W on the stages that the problem does not fuse.
 
-    * Head: its first B cannot start before a microbatch went from the rank's first stage to the model's last and back to
-      the rank's last stage. Until then it can only run F, and only as many as fit into memory. The rest is idle.
-    * Tail: after its last F ends, that microbatch still has to go forward to the model's last stage and back through the
-      rank's first stage. From then on it can only run B and W of what it held in memory. The rest is idle.
-    * Head and tail overlap only if the rank ran all its F before its first B. Where the span is known to be at least
-      head + tail, or memory cannot hold all microbatches at once, they do not, and both idle times count.
-    * One microbatch alone takes its whole way from the rank's first stage and back.
-    * Memory: activations occupy memory for at least their way to the last stage and back. Their sum over all
-      microbatches, size times seconds, has to fit into limit times span.
+    The span is at least that of every rank, so take one rank, counted from its first pass, with W seconds of work.
 
-    For equal stages and m > p, and where its closed form holds, this is the span of ZB-H1 if B frees nothing: no schedule
-    with the memory of 1F1B is better.
+    * Head: before the moment T after its first pass, the rank can have done only U(T) < T seconds of work: the first
+      gradient is still on its way, what came before fills the memory, and on other ranks too microbatches wait for memory
+      (``Earliest``). The rank idles for at least T - U(T) then, and if U(T) < W, all of it lies within its span.
+    * Tail: the same, backwards in time, from the end of the rank's last pass, with T' and U'.
+    * Both: if U(T) + U'(T') <= W, head and tail cannot overlap: together they would hold all the work. The same is true
+      if the span is known to be at least T + T'. Then T - U(T) and T' - U'(T') both count.
+    * The last pass of any kind on the rank ends no earlier than ``Earliest`` says.
+    * Memory: what microbatches allocate they hold for at least their way to the last stage and back. Size times seconds,
+      over all microbatches, has to fit into limit times span.
+
+    For the makespan, time is counted from the first pass of all ranks, and to the last of all; the rest is the same.
+
+    At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, mostly, V-Min (Qi et al.,
+    "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"), which are thereby optimal.
 
     Returns:
-        Seconds (the unit of the costs); infinite if not even one microbatch fits into the limit.
+        Seconds (the unit of the costs); infinite if not even one microbatch fits into the limits.
     """
-    limits = problem.limits or [None] * problem.ranks
-    return max(
-        _rank_bound(problem.placement, rank, problem.microbatches, problem.costs, limit) for rank, limit in enumerate(limits)
-    )
+    limits = [usable(problem, rank) for rank in range(problem.ranks)]
+    if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
+        return math.inf
+    forward = lines(problem)
+    count = max(line.count for line in forward)
+    first, last = 4 * problem.ranks + 8, 8
+    numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
+    work = [math.fsum(line.count * line.seconds for line in forward if line.rank == rank) for rank in range(problem.ranks)]
+    origins = _origins(work, len(numbers)) if problem.objective is Objective.SPAN else [None]
+    head = Earliest(problem, forward, origins, numbers)
+    tail = Earliest(problem, backwards_in_time(forward), origins, numbers)
+    for _ in range(SWEEPS):
+        head.sweep()
+        tail.sweep()
+    areas = [area / limit if 0 < limit < math.inf else 0.0 for area, limit in zip(memory_time(problem), limits, strict=True)]
+    best = max(*work, *areas)
+    for at, origin in enumerate(origins):
+        for rank in range(problem.ranks) if origin is None else [origin]:
+            last = max(head.last_end(at, rank), tail.last_end(at, rank))
+            best = max(best, last, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), last))
+    return best
 
 
-class _Load(NamedTuple):
-    """Something that occupies memory and gives a rank work to do."""
+def least_limit(problem: Problem, rank: int) -> float:
+    """The memory without which a rank cannot run even one microbatch, in the costs' unit.
 
-    size: float
-    seconds: float
-
-
-def _rank_bound(placement: Placement, rank: int, microbatches: int, costs: Costs, limit: float | None) -> float:
-    homes = [placement.home(stage)[0] for stage in range(placement.last_stage + 1)]
-    hops = [costs.hop if here != there else 0 for here, there in pairwise(homes)]
-
-    def to_end(stage: int) -> float:
-        """From the start of F on a stage to the end of F on the last one."""
-        return sum(cost.forward for cost in costs.stages[stage:]) + sum(hops[stage:])
-
-    def from_end(stage: int) -> float:
-        """From the start of B on the last stage to the end of B on this one."""
-        return sum(cost.backward for cost in costs.stages[stage:]) + sum(hops[stage:])
-
-    mine = [costs.stages[stage] for stage in placement.stages[rank]]
-    first, last = min(placement.stages[rank]), max(placement.stages[rank])
-    weight = costs.stages[first].weight
-    work = microbatches * sum(cost.total for cost in mine)
-    whole = to_end(first) + from_end(first) + weight
-    head = to_end(first) + from_end(last) - costs.stages[last].backward
-    tail = to_end(last) - costs.stages[last].forward + from_end(first) + weight
-    before_head = microbatches * sum(cost.forward for cost in mine)
-    after_tail = microbatches * sum(cost.backward + cost.weight for cost in mine)
-    area: float = 0
-    apart = False
-
-    if limit is not None:
-        room = _usable(limit, mine)
-        microbatch = sum(cost.activation for cost in mine)
-        if room < microbatch:
-            return math.inf  # on its way back from the last stage, a microbatch occupies all of the rank's stages
-        apart = room < microbatches * microbatch
-        before_head = _most([_Load(cost.activation, cost.forward) for cost in mine], microbatches, room)
-        loads = [_Load(cost.activation, cost.backward + cost.weight) for cost in mine]
-        loads += [_Load(cost.retained, cost.weight) for cost in mine]
-        after_tail = min(after_tail, _most(loads, microbatches, room))
-        if room > 0:
-            held = (
-                costs.stages[stage].activation * (to_end(stage) + from_end(stage))
-                + costs.stages[stage].retained * costs.stages[stage].weight
-                for stage in placement.stages[rank]
-            )
-            area = microbatches * sum(held) / room
-
-    idle_head, idle_tail = max(0, head - before_head), max(0, tail - after_tail)
-    span = max(whole, work + idle_head, work + idle_tail, area)
-    return max(span, work + idle_head + idle_tail) if apart or span >= head + tail else span
+    When a stage runs its first backward, the microbatch (all its slices) occupies that stage and, of those of the rank, the
+    stages before it. Where R follows, these hold no more than what is kept for it.
+    """
+    placement, least = problem.placement, 0.0
+    for replica in range(placement.replicas):
+        held = 0.0
+        for stage in sorted(placement.stages[rank]):
+            if placement.replica(stage) == replica and replica < problem.microbatches:
+                cost = problem.costs.stages[stage]
+                kept = cost.checkpoint if stage in problem.recompute else cost.activation
+                held += kept
+                least = max(least, held + (cost.activation - kept) / problem.splits)
+    return least
 
 
-def _usable(limit: float, stages: list[StageCosts]) -> float:
-    """How much of the limit can be filled: whole units, where everything that is held has the same size."""
-    sizes = {size for cost in stages for size in (cost.activation, cost.retained) if size > 0}
-    if len(sizes) != 1:
-        return limit
-    (size,) = sizes
-    return (limit + limit / 10**9) // size * size  # the billionth forgives float sums: a larger limit keeps the bound valid
+def _origins(work: list[float], followed: int) -> Sequence[int | None]:
+    """The ranks whose span is bounded: all, or the first, the last and those with the most work, to keep it fast."""
+    by_work = sorted(range(len(work)), key=lambda rank: -work[rank])
+    ordered = dict.fromkeys([by_work[0], 0, len(work) - 1, *by_work])
+    return sorted(list(ordered)[: max(ORIGINS, 2000 // followed)])
 
 
-def _most(loads: list[_Load], count: int, room: float) -> float:
-    """The most seconds of work that fit into the room, with up to ``count`` of every load, parts of one allowed."""
-    seconds: float = 0
-    for load in sorted(loads, key=lambda load: load.seconds / load.size if load.size else math.inf, reverse=True):
-        number = min(count, room / load.size) if load.size else count
-        room -= number * load.size
-        seconds += number * load.seconds
-    return seconds
+def _with_idle_time(work: float, head: tuple[Times, Times], tail: tuple[Times, Times], known: float) -> float:
+    """The rank's work, and the most idle time of a head, of a tail, or of both where they cannot overlap.
+
+    ``known`` is a bound of this rank's span.
+    """
+    (heads, head_idle, head_work), (tails, tail_idle, tail_work) = _idle(work, *head), _idle(work, *tail)
+    best = work + float(max(head_idle[-1], tail_idle[-1]))
+    for limits, lengths in ((work - tail_work, head_work), (max(known, best) - tails, heads)):
+        at = np.searchsorted(lengths, limits * (1 - SLACK), side="right") - 1
+        both = np.where(at >= 0, head_idle[at] + tail_idle, 0)
+        best = max(best, work + float(both.max()))
+    return best
+
+
+def _idle(work: float, moments: Times, most: Times) -> tuple[Times, Times, Times]:
+    """Moments, the idle time known to lie before each, and the work that allows; from none at moment 0."""
+    within = most < work * (1 - SLACK)
+    moments, most = (np.concatenate([[0.0], values[within]]) for values in (moments, most))
+    return moments, np.maximum.accumulate(np.maximum(moments - most, 0)), np.maximum.accumulate(most)
+
+
+def memory_time(problem: Problem) -> list[float]:
+    """What all microbatches of an iteration hold on every rank at least, size times seconds, in the costs' units.
+
+    A stage holds what F allocates until the microbatch has gone to the last stage and back (its lifespan, in the words of
+    Qi et al., "Pipeline Parallelism with Controllable Memory", section 3), what R allocates from R until B ends, and what
+    is retained until W ends.
+    """
+    placement, costs = problem.placement, problem.costs.sliced(problem.splits)
+    held = [0.0] * problem.ranks
+    life = 0.0
+    for stage in reversed(range(placement.last_stage + 1)):
+        cost, rank, again = costs.stages[stage], placement.home(stage)[0], stage in problem.recompute
+        both = float(cost.seconds(Kind.BW))
+        backward = both if stage in problem.fused else min(float(cost.backward), both)
+        weight = min(float(cost.backward + cost.weight), both) - backward
+        if placement.is_last(stage):
+            life = cost.recompute if again else 0.0
+        elif placement.home(stage + 1)[0] != rank:
+            life += 2 * costs.hop
+        life += cost.forward + backward
+        kept = cost.checkpoint if again else cost.activation
+        each = kept * life + (cost.activation - kept) * (cost.recompute + backward)
+        each += 0 if stage in problem.fused else cost.retained * weight
+        total = len(range(placement.replica(stage), problem.microbatches * problem.splits, placement.replicas))
+        held[rank] += total * float(each)
+    return held
