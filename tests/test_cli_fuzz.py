@@ -186,6 +186,32 @@ def test_any_damage_to_a_file_is_answered(tmp_path: Path, content: bytes, more: 
         assert drawn == 0
 
 
+@st.composite
+def damaged_table(draw: st.DrawFn) -> str:
+    rows = [row.split(",") for row in "0F0,0F1,,0B0,0W0,0B1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1,".split("\n")]
+    for _ in range(draw(st.integers(0, 3))):
+        row = draw(st.sampled_from(rows))
+        at = draw(st.integers(0, len(row) - 1))
+        row[at : at + draw(st.integers(0, 1))] = draw(
+            st.sampled_from(
+                [[], [""], ["0F0"], ["1B1"], ["9W9"], ["0F" + "9" * 30], ["x"], ['"'], ["\n"], ["(0F1;1B0)OVERLAP_F_B"]]
+            )
+        )
+    return "\n".join(map(",".join, rows)) + draw(st.sampled_from(["", "\n", ",", "\n\n", '"', "\0", "ä\n"]))
+
+
+@settings(FUZZ, max_examples=100)
+@given(damaged_table(), st.sampled_from([[], ["--cost", "F=2,comm=0.5"], ["--memory-limit", "1"]]))
+def test_any_damage_to_a_table_is_answered(tmp_path: Path, content: str, more: list[str]) -> None:
+    path = tmp_path / "schedule.csv"
+    path.write_text(content)
+    verified, _ = run("verify", str(path), *more)
+    simulated, text = run("simulate", str(path), *more, "--json")
+    assert simulated == verified
+    if simulated == 0:
+        check(text)
+
+
 @settings(FUZZ, max_examples=60)
 @given(rank=st.integers(0, 1), slot=st.integers(0, 8), other=st.integers(0, 8), action=st.sampled_from(["remove", "double"]))
 def test_a_missing_or_doubled_pass_is_refused_with_its_rank_and_name(

@@ -94,7 +94,9 @@ def report_flags() -> Parser:
     """What to print of a schedule, and where."""
     flags = Parser(add_help=False)
     flags.add_argument("--json", action="store_true", help="one JSON object, which the other commands read")
-    flags.add_argument("-o", "--output", metavar="FILE", help="write there instead of to the terminal")
+    flags.add_argument(
+        "-o", "--output", metavar="FILE", help="write there instead of to the terminal; JSON if the name ends in .json"
+    )
     return flags
 
 

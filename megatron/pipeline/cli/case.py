@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,13 +46,11 @@ class Case:
     def problem(self) -> Problem:
         """What the schedule is an answer to. R is part of it where the schedule runs it for every microbatch."""
         schedule = self.schedule
-        recomputed = [
-            schedule.placement.stage(rank, chunk)
-            for rank, passes in enumerate(schedule.passes)
-            for chunk in range(schedule.placement.chunks)
-            if any(work.kind is Kind.R for work in passes)
-            and sum(work.kind is Kind.R and work.chunk == chunk for work in passes) == len(schedule.numbers(rank, chunk))
-        ]
+        recomputed = set()
+        for rank, passes in enumerate(schedule.passes):
+            for chunk, count in Counter(work.chunk for work in passes if work.kind is Kind.R).items():
+                if count == len(schedule.numbers(rank, chunk)):
+                    recomputed.add(schedule.placement.stage(rank, chunk))
         return Problem(
             schedule.placement,
             schedule.microbatches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.plan import Planned, plan
-from megatron.pipeline.cli.summary import plain_table, put
+from megatron.pipeline.cli.summary import plain_table
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.simulate import activation_peaks
@@ -67,8 +68,10 @@ def run(options: argparse.Namespace) -> None:
     if options.output and Path(options.output).suffix == ".html":
         cases = {row.label: row.case for row in rows}
         page(options.output, {label: case.timeline() for label, case in cases.items()}, cases)
-    elif options.json or options.output:
-        put(data, None, options.output)
+    elif options.output:
+        Path(options.output).write_text(json.dumps(data) + "\n", encoding="utf-8")
+    elif options.json:
+        print(json.dumps(data))
     else:
         _print_table(rows, refused, whole)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron.pipeline.cli.arguments import Commands, Parser, Stages, check_size, cost_flags, report_flags, seconds, size_flags
 from megatron.pipeline.cli.case import Case, gap
 from megatron.pipeline.cli.costs import costs_of
-from megatron.pipeline.cli.summary import put, summary
+from megatron.pipeline.cli.summary import put
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.verify import verify
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         best = optimum(case.problem, seconds=options.exact, hint=case.schedule)
         value = data[str(case.objective)]
         data["exact"] = {"value": best.value, "bound": best.bound, "proven": best.proven, "gap": gap(value, best.bound)}
-    put(data, None if options.json else summary(data, case.timeline()), options.output)
+    put(data, case.timeline(), options)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import argparse
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags, report_flags
 from megatron.pipeline.cli.case import read_case
-from megatron.pipeline.cli.summary import put, summary
+from megatron.pipeline.cli.summary import put
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.program import Send
 from megatron.pipeline.schedule.verify import verify_programs
@@ -26,8 +26,7 @@ def add(commands: Commands) -> None:
 def simulate_file(options: argparse.Namespace) -> None:
     """How good a schedule is, with the costs it was planned with or with others."""
     case = read_case(options.file, options)
-    data = case.report()
-    put(data, None if options.json else summary(data, case.timeline()), options.output)
+    put(case.report(), case.timeline(), options)
 
 
 def verify_file(options: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Sequence
@@ -61,10 +62,11 @@ def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines)
 
 
-def put(data: dict[str, Any], text: str | None, output: str | None) -> None:
-    """Print or write one JSON object, or the text instead where there is one."""
-    content = json.dumps(data) if text is None else text
-    if output:
-        Path(output).write_text(content + "\n", encoding="utf-8")
+def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace) -> None:
+    """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text."""
+    as_json = options.json or (options.output and Path(options.output).suffix == ".json")
+    content = json.dumps(data) if as_json else summary(data, timeline)
+    if options.output:
+        Path(options.output).write_text(content + "\n", encoding="utf-8")
     else:
         print(content)
