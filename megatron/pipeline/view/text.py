@@ -2,42 +2,101 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.timeline import Timeline
+import textwrap
+
+from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.view.style import number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
-_FILL = {Kind.F: "-", Kind.B: "=", Kind.W: "~", Kind.BW: "="}
+_FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "="}
 _IDLE = "."
+_CUT = " ... "
+_MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers, whatever the times are
 
 
-def render(timeline: Timeline, width: int = 100) -> str:
-    """One line per rank, at most ``width`` characters wide, on one time axis.
+def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int = 1) -> str:
+    """One line per rank on one time axis; never more than a screen, and what that leaves out is said below.
 
-    A pass is its kind and microbatch (``F0--``, ``B0==``, ``W0~~``; with several chunks ``F0.1``), or, where the line is
-    too short for that, the first letter of its kind. Dots are idle time.
+    A pass is its kind and microbatch (``F0--``, ``B0==``, ``W0~~``, ``R0++``; with several chunks ``F0.1``, with slices
+    ``F0a``), or, where the line is too short for that, the first letter of its kind. Dots are idle time. Where the line is
+    too short even for letters, the middle of the time is left out; where there are too many ranks, the middle ranks are.
+
+    Args:
+        timeline: planned or measured.
+        width: most characters of a line.
+        height: most lines.
+        splits: slices per microbatch, as the schedule has them.
     """
     passes = [timed for rank in timeline.ranks for timed in rank]
     margin = len(f"rank {len(timeline.ranks) - 1} ")
-    start = min((timed.start for timed in passes), default=0.0)
-    columns = max(10, width - margin)
-    scale = columns / timeline.makespan if timeline.makespan > 0 else 0.0
-    shortest = min((timed.end - timed.start for timed in passes if timed.end > timed.start), default=0.0)
-    if shortest * scale >= 1:
-        # Whole columns for the shortest pass keep passes of equal length equally long.
-        scale = int(shortest * scale) / shortest
-    several_chunks = any(timed.work.chunk for timed in passes)
+    origin = min((timed.start for timed in passes), default=0.0)
+    room = max(10, width - margin)
+    makespan = timeline.makespan
+    scale = _scale(timeline, room)
+    columns = round(makespan * scale)
+    chunked = any(timed.work.chunk for timed in passes)
 
-    def name(work: Pass) -> str:
-        return str(work) if several_chunks else f"{work.kind}{work.microbatch}"
+    def name(timed: Timed) -> str:
+        return f"{timed.work.kind}{number(timed.work, splits)}" + (f".{timed.work.chunk}" if chunked else "")
 
-    named = all(len(name(timed.work)) <= int((timed.end - timed.start) * scale) for timed in passes)
-    lines = []
-    for index, rank in enumerate(timeline.ranks):
-        line = ""
-        for work, begin, end in rank:
-            line += _IDLE * (round((begin - start) * scale) - len(line))
-            room = max(0, round((end - start) * scale) - len(line))
-            line += (name(work) if named else work.kind[:1]).ljust(room, _FILL[work.kind])[:room]
-        line += _IDLE * (round(timeline.makespan * scale) - len(line))
-        lines.append(f"rank {index}".ljust(margin) + line)
+    named = all(len(name(timed)) <= int((timed.end - timed.start) * scale) for timed in passes)
+    windows = [(0, columns)]
+    if columns > room:
+        head = (room - len(_CUT) + 1) // 2
+        windows = [(0, head), (columns - (room - len(_CUT) - head), columns)]
+    shown: set[int] = set()  # the numbers of the passes that have a column
+
+    def row(index: int, rank: tuple[Timed, ...]) -> str:
+        cells = [[_IDLE] * (stop - first) for first, stop in windows]
+        for position, timed in enumerate(rank):
+            begin, end = round((timed.start - origin) * scale), round((timed.end - origin) * scale)
+            for (first, stop), line in zip(windows, cells, strict=True):
+                low, high = max(begin, first), min(end, stop)
+                if low < high:
+                    text = (name(timed) if named else timed.work.kind[:1]).ljust(end - begin, _FILL[timed.work.kind])
+                    line[low - first : high - first] = text[low - begin : high - begin]
+                    shown.add(offsets[index] + position)
+        return f"rank {index}".ljust(margin) + _CUT.join(map("".join, cells))
+
+    offsets = [0]
+    for rank in timeline.ranks:
+        offsets.append(offsets[-1] + len(rank))
+    first, last = _folded(len(timeline.ranks), height)
+    lines = [row(index, rank) for index, rank in enumerate(timeline.ranks) if not first <= index < last]
+    left_out = []
+    if first < last:
+        lines.insert(first, f"... {last - first} ranks more")
+        left_out.append(f"ranks {first} to {last - 1}")
+    if columns > room:
+        left_out.append(f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}")
+    instant = sum(timed.start == timed.end for timed in passes)
+    if len(shown) + instant < len(passes):
+        reason = ", ".join(left_out) or "passes too short for a column"
+        note = f"left out: {reason}; {len(passes) - len(shown):,} of {len(passes):,} passes"
+        lines += textwrap.wrap(note, max(20, width))
     return "\n".join(lines)
+
+
+def _scale(timeline: Timeline, room: int) -> float:
+    """Columns per unit of time: whole columns for the shortest pass keep passes of equal length equally long.
+
+    If the shortest pass would have none, the same for the typical one; that has at least one, if need be in more columns
+    than there is room for.
+    """
+    makespan = timeline.makespan
+    if makespan <= 0:
+        return 0.0
+    lengths = [end - start for rank in timeline.ranks for _, start, end in rank if end > start]
+    shortest, typical = min(lengths, default=makespan), typical_length([timeline])
+    if shortest * room >= makespan:
+        return int(shortest * room / makespan) / shortest
+    if typical * room >= makespan:
+        return int(typical * room / makespan) / typical
+    return 1 / typical if typical * _MOST_COLUMNS > makespan else _MOST_COLUMNS / makespan
+
+
+def _folded(ranks: int, height: int) -> tuple[int, int]:
+    """Which ranks, from the first to before the last of two numbers, do not fit; two lines are for saying what is left out."""
+    rows = max(2, height - 3)
+    return (ranks, ranks) if ranks <= rows + 1 else ((rows + 1) // 2, ranks - rows // 2)

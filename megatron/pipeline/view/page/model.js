@@ -1,0 +1,173 @@
+// What is shown, without how: the passes of every panel as columns, and what can be asked about them.
+
+/** Undo what page.py did to a panel's columns: base64 of a zlib stream. */
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).arrayBuffer();
+}
+
+/** One schedule or recording: all its passes, rank after rank, in the order they ran. */
+class Panel {
+  static async read(entry, kinds) {
+    return new Panel(entry, kinds, await inflate(entry.columns));
+  }
+
+  constructor(entry, kinds, buffer) {
+    this.title = entry.title;
+    this.kindNames = kinds.map((kind) => kind.name);
+    this.stages = entry.stages; // stages[rank][chunk]; null for a recording, whose placement is not known
+    this.depth = entry.depth; // stages of one model
+    this.splits = entry.splits;
+    this.ranks = entry.counts.length;
+    this.first = [0]; // rank r has the passes first[r] .. first[r + 1] - 1
+    for (const count of entry.counts) this.first.push(this.first.at(-1) + count);
+    this.count = this.first.at(-1);
+    let at = 0;
+    const column = (Type) => {
+      const values = new Type(buffer, at, this.count);
+      at += values.byteLength;
+      return values;
+    };
+    this.starts = column(Float64Array);
+    this.ends = column(Float64Array);
+    this.changes = entry.memory ? column(Float64Array) : null; // of activation memory, by the pass
+    this.numbers = column(Uint32Array);
+    this.chunks = column(Uint16Array);
+    this.kinds = column(Uint8Array);
+    this.#beginAtZero();
+    this.#sumMemory();
+    this.chunkCount = this.stages ? this.stages[0].length : 1 + this.chunks.reduce((most, chunk) => Math.max(most, chunk), 0);
+  }
+
+  #beginAtZero() {
+    let origin = Infinity;
+    for (const start of this.starts) origin = Math.min(origin, start);
+    this.makespan = 0;
+    for (let i = 0; i < this.count; i++) {
+      this.starts[i] -= origin;
+      this.ends[i] -= origin;
+      this.makespan = Math.max(this.makespan, this.ends[i]);
+    }
+  }
+
+  /** What its rank holds after each pass has changed it, and the most any rank holds. */
+  #sumMemory() {
+    this.peak = 0;
+    if (!this.changes) return;
+    this.held = new Float64Array(this.count);
+    for (let rank = 0; rank < this.ranks; rank++) {
+      let held = 0;
+      for (let i = this.first[rank]; i < this.first[rank + 1]; i++) {
+        held += this.changes[i];
+        this.held[i] = held;
+        this.peak = Math.max(this.peak, held);
+      }
+    }
+  }
+
+  /** When a pass changes the memory of its rank: what it allocates, at its start; what it frees, at its end. */
+  changeTime(i) {
+    return this.changes[i] > 0 ? this.starts[i] : this.ends[i];
+  }
+
+  /** The first pass of a rank that ends after a time; the end of the rank if none does. */
+  after(rank, time) {
+    let low = this.first[rank];
+    let high = this.first[rank + 1];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.ends[middle] > time) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  /** The pass that a rank runs at a time, or -1. */
+  at(rank, time) {
+    const i = this.after(rank, time);
+    return i < this.first[rank + 1] && this.starts[i] <= time ? i : -1;
+  }
+
+  rankOf(i) {
+    return this.first.findIndex((_, rank) => i < this.first[rank + 1]);
+  }
+
+  stageOf(i) {
+    return this.stages ? this.stages[this.rankOf(i)][this.chunks[i]] : -1;
+  }
+
+  /** Which share of each of `bins` equal parts of a time range a rank spends on each kind: shares[bin * kinds + kind]. */
+  density(rank, from, to, bins) {
+    const kinds = this.kindNames.length;
+    const shares = new Float32Array(bins * kinds);
+    const perTime = bins / (to - from);
+    for (let i = this.after(rank, from); i < this.first[rank + 1] && this.starts[i] < to; i++) {
+      const begin = Math.max(0, (this.starts[i] - from) * perTime);
+      const end = Math.min(bins, (this.ends[i] - from) * perTime);
+      for (let bin = Math.floor(begin); bin < end; bin++) {
+        shares[bin * kinds + this.kinds[i]] += Math.min(end, bin + 1) - Math.max(begin, bin);
+      }
+    }
+    return shares;
+  }
+
+  /** The most passes that a rank runs in a time range. */
+  crowd(from, to) {
+    let most = 0;
+    for (let rank = 0; rank < this.ranks; rank++) most = Math.max(most, this.after(rank, to) - this.after(rank, from));
+    return most;
+  }
+
+  /** All passes of a microbatch (slice). */
+  passesOf(number) {
+    const passes = [];
+    for (let i = 0; i < this.count; i++) if (this.numbers[i] === number) passes.push(i);
+    return passes;
+  }
+
+  /** The pairs [needed, needing] among the passes of one microbatch, by the rules of Schedule.predecessors. */
+  links(passes) {
+    if (!this.stages) return [];
+    const found = new Map(passes.map((i) => [this.kindNames[this.kinds[i]] + this.stageOf(i), i]));
+    const pairs = [];
+    for (const [name, i] of found) {
+      const kind = name.replace(/\d+$/, "");
+      const stage = this.stageOf(i);
+      const needed = [];
+      if (kind === "F") {
+        if (stage % this.depth !== 0) needed.push(found.get("F" + (stage - 1)));
+      } else if (kind === "R") {
+        needed.push(found.get("F" + stage));
+      } else if (kind === "W") {
+        needed.push(found.get("B" + stage));
+      } else {
+        needed.push(found.get("R" + stage) ?? found.get("F" + stage));
+        if ((stage + 1) % this.depth !== 0) needed.push(found.get("B" + (stage + 1)) ?? found.get("BW" + (stage + 1)));
+      }
+      for (const other of needed) if (other !== undefined) pairs.push([other, i]);
+    }
+    return pairs;
+  }
+
+  /** The microbatch of a pass and the letter of its slice: 3, 3a. */
+  number(i) {
+    const number = this.numbers[i];
+    if (this.splits === 1) return String(number);
+    let letters = "";
+    for (let slice = number % this.splits; slice >= 0; slice = Math.floor(slice / 26) - 1) {
+      letters = String.fromCharCode(97 + (slice % 26)) + letters;
+    }
+    return Math.floor(number / this.splits) + letters;
+  }
+
+  /** As people write a pass: F3, or F3.1 where there are several chunks. */
+  name(i) {
+    return this.kindNames[this.kinds[i]] + this.number(i) + (this.chunkCount > 1 ? "." + this.chunks[i] : "");
+  }
+}
+
+/** A number with six digits, without the noise that floats leave behind them. */
+function plain(value) {
+  return String(Number(value.toPrecision(6)));
+}

@@ -1,0 +1,48 @@
+"""What every kind of picture shares: the colours of passes, their shading by chunk, and how a microbatch is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.timeline import Timeline
+
+# Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
+COLOURS = {Kind.F: "#56B4E9", Kind.R: "#CC79A7", Kind.B: "#E69F00", Kind.W: "#009E73", Kind.BW: "#D55E00"}
+MEANING = {
+    Kind.F: "forward",
+    Kind.R: "recomputed forward",
+    Kind.B: "backward, input",
+    Kind.W: "backward, weights",
+    Kind.BW: "backward, fused",
+}
+LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white
+
+
+def shade(colour: str, chunk: int, chunks: int) -> str:
+    """The colour itself for chunk 0, lighter for every further chunk."""
+    white = LIGHTEST * chunk / max(1, chunks - 1)
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
+
+
+def number(work: Pass, splits: int = 1) -> str:
+    """The microbatch of a pass, and the letter of its slice where each microbatch is cut into several: ``3``, ``3a``."""
+    if splits == 1:
+        return str(work.microbatch)
+    microbatch, slice_ = divmod(work.microbatch, splits)
+    letters = ""
+    while slice_ >= 0:  # a .. z, aa .. az, ba ..
+        slice_, letter = divmod(slice_, 26)
+        letters = chr(ord("a") + letter) + letters
+        slice_ -= 1
+    return f"{microbatch}{letters}"
+
+
+def typical_length(timelines: Iterable[Timeline]) -> float:
+    """A length that nine of ten passes reach, those that take no time aside: drawings make it large enough to see.
+
+    Measured passes vary: the shortest tenth may be too small rather than make a drawing many times as long.
+    """
+    lengths = sorted(end - start for timeline in timelines for rank in timeline.ranks for _, start, end in rank if end > start)
+    return lengths[len(lengths) // 10] if lengths else 0.0
