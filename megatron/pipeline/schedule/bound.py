@@ -46,7 +46,7 @@ def lower_bound(problem: Problem) -> float:
         return math.inf
     forward = lines(problem)
     count = max(line.count for line in forward)
-    first, last = 4 * problem.ranks + 8, 8
+    first, last = problem.ranks + 8, 4
     numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
     work = [math.fsum(line.count * line.seconds for line in forward if line.rank == rank) for rank in range(problem.ranks)]
     origins = _origins(work, len(numbers)) if problem.objective is Objective.SPAN else [None]
@@ -86,7 +86,7 @@ def _origins(work: list[float], followed: int) -> Sequence[int | None]:
     """The ranks whose span is bounded: all, or the first, the last and those with the most work, to keep it fast."""
     by_work = sorted(range(len(work)), key=lambda rank: -work[rank])
     ordered = dict.fromkeys([by_work[0], 0, len(work) - 1, *by_work])
-    return sorted(list(ordered)[: max(ORIGINS, 2000 // followed)])
+    return sorted(list(ordered)[: max(ORIGINS, 500 // followed)])
 
 
 def _with_idle_time(work: float, head: tuple[Times, Times], tail: tuple[Times, Times], known: float) -> float:

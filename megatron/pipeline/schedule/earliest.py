@@ -141,7 +141,7 @@ class Earliest:
         self._limits = [usable(problem, rank) for rank in range(problem.ranks)]
         self._zero = [np.array([0.0 if o in (None, rank) else -np.inf for o in origins]) for rank in range(problem.ranks)]
         self._numbers = np.array(numbers)
-        self._ends = np.append(self._numbers[1:], max(line.count for line in lines))
+        self._counts = np.append(self._numbers, max(line.count for line in lines))
         self._absent = [self._numbers >= line.count for line in lines]
         self.starts: list[Times] = []
         for line, absent in zip(lines, self._absent, strict=True):
@@ -204,9 +204,9 @@ class Earliest:
                 np.maximum(start, ready, out=start)
             if need.memory is not None:
                 np.maximum(start, self._freed(need.memory, need.frees), out=start)
-            for moment, most in moments[line.rank]:
-                ahead = need.work - most[:, None]
-                np.maximum(start, np.where(ahead > SLACK * need.work, moment[:, None] + ahead, -np.inf), out=start)
+            moment, most = moments[line.rank]
+            ahead = need.work - most
+            np.maximum(start, np.where(ahead > SLACK * need.work, ahead + moment, -np.inf).max(axis=0), out=start)
             if line.seconds:
                 own = self._numbers * line.seconds
                 start -= own
@@ -216,21 +216,16 @@ class Earliest:
                 np.maximum.accumulate(start, axis=1, out=start)
             start[:, absent] = np.inf
 
-    def _moments(self, rank: int) -> list[tuple[Times, Times]]:
-        """Moments, and the most seconds of work that the rank has done before them."""
-        found = [(self._zero[rank], np.zeros(len(self._origins)))]
-        if self._limits[rank] < math.inf:
-            for stage in {self.lines[index].stage: None for index in self.of_rank[rank]}:
-                for index in self._of_stage[stage]:
-                    if self.lines[index].change < 0 and self.lines[index].count:
-                        moment = self.starts[index][:, 0]
-                        counts = {
-                            other: self._counted(other, (self.starts[other] < moment[:, None]).sum(axis=1))
-                            for other in self.of_rank[rank]
-                        }
-                        found.append((moment.copy(), self._most_work(rank, counts)))
-                        break
-        return found
+    def _moments(self, rank: int) -> tuple[Times, Times]:
+        """Moments, and the most seconds of work that the rank has done before them: by moment and origin."""
+        found = [self._zero[rank]]
+        for stage in {self.lines[index].stage: None for index in self.of_rank[rank]}:
+            first = next((index for index in self._of_stage[stage] if self.lines[index].change < 0), self._of_stage[stage][-1])
+            found.append(self.starts[first][:, 0])
+        moments = np.array(found)[:, :, None]
+        counts = {index: self._counted(index, (self.starts[index] < moments).sum(axis=2)) for index in self.of_rank[rank]}
+        most = self._most_work(rank, counts)[:, :, None]
+        return np.where(np.isfinite(moments), moments, -np.inf), most
 
     def _position(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the last pass up to each number stands among those that are looked at."""
@@ -238,8 +233,7 @@ class Earliest:
 
     def _counted(self, index: int, started: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many passes may have started, from how many of those that are looked at have."""
-        counts = np.append(self._numbers, self.lines[index].count)
-        return np.minimum(counts[started], self.lines[index].count)
+        return np.minimum(self._counts[started], self.lines[index].count)
 
     def _freed(self, memory: Times, frees: Sequence[tuple[int, float]]) -> Times:
         """The earliest moments when that much can have been freed."""
@@ -248,7 +242,7 @@ class Earliest:
         if len(frees) == 1:
             moments = ends[:, self._position(np.ceil(wanted / frees[0][1]).astype(int) - 1)]
         else:
-            sizes = np.concatenate([(self._ends - self._numbers) * size for _, size in frees])
+            sizes = np.concatenate([np.diff(self._counts) * size for _, size in frees])
             order = np.argsort(ends, axis=1, kind="stable")
             freed = np.cumsum(sizes[order], axis=1)
             row = np.arange(len(ends))[:, None] * (2 * freed[0, -1])  # one search over all rows, each above the one before
@@ -263,7 +257,7 @@ class Earliest:
 
         Passes that free memory make room. What allocates has to fit: the best use of the room, parts of a pass allowed.
         """
-        seconds: Times = np.zeros(len(next(iter(counts.values()))))
+        seconds: Times = np.zeros(next(iter(counts.values())).shape)
         room = seconds + self._limits[rank]
         loads: list[tuple[float, float, NDArray[np.int64]]] = []
         for stage in {self.lines[index].stage: None for index in self.of_rank[rank]}:
