@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Kind
@@ -34,17 +34,18 @@ def transfers(schedule: Schedule) -> Iterator[Transfer]:
     Raises:
         ValueError: the schedule cannot finish.
     """
-    arriving, leaving = _links(schedule.placement)
-    for links, passes in zip(arriving, schedule.passes, strict=True):
-        for slot, (kind, microbatch, chunk) in enumerate(passes):
-            if (kind, chunk) in links:
-                links[kind, chunk].consumers[microbatch] = slot
+    slots: list[dict[tuple[Kind, int, int], int]] = [
+        {work: slot for slot, work in enumerate(passes)} for passes in schedule.passes
+    ]
+    leaving = _links(schedule.placement)
     for rank, slot in dependency_order(schedule):
         kind, microbatch, chunk = schedule.passes[rank][slot]
-        link = leaving[rank].get((kind, chunk))
-        if link is not None and microbatch in link.consumers:
-            message = Message(link.flow, microbatch, link.stage)
-            yield Transfer(message, rank, slot, link.receiver, link.consumers[microbatch])
+        if (link := leaving[rank][chunk].get(kind)) is not None:
+            flow, stage, receiver, its_chunk, kinds = link
+            for its_kind in kinds:
+                consumer = slots[receiver].get((its_kind, microbatch, its_chunk))
+                if consumer is not None:
+                    yield Transfer(Message(flow, microbatch, stage), rank, slot, receiver, consumer)
 
 
 def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
@@ -94,26 +95,22 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
 
 
 class _Link(NamedTuple):
-    """What one stage sends to a neighbour on another rank."""
+    """What passes of one kind on one stage send to a neighbour on another rank."""
 
     flow: Flow
     stage: int
     receiver: int
-    consumers: dict[int, int]  # of every microbatch, the slot of the pass that needs it
+    chunk: int  # on the receiver
+    kinds: tuple[Kind, ...]  # of passes that need it there, of which a microbatch has one
 
 
-def _links(placement: Placement) -> tuple[list[_Links], list[_Links]]:
-    """For every rank, by the kind and chunk of a pass: the links that bring what it needs, and those that take what it makes."""
-    arriving: list[_Links] = [{} for _ in range(placement.ranks)]
-    leaving: list[_Links] = [{} for _ in range(placement.ranks)]
+def _links(placement: Placement) -> list[list[dict[Kind, _Link]]]:
+    """The links of every rank and chunk, by the kind of the passes."""
+    links: list[list[dict[Kind, _Link]]] = [[{} for _ in row] for row in placement.stages]
     for stage in range(placement.last_stage):
         (rank, chunk), (after, its_chunk) = placement.home(stage), placement.home(stage + 1)
         if rank != after and not placement.is_last(stage):
-            leaving[rank][Kind.F, chunk] = arriving[after][Kind.F, its_chunk] = _Link(Flow.ACTIVATION, stage, after, {})
-            gradient = _Link(Flow.GRADIENT, stage + 1, rank, {})
+            links[rank][chunk][Kind.F] = _Link(Flow.ACTIVATION, stage, after, its_chunk, (Kind.F,))
             for kind in (Kind.B, Kind.BW):
-                leaving[after][kind, its_chunk] = arriving[rank][kind, chunk] = gradient
-    return arriving, leaving
-
-
-_Links: TypeAlias = dict[tuple[Kind, int], _Link]
+                links[after][its_chunk][kind] = _Link(Flow.GRADIENT, stage + 1, rank, chunk, (Kind.B, Kind.BW))
+    return links

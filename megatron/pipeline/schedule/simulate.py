@@ -141,7 +141,7 @@ def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind
             made = gradients[stage]
             if not placement.is_last(stage):
                 neighbour, needed = stage + 1, gradients[stage + 1]
-        seconds, hop = (costs.stages[stage].seconds(kind), costs.hop) if costs else (0, 0)
+        seconds, hop = (costs.stages[stage].seconds(kind), costs.hop) if costs is not None else (0, 0)
         # What its own rank makes precedes the pass on it: only what comes from elsewhere can be late.
         return _Link(made, needed, hop if placement.home(neighbour)[0] != placement.home(stage)[0] else 0, seconds)
 
