@@ -119,6 +119,7 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
         ([*PLAN, "--pp", "0"], "at least 1 rank, got 0"),
         ([*PLAN, "--pp", "two"], "invalid int value: 'two'"),
         ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
+        ([*PLAN, "--pp", "9" * 30, "--microbatches", "-1"], "over 3000000 passes"),
         ([*PLAN, "--microbatches", "-3"], "at least 1 microbatch, got -3"),
         ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk(s) per rank, got 2"),
         ([*PLAN, "--chunks", "0"], "zb-h1 has 1 chunk(s) per rank, got 0"),

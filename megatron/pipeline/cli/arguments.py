@@ -106,9 +106,7 @@ def check_size(ranks: int, microbatches: int, chunks: int = 1, splits: int = 1) 
     Raises:
         ValueError: too many ranks or passes.
     """
-    if min(ranks, microbatches, chunks, splits) < 1:
-        return
-    if 3 * ranks * microbatches * chunks * splits > MOST_PASSES:
+    if 3 * math.prod(max(1, number) for number in (ranks, microbatches, chunks, splits)) > MOST_PASSES:
         raise ValueError(f"{ranks} ranks with {microbatches} microbatches are over {MOST_PASSES} passes; take fewer")
     if ranks > MOST_RANKS:
         raise ValueError(f"{ranks} ranks are over {MOST_RANKS}; take fewer")
