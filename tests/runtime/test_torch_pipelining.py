@@ -110,3 +110,31 @@ def test_torch_runs_our_csv(name: str, ranks: int, pool: Pool) -> None:
     found = {stage: grads for step in steps for stage, grads in step.gradients.items()}
     assert found.keys() == expected.gradients.keys()
     torch.testing.assert_close(found, expected.gradients, rtol=1e-12, atol=1e-14)
+
+
+def torchs_own_csv(name: str) -> str:
+    """What one of torch's schedules dumps of itself."""
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    mine = (rank, rank + ranks) if name.startswith("ScheduleInterleaved") else (rank, 2 * ranks - 1 - rank)
+    stages = [PipelineStage(stage_module(stage), stage, 2 * ranks, torch.device("cpu")) for stage in mine]
+    own = getattr(schedules, name)(stages, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "schedule.csv"
+        own._dump_csv(str(path), format="compute_only")
+        return path.read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+)
+def test_schedules_of_torch_are_read_and_obey_the_rules(name: str, pool: Pool) -> None:
+    texts = pool.run(2, torchs_own_csv, name)
+    assert texts[0] == texts[1]
+    read = from_csv(texts[0], name)
+    assert read.microbatches == MICROBATCHES
+    verify(read)
+    steps = pool.run(2, in_torchs_runtime, to_csv(read))
+    expected = in_plain_autograd(4).gradients
+    torch.testing.assert_close({**steps[0].gradients, **steps[1].gradients}, expected, rtol=1e-12, atol=1e-14)
