@@ -38,14 +38,16 @@ def transfers(schedule: Schedule) -> Iterator[Transfer]:
         {work: slot for slot, work in enumerate(passes)} for passes in schedule.passes
     ]
     leaving = _links(schedule.placement)
-    for rank, slot in dependency_order(schedule):
-        kind, microbatch, chunk = schedule.passes[rank][slot]
-        if (link := leaving[rank][chunk].get(kind)) is not None:
-            flow, stage, receiver, its_chunk, kinds = link
-            for its_kind in kinds:
-                consumer = slots[receiver].get((its_kind, microbatch, its_chunk))
-                if consumer is not None:
-                    yield Transfer(Message(flow, microbatch, stage), rank, slot, receiver, consumer)
+    for rank, run in dependency_order(schedule):
+        passes, links = schedule.passes[rank], leaving[rank]
+        for slot in run:
+            kind, microbatch, chunk = passes[slot]
+            if (link := links[chunk].get(kind)) is not None:
+                flow, stage, receiver, its_chunk, kinds = link
+                for its_kind in kinds:
+                    consumer = slots[receiver].get((its_kind, microbatch, its_chunk))
+                    if consumer is not None:
+                        yield Transfer(Message(flow, microbatch, stage), rank, slot, receiver, consumer)
 
 
 def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -27,15 +27,13 @@ class Stuck(ValueError):
         self.rank, self.work = rank, work
 
 
-def dependency_order(schedule: Schedule) -> Iterator[tuple[int, int]]:
-    """Every pass as (rank, slot), each after the passes it needs and after those that precede it on its rank.
+def dependency_order(schedule: Schedule) -> list[tuple[int, range]]:
+    """All passes, as runs of (rank, slots): each pass after those it needs and after those that precede it on its rank.
 
     Raises:
         Stuck: some passes can never run.
     """
-    for rank, slots in _replay(schedule, None).runs:
-        for slot in slots:
-            yield rank, slot
+    return _replay(schedule, None).runs
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:

@@ -155,8 +155,7 @@ _LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and 
 def dependencies_can_be_met(schedule: Schedule) -> None:
     """No pass waits, over any number of ranks, for a pass that waits for it."""
     try:
-        for _ in dependency_order(schedule):
-            pass
+        dependency_order(schedule)
     except Stuck as stuck:
         raise ScheduleError(str(stuck)) from None
 
