@@ -11,7 +11,7 @@ from megatron.pipeline.cli.case import Case, read_timeline
 from megatron.pipeline.cli.summary import drawing
 from megatron.pipeline.schedule.simulate import activation_profile
 from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.view import draw
+from megatron.pipeline.view import Entry, draw, write_page
 
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -46,13 +46,12 @@ def run(options: argparse.Namespace) -> None:
         memory = {title: activation_profile(case.schedule, timelines[title], case.costs) for title, case in cases.items()}
         draw(timelines, options.output, memory if options.memory else None)
     else:
-        print("\n\n".join(f"{title}\n{drawing(timeline)}" for title, timeline in timelines.items()))
+        splits = {title: case.schedule.splits for title, case in cases.items()}
+        print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))
 
 
 def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]) -> None:
     """Write an HTML page of timelines by title, with stages, memory and gap where the schedule is known."""
-    from megatron.pipeline.view.page import Entry, write_page
-
     entries = []
     for title, timeline in timelines.items():
         case = cases.get(title)

@@ -47,12 +47,12 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
     title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
-    return f"{title}\n{table}\n\n{drawing(timeline)}"
+    return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 
 
-def drawing(timeline: Timeline) -> str:
+def drawing(timeline: Timeline, splits: int = 1) -> str:
     """A timeline as text, as wide as the terminal."""
-    return render(timeline, shutil.get_terminal_size().columns)
+    return render(timeline, shutil.get_terminal_size().columns, splits=splits)
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
