@@ -135,8 +135,8 @@ def any_schedule(problem: Problem, generator: random.Random) -> Schedule:
     while True:
         runnable = []
         for rank, rows in enumerate(waiting):
-            for work in {row[0] for row in rows if row}:
-                in_turn = all(row[0] == work for row in rows if work in row)
+            for work in {line[0] for line in rows if line}:
+                in_turn = all(line[0] == work for line in rows if work in line)
                 if in_turn and all(before in done[other] for other, before in whole.predecessors(rank, work)):
                     runnable.append((rank, work))
         if not runnable:
@@ -144,9 +144,9 @@ def any_schedule(problem: Problem, generator: random.Random) -> Schedule:
         weights = [eager if work.kind is not Kind.F else 1 for _, work in runnable]
         rank, work = generator.choices(sorted(runnable), weights)[0]
         done[rank].append(work)
-        for row in waiting[rank]:
-            if work in row:
-                row.remove(work)
+        for line in waiting[rank]:
+            if work in line:
+                line.remove(work)
     return replace(empty, passes=tuple(map(tuple, done)))
 
 

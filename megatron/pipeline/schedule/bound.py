@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.problem import Objective, Problem
 
 ORIGINS = 4  # from how many ranks' points of view at least a span is looked at, where there are many ranks
-SWEEPS = 2  # the first finds what a full memory holds up, the second what that holds up; more have found nothing
+SMALL = 512  # where there are fewer microbatches times stages, all are looked at, and more often
 
 
 def lower_bound(problem: Problem) -> float:
@@ -32,6 +32,7 @@ def lower_bound(problem: Problem) -> float:
     * The last pass of any kind on the rank ends no earlier than ``Earliest`` says.
     * Memory: what microbatches allocate they hold for at least their way to the last stage and back. Size times seconds,
       over all microbatches, has to fit into limit times span.
+    * Rounds: only a whole number of microbatches fit between F and B of one stage, so that they go there in rounds.
 
     For the makespan, time is counted from the first pass of all ranks, and to the last of all; the rest is the same.
 
@@ -46,17 +47,21 @@ def lower_bound(problem: Problem) -> float:
         return math.inf
     forward = lines(problem)
     count = max(line.count for line in forward)
-    first, last = problem.ranks + 8, 4
+    small = count * len(problem.costs.stages) <= SMALL
+    first, last, sweeps = (count, 0, 8) if small else (problem.ranks + 8, 4, 2)
     numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
-    work = [math.fsum(line.count * line.seconds for line in forward if line.rank == rank) for rank in range(problem.ranks)]
+    work: list[float] = [0.0] * problem.ranks
+    for line in forward:
+        work[line.rank] += line.count * line.seconds
     origins = _origins(work, len(numbers)) if problem.objective is Objective.SPAN else [None]
     head = Earliest(problem, forward, origins, numbers)
     tail = Earliest(problem, backwards_in_time(forward), origins, numbers)
-    for _ in range(SWEEPS):
+    for _ in range(sweeps):
         head.sweep()
         tail.sweep()
-    areas = [area / limit if 0 < limit < math.inf else 0.0 for area, limit in zip(memory_time(problem), limits, strict=True)]
-    best = max(*work, *areas)
+    areas: list[float] = [area / limit for area, limit in zip(memory_time(problem), limits, strict=True) if limit > 0]
+    rounds: list[float] = [_rounds(problem, rank, limit) for rank, limit in enumerate(limits)]
+    best: float = max([*work, *areas, *rounds])
     for at, origin in enumerate(origins):
         for rank in range(problem.ranks) if origin is None else [origin]:
             last = max(head.last_end(at, rank), tail.last_end(at, rank))
@@ -70,15 +75,12 @@ def least_limit(problem: Problem, rank: int) -> float:
     When a stage runs its first backward, the microbatch (all its slices) occupies that stage and, of those of the rank, the
     stages before it. Where R follows, these hold no more than what is kept for it.
     """
-    placement, least = problem.placement, 0.0
-    for replica in range(placement.replicas):
-        held = 0.0
-        for stage in sorted(placement.stages[rank]):
-            if placement.replica(stage) == replica and replica < problem.microbatches:
-                cost = problem.costs.stages[stage]
-                kept = cost.checkpoint if stage in problem.recompute else cost.activation
-                held += kept
-                least = max(least, held + (cost.activation - kept) / problem.splits)
+    least = 0.0
+    for stage, held in nested(problem, rank):
+        if problem.placement.replica(stage) < problem.microbatches:
+            cost = problem.costs.stages[stage]
+            again = cost.activation - cost.checkpoint if stage in problem.recompute else 0
+            least = max(least, held * problem.splits + float(again) / problem.splits)
     return least
 
 
@@ -87,6 +89,37 @@ def _origins(work: list[float], followed: int) -> Sequence[int | None]:
     by_work = sorted(range(len(work)), key=lambda rank: -work[rank])
     ordered = dict.fromkeys([by_work[0], 0, len(work) - 1, *by_work])
     return sorted(list(ordered)[: max(ORIGINS, 500 // followed)])
+
+
+def nested(problem: Problem, rank: int) -> Iterator[tuple[int, float]]:
+    """For every stage of a rank, what one microbatch (slice) holds there while it is between F and B of that stage.
+
+    It occupies the stages before on the same rank as well: their B are still to come.
+    """
+    placement = problem.placement
+    for replica in range(placement.replicas):
+        held = 0.0
+        for stage in sorted(placement.stages[rank]):
+            if placement.replica(stage) == replica:
+                cost = problem.costs.stages[stage]
+                held += float(cost.checkpoint if stage in problem.recompute else cost.activation) / problem.splits
+                yield stage, held
+
+
+def _rounds(problem: Problem, rank: int, limit: float) -> float:
+    """The span from which on microbatches can be between F and B of every stage, as many at once as the limit allows."""
+    if limit == math.inf:
+        return 0.0
+    best = 0.0
+    spans, total, firsts = lifespans(problem), problem.microbatches * problem.splits, dict[int, float]()
+    for stage, held in nested(problem, rank):
+        replica = problem.placement.replica(stage)
+        way = firsts.setdefault(replica, spans[stage]) - spans[stage]  # of the first to this stage, and of the last from it
+        if held > 0:
+            at_once = max(1, math.floor(limit / held * (1 + SLACK)))
+            count = len(range(replica, total, problem.placement.replicas))
+            best = max(best, -(-count // at_once) * spans[stage] + way if count else 0.0)
+    return best
 
 
 def _with_idle_time(work: float, head: tuple[Times, Times], tail: tuple[Times, Times], known: float) -> float:
@@ -113,26 +146,36 @@ def _idle(work: float, moments: Times, most: Times) -> tuple[Times, Times, Times
 def memory_time(problem: Problem) -> list[float]:
     """What all microbatches of an iteration hold on every rank at least, size times seconds, in the costs' units.
 
-    A stage holds what F allocates until the microbatch has gone to the last stage and back (its lifespan, in the words of
-    Qi et al., "Pipeline Parallelism with Controllable Memory", section 3), what R allocates from R until B ends, and what
-    is retained until W ends.
+    A stage holds what F allocates for a lifespan (``lifespans``), what R allocates from R until B ends, and what is
+    retained until W ends.
+    """
+    costs = problem.costs.sliced(problem.splits)
+    spans = lifespans(problem)
+    held = [0.0] * problem.ranks
+    for line in lines(problem):
+        cost, again = costs.stages[line.stage], line.stage in problem.recompute
+        if line.kind is Kind.F:
+            held[line.rank] += line.count * line.change * spans[line.stage]
+        elif line.kind is Kind.R:
+            held[line.rank] += line.count * line.change * line.seconds
+        elif line.kind is Kind.B:
+            held[line.rank] += line.count * (float(cost.activation - cost.checkpoint) if again else 0.0) * line.seconds
+        else:
+            held[line.rank] += line.count * float(cost.retained) * line.seconds
+    return held
+
+
+def lifespans(problem: Problem) -> list[float]:
+    """For every stage, the least seconds from the start of F to the end of B: to the last stage and back.
+
+    The word is that of Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.
     """
     placement, costs = problem.placement, problem.costs.sliced(problem.splits)
-    held = [0.0] * problem.ranks
-    life = 0.0
+    seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)}
+    spans: list[float] = []
     for stage in reversed(range(placement.last_stage + 1)):
-        cost, rank, again = costs.stages[stage], placement.home(stage)[0], stage in problem.recompute
-        both = float(cost.seconds(Kind.BW))
-        backward = both if stage in problem.fused else min(float(cost.backward), both)
-        weight = min(float(cost.backward + cost.weight), both) - backward
-        if placement.is_last(stage):
-            life = cost.recompute if again else 0.0
-        elif placement.home(stage + 1)[0] != rank:
-            life += 2 * costs.hop
-        life += cost.forward + backward
-        kept = cost.checkpoint if again else cost.activation
-        each = kept * life + (cost.activation - kept) * (cost.recompute + backward)
-        each += 0 if stage in problem.fused else cost.retained * weight
-        total = len(range(placement.replica(stage), problem.microbatches * problem.splits, placement.replicas))
-        held[rank] += total * float(each)
-    return held
+        inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1]
+        if not placement.is_last(stage) and placement.home(stage)[0] != placement.home(stage + 1)[0]:
+            inner += 2 * float(costs.hop)
+        spans.append(seconds[stage, Kind.F] + inner + seconds[stage, Kind.B])
+    return spans[::-1]

@@ -24,7 +24,7 @@ class Line:
 
     Attributes:
         stage, rank: where they run.
-        forward: whether they are F.
+        kind: F, R, B (also for BW) or W.
         seconds: of one pass.
         change: the memory that a pass allocates when it starts (positive) or frees when it ends (negative).
         count: how many passes there are.
@@ -33,7 +33,7 @@ class Line:
 
     stage: int
     rank: int
-    forward: bool
+    kind: Kind
     seconds: float
     change: float
     count: int
@@ -60,7 +60,7 @@ def lines(problem: Problem) -> list[Line]:
         hops = [(known[other], float(costs.hop) if placement.home(other[0])[0] != rank else 0.0) for other in before]
         count = len(range(placement.replica(stage), total, placement.replicas))
         known[stage, kind] = len(made)
-        made.append(Line(stage, rank, kind is Kind.F, float(seconds), float(change), count, tuple(hops)))
+        made.append(Line(stage, rank, kind, float(seconds), float(change), count, tuple(hops)))
 
     for stage in stages:
         cost, again = costs.stages[stage], stage in problem.recompute
@@ -163,7 +163,7 @@ class Earliest:
         line, numbers = self.lines[index], self._numbers
         work: Times = numbers * line.seconds
         for other in ancestors:
-            turns = self.lines[other].forward != line.forward
+            turns = (self.lines[other].kind is Kind.F) != (line.kind is Kind.F)
             work = work + ((self._turn if turns else numbers) + 1) * self.lines[other].seconds
         limit = self._limits[line.rank]
         if line.change <= 0 or limit == math.inf:
@@ -199,7 +199,7 @@ class Earliest:
             start = self.starts[index]
             for other, hop in line.before:
                 ready = self.starts[other] + (self.lines[other].seconds + hop)
-                if self._splits > 1 and self.lines[other].forward != line.forward:
+                if self._splits > 1 and (self.lines[other].kind is Kind.F) != (line.kind is Kind.F):
                     ready = ready[:, self._turned]
                 np.maximum(start, ready, out=start)
             if need.memory is not None:
@@ -317,12 +317,16 @@ def usable(problem: Problem, rank: int) -> float:
     """How much of a rank's limit can be filled: whole units, where all that is held comes in multiples of one size."""
     if problem.limits is None:
         return math.inf
-    limit = float(problem.limits[rank])
-    stages = problem.placement.stages[rank]
-    held = [(cost.activation, cost.retained, cost.checkpoint if stage in problem.recompute else 0)
-            for stage in stages for cost in [problem.costs.stages[stage]]]  # fmt: skip
-    sizes = [float(size) / problem.splits for each in held for size in each if size > 0]
-    unit = min(sizes, default=math.inf)
-    if limit == math.inf or any(abs(size / unit - round(size / unit)) > SLACK for size in sizes):
-        return limit
-    return math.floor(limit / unit * (1 + SLACK)) * unit if unit < math.inf else limit
+    limit, size = float(problem.limits[rank]), unit(problem, rank)
+    return limit if limit == math.inf or not size else math.floor(limit / size * (1 + SLACK)) * size
+
+
+def unit(problem: Problem, rank: int) -> float:
+    """The size of which all that a rank holds is a multiple; 0 if there is none such, or nothing is held."""
+    sizes = []
+    for stage in problem.placement.stages[rank]:
+        cost = problem.costs.stages[stage]
+        kept = [cost.checkpoint] if stage in problem.recompute else []
+        sizes += [float(size) / problem.splits for size in (cost.activation, cost.retained, *kept) if size > 0]
+    least = min(sizes, default=0.0)
+    return least if all(abs(size / least - round(size / least)) <= SLACK for size in sizes) else 0.0

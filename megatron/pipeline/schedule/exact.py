@@ -31,7 +31,7 @@ class Optimum:
         schedule: the best schedule found; it obeys every rule and the limits.
         value: its span or makespan, simulated with the problem's own costs.
         bound: no schedule has less, in the same unit.
-        proven: whether the search ended, so that the schedule is optimal (up to the rounding that ``optimum`` describes).
+        proven: whether the schedule is optimal, up to the rounding that ``optimum`` describes.
     """
 
     schedule: Schedule
@@ -56,14 +56,19 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
         workers: threads; with one, the search takes the same way every time.
 
     Raises:
-        ValueError: there are too many passes to search, the limits are too small for one microbatch, or no schedule was
-            found in time.
+        ValueError: there are too many passes to search, the limits are too small for one microbatch, the hint is of
+            another problem, or no schedule was found in time.
     """
+    least = lower_bound(problem)
+    if math.isinf(least):
+        raise ValueError(f"not even one microbatch fits into the limits {problem.limits}; raise them")
     model = _Model(problem)
     if hint is not None:
+        if (hint.placement, hint.microbatches, hint.splits) != (problem.placement, problem.microbatches, problem.splits):
+            raise ValueError("the schedule to start from is of another placement, or of other numbers of microbatches or slices")
         model.start_from(hint)
     solver, status = model.solve(seconds, workers)
-    bound = max(float(model.unit * Fraction(math.ceil(solver.best_objective_bound - 1e-6))), lower_bound(problem))
+    bound = max(float(model.unit * Fraction(math.ceil(solver.best_objective_bound - 1e-6))), least)
     found = [] if hint is None else [hint]
     if status in ("OPTIMAL", "FEASIBLE"):
         found.append(model.schedule(solver))
@@ -79,7 +84,9 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     if best is None:
         raise ValueError(f"no schedule found in {seconds:g} seconds; give more time, or a schedule to start from")
     value, schedule = best
-    return Optimum(schedule, value, min(bound, value), proven=status == "OPTIMAL" or bound >= value * (1 - 1e-9))
+    # Where a rank may begin with one pass or another, the search may delay the first one, which a schedule cannot say.
+    ended = status == "OPTIMAL" and all(model.first_start(rank) is not None for rank in range(problem.ranks))
+    return Optimum(schedule, value, min(bound, value), ended or bound >= value * (1 - 1e-9))
 
 
 class _Model:
@@ -103,8 +110,8 @@ class _Model:
         self._starts: dict[tuple[int, Pass], IntVar] = {}
         self._ends: dict[tuple[int, Pass], LinearExprT] = {}
         self._fused: dict[tuple[int, Pass], IntVar] = {}  # by B: whether it is a BW, so that its W takes no time
-        self._horizon = sum(self._length(rank, work) for rank, works in enumerate(self._passes) for work in works)
-        self._horizon += 2 * self._costs.hop * len(self._costs.stages) * self._empty.slices
+        seconds = sum(self._length(rank, work) for rank, works in enumerate(self._passes) for work in works)
+        self._horizon = seconds + 2 * int(self._costs.hop) * len(self._costs.stages) * self._empty.slices
         for rank, works in enumerate(self._passes):
             self._add_passes(rank, works)
             self._add_order(rank)
@@ -142,8 +149,10 @@ class _Model:
                 before = (rank, work._replace(kind=Kind.B))
                 size = length - length * self._fused[before]
                 model.add(start == self._ends[before]).only_enforce_if(self._fused[before])
-            self._ends[key] = start + size
-            intervals.append(model.new_interval_var(start, size, start + size, f"[{work}@{rank}]"))
+            # An interval's end may not depend on two variables: what may be fused gets a variable of its own.
+            end = start + size if isinstance(size, int) else model.new_int_var(0, self._horizon, f"end {work}@{rank}")
+            self._ends[key] = end
+            intervals.append(model.new_interval_var(start, size, end, f"[{work}@{rank}]"))
         model.add_no_overlap(intervals)
 
     def _add_order(self, rank: int) -> None:
@@ -207,22 +216,41 @@ class _Model:
         model = self._model
         self._value = model.new_int_var(0, self._horizon, "value")
         for rank, works in enumerate(self._passes):
-            begin: LinearExprT = 0
-            if self._problem.objective is Objective.SPAN:
-                begin = model.new_int_var(0, self._horizon, f"begin@{rank}")
+            begin = model.new_int_var(0, self._horizon, f"begin@{rank}")
+            known = self.first_start(rank)
+            if known is not None:
+                model.add(begin == known)
+            else:
                 model.add_min_equality(begin, [self._starts[rank, work] for work in works if work.kind is Kind.F])
             for work in works:
                 if work.kind in (Kind.W, Kind.BW):
-                    model.add(self._value >= self._ends[rank, work] - begin)
+                    model.add(self._ends[rank, work] <= self._value + begin)
         least = lower_bound(replace(self._problem, costs=self._costs, microbatches=self._empty.slices, splits=1))
-        if math.isinf(least):
-            raise ValueError(f"not even one microbatch fits into the limits {self._problem.limits}")
         model.add(self._value >= math.ceil(least * (1 - 1e-9)))
         model.minimize(self._value)
 
+    def first_start(self, rank: int) -> int | None:
+        """From when on a rank's time counts, where that is the same for every schedule: passes run as soon as they can.
+
+        For the makespan from 0; for the span it is so where the first microbatch passes no rank twice on its way. None
+        where a rank may begin with one pass or another.
+        """
+        placement = self._problem.placement
+        time = 0
+        if self._problem.objective is Objective.MAKESPAN:
+            return 0
+        for stage in range(min(placement.stages[rank]) + 1):
+            home, _ = placement.home(stage)
+            if placement.replicas > 1 or min(placement.stages[home]) != stage:
+                return None
+            if stage:
+                before = placement.home(stage - 1)[0]
+                time += int(self._costs.stages[stage - 1].forward) + (int(self._costs.hop) if before != home else 0)
+        return time
+
     def start_from(self, hint: Schedule) -> None:
         """Give the solver a schedule's times to start from."""
-        for rank, passes in enumerate(simulate(hint, Costs(self._costs.stages, self._costs.hop)).ranks):
+        for rank, passes in enumerate(simulate(replace(hint, microbatches=hint.slices, splits=1), self._costs).ranks):
             for work, start, _ in passes:
                 key = (rank, work._replace(kind=Kind.B) if work.kind is Kind.BW and (rank, work) not in self._starts else work)
                 if key in self._starts:
@@ -248,7 +276,9 @@ class _Model:
             timed = []
             for work in works:
                 start, end = solver.value(self._starts[rank, work]), solver.value(self._ends[rank, work])
-                timed.append((start, end, *self._turn(work), chain[work.kind], work))
+                stage = self._problem.placement.stage(rank, work.chunk)
+                along = stage if work.kind is Kind.F else -stage
+                timed.append((start, end, *self._turn(work), along, chain[work.kind], work))
             timed.sort()
             fused = {work for (where, work), choice in self._fused.items() if where == rank and solver.value(choice)}
             weights = {work._replace(kind=Kind.W) for work in fused}

@@ -1,0 +1,139 @@
+"""The exact optimum: against every schedule there is on tiny instances, and against what is known to be the best."""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.schedule import exact, families
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.exact import MOST_PASSES, optimum
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import Placement, bidirectional, linear, v
+from megatron.pipeline.schedule.problem import Objective, Problem
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.verify import verify
+
+
+def unit_problem(placement: Placement, microbatches: int, limit: float | None = None, **options: Any) -> Problem:
+    """Every pass of a chunk takes 1 and holds 1; the limit counts chunks."""
+    share = placement.chunks_per_replica
+    costs = uniform(placement, share, share, share, activation=share, retained=share)
+    return Problem(placement, microbatches, costs, None if limit is None else (limit,) * placement.ranks, **options)
+
+
+def best_of_all(problem: Problem) -> float:
+    """The least value among every order of split passes of one chunk per rank."""
+    works = [Pass(kind, m) for m in range(problem.microbatches) for kind in (Kind.F, Kind.B, Kind.W)]
+    orders = []
+    for order in itertools.permutations(works):
+        at = {work: place for place, work in enumerate(order)}
+        if all(at[a] < at[b] for a, b in itertools.combinations(works, 2) if a.kind == b.kind or a.microbatch == b.microbatch):
+            orders.append(order)
+    best = float("inf")
+    for rows in itertools.product(orders, repeat=problem.ranks):
+        schedule = Schedule("any", problem.placement, problem.microbatches, rows)
+        try:
+            timeline = simulate(schedule, problem.costs)
+        except ValueError:
+            continue
+        peaks = activation_peaks(schedule, problem.costs)
+        if problem.limits is None or all(peak <= limit for peak, limit in zip(peaks, problem.limits, strict=True)):
+            best = min(best, problem.value(timeline))
+    return best
+
+
+@pytest.mark.parametrize("objective", Objective)
+@pytest.mark.parametrize("limits", [None, (2, 1), (2.5, 1.5)])
+@pytest.mark.parametrize("retained", [0, 0.5, 1])
+def test_the_optimum_is_the_best_of_all_schedules(
+    objective: Objective, limits: tuple[float, ...] | None, retained: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact, "lower_bound", lambda problem: 0)  # the search alone
+    stages = (StageCosts(2, 1, 1.5, 1, retained), StageCosts(1, 2.5, 1, 1, retained))
+    problem = Problem(linear(2), 2, Costs(stages, 0.25), limits, objective)
+    found = optimum(problem)
+    assert found.proven
+    assert found.value == found.bound == best_of_all(problem)
+    verify(found.schedule, problem.costs, problem.limits)
+
+
+@pytest.mark.parametrize(("ranks", "microbatches", "limit", "bubble"), [(2, 4, 4, 0), (3, 4, 4, 5), (4, 6, 4, 11), (4, 6, 6, 5)])
+def test_v_half_and_v_min_are_optimal(ranks: int, microbatches: int, limit: int, bubble: int) -> None:
+    found = optimum(unit_problem(v(ranks), microbatches, limit))
+    assert found.proven
+    assert found.value == 6 * microbatches + bubble
+
+
+def test_zb_h1_is_returned_where_nothing_is_better() -> None:
+    problem = replace(unit_problem(linear(4), 6, 4), costs=uniform(linear(4), 1, 1.2, 0.8, 0.3))
+    hint = families.solve("zb-h1", problem)
+    assert optimum(problem, hint=hint).value == pytest.approx(simulate(hint, problem.costs).span)
+
+
+def test_a_hint_is_what_comes_back_without_time() -> None:
+    problem = unit_problem(linear(4), 6, 4)
+    hint = families.solve("zb-h1", problem)
+    assert optimum(problem, seconds=0, hint=hint).schedule == hint
+
+
+def test_a_hint_above_the_limit_is_of_no_use() -> None:
+    problem = unit_problem(linear(3), 4, 1)
+    hint = families.plan("zb-h1", 3, 4)
+    with pytest.raises(ValueError, match="no schedule found in 0 seconds"):
+        optimum(problem, seconds=0, hint=hint)
+
+
+def test_everything_a_problem_can_hold() -> None:
+    stages = tuple(StageCosts(1, 2, 1, 1, 0.5, fused, 1, 0.25) for fused in (None, 2.5, 2, None))
+    for placement, options in (
+        (linear(4), {"recompute": frozenset({1, 3}), "fused": frozenset({0})}),
+        (linear(4), {"splits": 2}),
+        (bidirectional(2), {"recompute": frozenset({2})}),
+        (v(2), {"objective": Objective.MAKESPAN}),
+    ):
+        problem = Problem(placement, 2, Costs(stages, 0.5), (2.5,) * placement.ranks, **options)  # type: ignore[arg-type]
+        found = optimum(problem, seconds=20)
+        verify(found.schedule, problem.costs, problem.limits)
+        assert lower_bound(problem) <= found.bound <= found.value
+        assert found.proven or placement.replicas > 1  # there a rank may begin with one replica or the other
+        assert found.proven == (found.bound == found.value)
+        kinds = {(problem.placement.stage(rank, work.chunk), work.kind) for rank, row in enumerate(found.schedule.passes)
+                 for work in row}  # fmt: skip
+        assert {stage for stage, kind in kinds if kind is Kind.R} == problem.recompute
+        assert {stage for stage, kind in kinds if kind is Kind.BW} >= problem.fused
+
+
+def test_bw_is_taken_where_it_is_shorter() -> None:
+    problem = Problem(linear(1), 2, Costs((StageCosts(1, 1, 1, fused=1.5),)))
+    found = optimum(problem)
+    assert found.value == 5
+    assert [work.kind for work in found.schedule.passes[0]].count(Kind.BW) == 2
+
+
+def test_times_that_are_no_simple_fractions_are_bounded_from_below() -> None:
+    costs = uniform(linear(3), 1, 2**0.5, 0.7071)
+    found = optimum(Problem(linear(3), 3, costs, (3.0,) * 3))
+    assert found.bound <= found.value <= found.bound * 1.001
+    assert found.value == simulate(found.schedule, costs).span
+
+
+def test_passes_without_length_keep_their_order() -> None:
+    found = optimum(Problem(v(2), 3, uniform(v(2), 0, 0, 0), (2.0,) * 2))
+    assert found.value == 0
+    verify(found.schedule, uniform(v(2)), 2)
+
+
+def test_the_search_is_the_same_every_time() -> None:
+    problem = replace(unit_problem(v(2), 3, 3), objective=Objective.MAKESPAN)
+    assert optimum(problem).schedule == optimum(problem).schedule
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    with pytest.raises(ValueError, match=rf"passes are too many to search for the optimum.*at most {MOST_PASSES}"):
+        optimum(unit_problem(v(16), 128))
+    with pytest.raises(ValueError, match="not even one microbatch fits"):
+        optimum(unit_problem(v(2), 2, 1))
