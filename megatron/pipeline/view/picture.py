@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.view.style import COLOURS, MEANING, number, shade, typical_length
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,13 +17,13 @@ if TYPE_CHECKING:
 
 Profile: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 
-# Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
-_COLOURS = {Kind.F: "#56B4E9", Kind.B: "#E69F00", Kind.W: "#009E73", Kind.BW: "#D55E00"}
-_MEANING = {Kind.F: "forward", Kind.B: "backward, input", Kind.W: "backward, weights", Kind.BW: "backward, fused"}
 _IDLE = "#F1F1F1"
 _INK = "#222222"
-_WIDTH, _ROW, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.3, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
-_FONT, _SMALLEST = 8.0, 5.5  # points
+_WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
+_ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH = 0.3, 0.05, 9.0, 0.13  # inches
+_FONT, _SMALLEST, _NARROWEST = 8.0, 5.5, 0.9  # points
+_MOST_BOXES = 60_000  # of one panel: an SVG with more is tens of megabytes
+_BINS = 900  # columns of a panel whose passes are too narrow, or too many, to draw each of them
 
 
 def draw(
@@ -29,14 +31,19 @@ def draw(
     path: str | Path,
     memory: Mapping[str, Profile] | None = None,
     unit: str = "",
+    splits: Mapping[str, int] | None = None,
 ) -> None:
     """Draw timelines, planned or measured, one under another.
+
+    Where passes are too narrow or too many, each rank's row shows columns instead, in which every kind of pass is as high
+    as its share of the time.
 
     Args:
         timelines: what to draw, by title. Each is shifted to start at 0.
         path: where the picture goes; its suffix, .png or .svg, is the format.
         memory: for some of the titles, the ``activation_profile`` of the timeline, drawn under its panel.
         unit: of time, for the axis, such as ``ms``.
+        splits: for some of the titles, into how many slices each microbatch is cut.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -53,11 +60,11 @@ def draw(
     heights = [
         height
         for title, timeline in timelines.items()
-        for height in [_TITLE + _ROW * len(timeline.ranks) + _GAP, *([_CURVE + _GAP] if title in memory else [])]
+        for height in [_TITLE + _row(timeline) * len(timeline.ranks) + _GAP, *([_CURVE + _GAP] if title in memory else [])]
     ]
     total = _LEGEND + sum(heights) + _AXIS
     longest = max(timeline.makespan for timeline in timelines.values()) or 1.0
-    numbers = _Numbers(timelines.values(), (_WIDTH - 1.5 * _SIDE) * 72 / longest)
+    numbers = _Numbers(timelines, splits or {}, (_WIDTH - 1.5 * _SIDE) * 72 / longest)
     figure = Figure(figsize=(_WIDTH, total), facecolor="white")
     peak = max((held for profile in memory.values() for steps in profile for _, held in steps), default=0.0)
     top = total - _LEGEND
@@ -70,7 +77,7 @@ def draw(
 
     for title, timeline in timelines.items():
         top -= _TITLE
-        rows = _ROW * len(timeline.ranks)
+        rows = _row(timeline) * len(timeline.ranks)
         _panel(add(rows), title, timeline, numbers)
         top -= rows + _GAP
         if title in memory:
@@ -79,7 +86,7 @@ def draw(
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=_FONT, color=_INK, labelpad=2)
-    _legend(figure, timelines.values(), total)
+    _legend(figure, list(timelines.values()), total, any(map(numbers.crowded, timelines.values())))
     figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
@@ -91,54 +98,112 @@ class _Numbers:
         size: of the font, in points.
     """
 
-    def __init__(self, timelines: Iterable[Timeline], points: float) -> None:
-        passes = [timed for timeline in timelines for rank in timeline.ranks for timed in rank]
+    def __init__(self, timelines: Mapping[str, Timeline], splits: Mapping[str, int], points: float) -> None:
         self.points = points
-        self._digits = len(str(max((timed.work.microbatch for timed in passes), default=0)))
-        lengths = sorted(end - start for _, start, end in passes)
-        # Measured passes vary: the shortest tenth may go without a number rather than make all others small.
-        typical = self._largest(lengths[len(lengths) // 10]) if lengths else _FONT
-        self.size = min(_FONT, max(_SMALLEST, typical))
+        self._splits = splits
+        self._letters = max(
+            (len(self.text(title, timed)) for title, timeline in timelines.items() for rank in timeline.ranks for timed in rank),
+            default=1,
+        )
+        self._height = min(_row(timeline) for timeline in timelines.values()) * 72 * 0.72
+        self.size = min(_FONT, self._height, max(_SMALLEST, self._largest(typical_length(timelines.values()))))
+
+    def text(self, title: str, timed: Timed) -> str:
+        """What stands in a box of the panel with that title."""
+        return number(timed.work, self._splits.get(title, 1))
 
     def fits(self, length: float) -> bool:
         """Whether every number would fit into a box of that length in time, so that like boxes look alike."""
-        return self._largest(length) > self.size - 0.1
+        return self._height >= _SMALLEST and self._largest(length) > self.size - 0.1
+
+    def crowded(self, timeline: Timeline) -> bool:
+        """Whether the boxes would be too narrow to see, or too many for a file of sensible size."""
+        count = sum(map(len, timeline.ranks))
+        return count > _MOST_BOXES or 0 < typical_length([timeline]) * self.points < _NARROWEST
 
     def _largest(self, length: float) -> float:
-        return (length * self.points - 2) / (0.64 * self._digits)
+        return (length * self.points - 2) / (0.64 * self._letters)
+
+
+def _row(timeline: Timeline) -> float:
+    """The height of a rank's row, in inches: flatter where there are many ranks."""
+    return min(_ROW, max(_FLATTEST, _TALLEST_PANEL / len(timeline.ranks)))
 
 
 def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> None:
-    """One box per pass; grey is idle time between the first pass of any rank and the last."""
-    origin, ranks = _origin(timeline), len(timeline.ranks)
-    chunks = 1 + max((timed.work.chunk for rank in timeline.ranks for timed in rank), default=0)
-    for row, rank in enumerate(timeline.ranks):
-        axes.broken_barh([(0, timeline.makespan)], (row - 0.42, 0.84), facecolor=_IDLE, linewidth=0)
-        boxes: dict[tuple[Kind, int], list[Timed]] = {}
-        for timed in rank:
-            boxes.setdefault((timed.work.kind, timed.work.chunk), []).append(timed)
-        for (kind, chunk), alike in boxes.items():
-            spans = [(start - origin, end - start) for _, start, end in alike]
-            narrow = min(length for _, length in spans) * numbers.points < 3
-            colour = _shade(_COLOURS[kind], chunk, chunks)
-            axes.broken_barh(spans, (row - 0.42, 0.84), facecolor=colour, edgecolor="white", linewidth=0 if narrow else 0.6)
-        for work, start, end in rank:
-            if numbers.fits(end - start):
-                middle = (start + end) / 2 - origin
-                axes.text(
-                    middle,
-                    row,
-                    str(work.microbatch),
-                    ha="center",
-                    va="center_baseline",
-                    fontsize=numbers.size,
-                    color=_INK,
-                )
+    """One row per rank; grey is idle time between the first pass of any rank and the last."""
+    ranks = len(timeline.ranks)
+    if numbers.crowded(timeline):
+        _columns(axes, timeline)
+    else:
+        _boxes(axes, title, timeline, numbers)
     axes.set_ylim(ranks - 0.5, -0.5)
-    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
+    axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=_INK)
     axes.text(1, 1.0, _summary(timeline), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK)
+
+
+def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> None:
+    """One box per pass. All alike boxes of a rank are one path: a fraction of the time and of the file."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    origin = _origin(timeline)
+    chunks = _chunks([timeline])
+    outline = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+    for row, rank in enumerate(timeline.ranks):
+        low, high = row - 0.42, row + 0.42
+        axes.broken_barh([(0, timeline.makespan)], (low, high - low), facecolor=_IDLE, linewidth=0)
+        alike: dict[tuple[Kind, int], list[Timed]] = {}
+        for timed in rank:
+            alike.setdefault((timed.work.kind, timed.work.chunk), []).append(timed)
+        for (kind, chunk), passes in alike.items():
+            spans = [(float(start - origin), float(end - origin)) for _, start, end in passes]
+            narrow = min(end - start for start, end in spans) * numbers.points < 3
+            corners = [
+                corner
+                for start, end in spans
+                for corner in ((start, low), (end, low), (end, high), (start, high), (start, low))
+            ]
+            axes.add_patch(
+                PathPatch(
+                    Outline(corners, outline * len(spans)),
+                    facecolor=shade(COLOURS[kind], chunk, chunks),
+                    edgecolor="white",
+                    linewidth=0 if narrow else 0.6,
+                )
+            )
+        for timed in rank:
+            if numbers.fits(timed.end - timed.start):
+                middle = (timed.start + timed.end) / 2 - origin
+                text = numbers.text(title, timed)
+                axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=numbers.size, color=_INK)
+
+
+def _columns(axes: Axes, timeline: Timeline) -> None:
+    """Columns of stacked shares of time, as an image: its size does not grow with the number of passes."""
+    import numpy
+
+    kinds = list(Kind)
+    origin, lines, gap = _origin(timeline), 16, 2
+    per_time = _BINS / float(timeline.makespan)
+    image = numpy.full((len(timeline.ranks) * lines, _BINS, 3), 255, dtype=numpy.uint8)
+    for row, rank in enumerate(timeline.ranks):
+        shares = numpy.zeros((len(kinds), _BINS))
+        for work, start, end in rank:
+            begin, stop = float(start - origin) * per_time, min(_BINS, float(end - origin) * per_time)
+            for column in range(int(begin), math.ceil(stop)):
+                shares[kinds.index(work.kind), column] += min(stop, column + 1) - max(begin, column)
+        # The lines of a row count from its bottom: a line belongs to the first kind whose top lies above its middle.
+        tops = numpy.cumsum(shares, axis=0) * (lines - gap)
+        middles = numpy.arange(lines - gap)[::-1, None] + 0.5
+        palette = [_rgb(colour) for colour in (*(COLOURS[kind] for kind in kinds), _IDLE)]
+        nearest = (tops[:, None, :] <= middles[None]).sum(axis=0)
+        image[row * lines + gap // 2 : (row + 1) * lines - gap // 2] = numpy.array(palette, dtype=numpy.uint8)[nearest]
+    extent = (0, float(timeline.makespan), len(timeline.ranks) - 0.5, -0.5)
+    axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
 
 
 def _curve(axes: Axes, profile: Profile, origin: float, peak: float) -> None:
@@ -151,8 +216,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float) -> None:
     colours = colormaps["viridis"]
     top = max((held for steps in profile for _, held in steps), default=0.0)
     for rank, steps in enumerate(profile):
-        times = [time - origin for time, _ in steps]
-        held = [level for _, level in steps]
+        times, held = _thinned([(time - origin, level) for time, level in steps])
         colour = colours(0.9 * rank / max(1, len(profile) - 1))
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
@@ -167,21 +231,37 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float) -> None:
             handlelength=1.2,
             borderaxespad=0.1,
         )
+    else:
+        note = f"from rank 0 (dark) to rank {len(profile) - 1} (light)"
+        axes.text(1, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=_FONT - 1, color=_INK)
     _plain(axes)
 
 
-def _legend(figure: Figure, timelines: Iterable[Timeline], total: float) -> None:
+def _thinned(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The times and levels of a curve; of those too close together to tell apart, the highest level."""
+    if len(steps) <= 2 * _BINS:
+        return [time for time, _ in steps], [level for _, level in steps]
+    begin, length = steps[0][0], steps[-1][0] - steps[0][0] or 1
+    highest: dict[int, float] = {}
+    for time, level in steps[:-1]:
+        column = int((time - begin) / length * _BINS)
+        highest[column] = max(level, highest.get(column, level))
+    times = [begin + column * length / _BINS for column in highest]
+    return [*times, steps[-1][0]], [*highest.values(), steps[-1][1]]
+
+
+def _legend(figure: Figure, timelines: Sequence[Timeline], total: float, crowded: bool) -> None:
     """The kinds of passes that occur, and how chunks are shaded, once for the whole picture."""
     from matplotlib.patches import Patch
 
-    works = {timed.work for timeline in timelines for rank in timeline.ranks for timed in rank}
-    chunks = 1 + max((work.chunk for work in works), default=0)
-    kinds = {work.kind for work in works}
-    handles = [Patch(facecolor=_COLOURS[kind], label=f"{kind}  {meaning}") for kind, meaning in _MEANING.items() if kind in kinds]
-    handles += [
-        Patch(facecolor=_shade("#777777", chunk, chunks), label=f"chunk {chunk}") for chunk in range(chunks) if chunks > 1
-    ]
+    chunks = _chunks(timelines)
+    kinds = {timed.work.kind for timeline in timelines for rank in timeline.ranks for timed in rank}
+    handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
+    shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
+    handles += [Patch(facecolor=shade("#777777", chunk, chunks), label=f"chunk {chunk}") for chunk in shown if chunks > 1]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if crowded:
+        handles.append(Patch(facecolor="none", label="columns: share of time"))
     figure.legend(
         handles=handles,
         loc="upper left",
@@ -202,11 +282,12 @@ def _plain(axes: Axes) -> None:
     axes.tick_params(length=0, labelsize=_FONT, colors=_INK)
 
 
-def _shade(colour: str, chunk: int, chunks: int) -> str:
-    """The colour itself for chunk 0, lighter for every further chunk."""
-    white = 0.55 * chunk / max(1, chunks - 1)
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def _chunks(timelines: Iterable[Timeline]) -> int:
+    return 1 + max((timed.work.chunk for timeline in timelines for rank in timeline.ranks for timed in rank), default=0)
 
 
 def _summary(timeline: Timeline) -> str:

@@ -124,7 +124,8 @@ async function main() {
     } else {
       chart.select(panel, pass);
       const { rank, links } = chart.selected;
-      const names = (side, other) => links.filter((link) => link[side] === pass).map((link) => panel.name(link[other]));
+      const whose = (i) => `${panel.name(i)} of rank ${panel.rankOf(i)}`;
+      const names = (side, other) => links.filter((link) => link[side] === pass).map((link) => whose(link[other]));
       const needs = names("needing", "needed").join(", ") || "nothing";
       const feeds = names("needed", "needing").join(", ") || "nothing";
       const lines = describe(panel, rank, pass, kinds);
