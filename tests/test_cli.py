@@ -62,6 +62,7 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
         "makespan_gap": 0,
         "objective": "span",
         "memory_limit": 4,
+        "sustaining_limit": 4,
         "placement": [[0], [1], [2], [3]],
     }
     assert {key: data[key] for key in expected} == expected
@@ -74,6 +75,16 @@ def test_memory_is_counted_in_microbatches(capsys: pytest.CaptureFixture[str]) -
     data = json.loads(run(capsys, *PLAN, "--activation", "B=8,W=2", "--json"))
     assert data["peak_activation"] == [4, 3.25, 2.5, 1.75]
     run(capsys, *PLAN, "--activation", "B=8,W=2", "--memory-limit", "4")
+
+
+def test_a_limit_that_cannot_sustain_the_rate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["plan", "--schedule", "1f1b", "--pp", "4", "--microbatches", "2", "--memory-limit", "2"]
+    assert (
+        "limit 2 cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is 3"
+        in " ".join(run(capsys, *few).split())
+    )
+    assert "sustain" not in run(capsys, *PLAN, "--memory-limit", "4")
+    assert "sustain" not in run(capsys, *PLAN)
 
 
 def test_the_other_commands_read_what_plan_wrote(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:

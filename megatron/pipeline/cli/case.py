@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.sustain import smallest_sustaining_limit
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.schedule.verify import verify
 
@@ -83,7 +85,7 @@ class Case:
             "chunks": schedule.placement.chunks,
             "microbatches": schedule.microbatches,
             **cost_fields(schedule.placement, self.costs),
-            **({} if self.limit is None or self.limit == float("inf") else {"memory_limit": self.limit}),
+            **self._limits(),
             **({"fuse": sorted(self.fused)} if self.fused else {}),
             "objective": str(self.objective),
             "makespan": timeline.makespan,
@@ -98,6 +100,12 @@ class Case:
             **({} if plan_seconds is None else {"plan_seconds": plan_seconds}),
             **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
         }
+
+    def _limits(self) -> dict[str, float]:
+        """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
+        if self.limit is None or self.limit == math.inf:
+            return {}
+        return {"memory_limit": self.limit, "sustaining_limit": smallest_sustaining_limit(self.problem)}
 
 
 def gap(value: float, bound: float) -> float:

@@ -43,6 +43,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
             f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}",
         )
     )
+    if limit is not None and limit < data["sustaining_limit"] * (1 - 1e-9):
+        why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
+        rows.append(("limit", f"{limit:g}", f"{why} {data['sustaining_limit']:g}{unit}"))
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
     title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches"
