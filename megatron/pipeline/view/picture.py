@@ -163,9 +163,7 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> Non
             spans = [(float(start - origin), float(end - origin)) for _, start, end in passes]
             narrow = min(end - start for start, end in spans) * numbers.points < 3
             corners = [
-                corner
-                for start, end in spans
-                for corner in ((start, low), (end, low), (end, high), (start, high), (start, low))
+                corner for start, end in spans for corner in ((start, low), (end, low), (end, high), (start, high), (start, low))
             ]
             axes.add_patch(
                 PathPatch(
