@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
-from megatron.pipeline.schedule.families import chimera, dualpipe, gis, interleaved, one_f_one_b, seq_1f1b, zb_h1, zb_h2
+from megatron.pipeline.schedule.families import (
+    chimera,
+    dualpipe,
+    gis,
+    interleaved,
+    one_f_one_b,
+    seq_1f1b,
+    v,
+    zb_auto,
+    zb_h1,
+    zb_h2,
+)
 from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
@@ -25,6 +36,8 @@ FAMILIES: dict[str, Family] = {
         seq_1f1b.FAMILY,
         zb_h1.FAMILY,
         zb_h2.FAMILY,
+        zb_auto.FAMILY,
+        *v.FAMILIES,
         dualpipe.FAMILY_V,
         dualpipe.FAMILY,
         chimera.FAMILY,
@@ -85,17 +98,40 @@ def problem(
         raise ValueError(f"{name} does not cut microbatches into slices: leave splits out")
     if group is not None and not family.grouped:
         raise ValueError(f"{name} does not run microbatches in groups: leave group out")
+    costs = costs or uniform(home)
     return Problem(
         home,
         microbatches,
-        costs or uniform(home),
-        None if memory_limit is None else tuple(per_rank(memory_limit, ranks)),
+        costs,
+        _limits(family, home, costs, memory_limit),
         Objective(objective),
         frozenset(recompute),
         frozenset(fused),
         family.splits if splits is None else splits,
         group,
     )
+
+
+def _limits(
+    family: Family, placement: Placement, costs: Costs, memory_limit: float | Sequence[float] | None
+) -> tuple[float, ...] | None:
+    """What a rank may hold, from the user's limit and the amount that the family stands for."""
+    given = None if memory_limit is None else tuple(per_rank(memory_limit, placement.ranks))
+    if family.memory is None:
+        return given
+    problem = Problem(placement, 1, costs)
+    microbatch = max(problem.least_memory(rank) for rank in range(placement.ranks))
+    count = family.memory(placement.ranks)
+    own = (count * microbatch,) * placement.ranks
+    if given is None:
+        return own
+    if family.memory_is != "default" and min(given) < own[0] * (1 - 1e-9):
+        raise ValueError(
+            f"{family.name} on {placement.ranks} ranks is the schedule with room for {count:g} microbatches, {own[0]:g} on every "
+            f"rank, and the limit is {min(given):g}: give at least {own[0]:g}, or take v-auto, which plans for any limit from "
+            f"{microbatch:g} up"
+        )
+    return own if family.memory_is == "fixed" else given
 
 
 def solve(name: str, problem: Problem) -> Schedule:

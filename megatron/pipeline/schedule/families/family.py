@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.placement import Placement
@@ -28,6 +29,10 @@ class Family:
         grouped: whether the family takes a ``group``.
         least_ranks: the fewest ranks it needs.
         even_ranks: whether their number must be even.
+        memory: from the number of ranks to how many microbatches of activations a rank may hold when the user sets no
+            limit; None for as many as the order takes.
+        memory_is: what a user's limit may do to that: ``fixed``, it may not be lower, and more is not used; ``least``, it
+            may not be lower, and more is used; ``default``, it may be anything.
     """
 
     name: str
@@ -40,3 +45,5 @@ class Family:
     grouped: bool = False
     least_ranks: int = 1
     even_ranks: bool = False
+    memory: Callable[[int], float] | None = None
+    memory_is: Literal["fixed", "least", "default"] = "default"

@@ -1,0 +1,87 @@
+"""Schedules on the V placement: ZB-V, V-Half, V-Min, 1F1B-V, and V-Auto for any memory limit.
+
+Qi et al., "Pipeline Parallelism with Controllable Memory". Rank r holds the stages r and 2p-1-r, so that what one of them
+holds long the other holds short, and every rank holds the same. The names stand for amounts of memory, in microbatches of a
+rank's activations: p for ZB-V, floor((p+2)/2) for V-Half, floor((p+4)/3) for V-Min, ceil(2p/3) for 1F1B-V, whose backward
+is fused. At equal costs the bubbles, in passes of half a rank's share, are
+
+    ZB-V    0 in the span, where m >= 2p
+    V-Half  3p-7 (p even), 3p-4 (p odd)
+    V-Min   4p-5, or 4p-7 where 3 divides p
+
+at most. The published schedules repeat a building block that is made for equal costs. Here all of them are one search, over
+blocks that are made for the real costs (see ``search``). ``v-auto`` takes any limit from one microbatch up, 1F1B's p if none
+is given; ``zb-v`` uses more than p if it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.placement import v, wave
+from megatron.pipeline.schedule.problem import Problem
+
+
+def plan(problem: Problem) -> Order:
+    from megatron.pipeline.schedule.search.search import search  # compiles, which fixed orders do not need
+
+    return search(problem, _known)
+
+
+def plan_fused(problem: Problem) -> Order:
+    """Every backward is BW."""
+    return plan(replace(problem, fused=frozenset(range(problem.placement.last_stage + 1))))
+
+
+def _known(problem: Problem) -> Iterator[Order]:
+    if problem.placement == v(problem.ranks) and not problem.recompute and not problem.fused:
+        yield tuple(_zero_bubble(problem.ranks, rank, problem.microbatches) for rank in range(problem.ranks))
+
+
+def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
+    """ZB-V in closed form: optimal for equal costs. Planned for at least 2p-1 microbatches, of which the surplus is dropped."""
+    planned = max(microbatches, 2 * ranks - 1)
+    row: list[Pass] = []
+    done: dict[tuple[Kind, int], int] = dict.fromkeys(((kind, chunk) for kind in (Kind.F, Kind.B, Kind.W) for chunk in (0, 1)), 0)
+
+    def add(kind: Kind, chunk: int) -> None:
+        number = done[kind, chunk]
+        done[kind, chunk] = number + 1
+        if number < min(planned, microbatches):
+            row.append(Pass(kind, number, chunk))
+
+    for _ in range(2 * (ranks - rank) - 1):
+        add(Kind.F, 0)
+    for _ in range(rank):
+        add(Kind.F, 1)
+        add(Kind.F, 0)
+    for _ in range(ranks - rank):
+        add(Kind.F, 1)
+        add(Kind.B, 1)
+        add(Kind.W, 1)
+    while done[Kind.F, 1] < planned:
+        for chunk in (0, 1):
+            for kind in (Kind.F, Kind.B, Kind.W):
+                add(kind, chunk)
+    for _ in range(rank):
+        add(Kind.B, 0)
+        add(Kind.B, 1)
+    for _ in range(ranks - rank):
+        add(Kind.B, 0)
+        add(Kind.W, 0)
+    for chunk in (1, 0):
+        while done[Kind.W, chunk] < planned:
+            add(Kind.W, chunk)
+    return tuple(row)
+
+
+FAMILIES = (
+    Family("1f1b-v", lambda ranks, _: v(ranks), plan_fused, chunks=2, memory=lambda p: (2 * p + 2) // 3, memory_is="fixed"),
+    Family("zb-v", lambda ranks, _: v(ranks), plan, chunks=2, memory=float, memory_is="least"),
+    Family("v-half", lambda ranks, _: v(ranks), plan, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
+    Family("v-min", lambda ranks, _: v(ranks), plan, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
+    Family("v-auto", wave, plan, chunks=2, any_chunks=True, least_chunks=2, memory=float, memory_is="default"),
+)

@@ -1,0 +1,251 @@
+"""List scheduling, compiled: one pass after another goes to the rank that is free first, by priority, within memory.
+
+The rules know five kinds of passes, in the order in which a microbatch meets them on a stage:
+
+    PRE -> DOWN -> MID -> UP -> POST
+
+DOWN travels from the first stage to the last and UP back; the others stay on their stage. A problem read forwards in time
+has F as DOWN, R as MID, B (or BW) as UP and W as POST. Read backwards it has W as PRE, B (or BW) as DOWN, R as MID and F as
+UP: whatever plans the start of an iteration well can so plan its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[Any]
+
+PRE, DOWN, MID, UP, POST = range(5)
+KINDS = 5
+SLACK = 1e-9  # sums of floats stray in the last bits
+
+
+@njit(cache=True)
+def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
+    home: Array, hops_down: Array, hops_up: Array, counts: Array, replica: Array, replicas: int, seconds: Array, before: Array,
+    allocated: Array, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, ends: Array,
+    order: Array,
+) -> bool:  # fmt: skip
+    """Fill ``ends`` and ``order`` by list scheduling; returns whether every pass was placed.
+
+    At every decision the rank that is free first takes, of the passes whose inputs will be there within ``window``, the one
+    with the smallest target. While it waits for it, it runs others that end in time.
+
+    Memory cannot run into a dead end: beside what a pass allocates there always stays room for all that the oldest
+    microbatch which still allocates on this rank needs there, counting what older ones will free. So the oldest unfinished
+    microbatch of all can go on everywhere.
+
+    Args:
+        home: int[S], the rank of every stage.
+        hops_down, hops_up: float[S], from the stage before (behind) to this one; -1 where a model begins (ends).
+        counts: int[S], how many microbatches go through a stage.
+        replica: int[S], the model that a stage belongs to; its microbatch k is number ``k * replicas + replica``.
+        seconds: float[5, S].
+        before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
+        allocated: float[5, S], by a pass when it starts (positive) or ends (negative).
+        limits: float[P].
+        targets: float[5, S, M], priorities.
+        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
+        window: seconds.
+        in_order: whether the DOWN of a rank run in the order of their targets, so that none takes another one's memory.
+        ends: float[5, S, M], filled.
+        order: int[P, N, 3], filled with (kind, stage, microbatch).
+    """
+    ranks, stages = limits.shape[0], home.shape[0]
+    done = np.zeros((KINDS, stages), np.int64)
+    length = np.zeros(ranks, np.int64)
+    free = np.zeros(ranks)  # when the rank's last pass ends
+    clock = np.zeros(ranks)  # when it decides next
+    held = np.zeros(ranks)
+    first, lines = _lines_by_rank(home, before, ranks)
+    left = 0
+    last = np.full(stages, UP)
+    for kind, stage in lines:
+        last[stage] = max(last[stage], kind)
+        left += counts[stage]
+
+    while left > 0:
+        rank = np.argmin(clock)
+        now = clock[rank]
+        if now == np.inf:
+            return False
+        mine = lines[first[rank] : first[rank + 1]]
+        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, done)
+        room = limits[rank] * (1 + SLACK) - held[rank]
+
+        turn = np.inf  # the smallest target of a DOWN
+        if in_order:
+            for line in range(mine.shape[0]):
+                kind, stage = mine[line, 0], mine[line, 1]
+                if kind == DOWN and done[DOWN, stage] < counts[stage]:
+                    turn = min(turn, targets[DOWN, stage, done[DOWN, stage]])
+
+        # First what to wait for, then, if there is a gap, what fits into it.
+        chosen, chosen_stage, chosen_ready = -1, -1, np.inf
+        horizon, deadline, kept = now + window, np.inf, 0.0
+        soonest = np.inf
+        for _ in range(2):
+            best, best_stage, best_ready, best_target = -1, -1, np.inf, np.inf
+            for line in range(mine.shape[0]):
+                kind, stage = mine[line, 0], mine[line, 1]
+                index = done[kind, stage]
+                if index >= counts[stage] or now + seconds[kind, stage] > deadline:
+                    continue
+                target = targets[kind, stage, index]
+                if target >= best_target:
+                    continue
+                if kind == DOWN and (
+                    target > turn or index - done[UP, stage] >= caps[stage] or index - done[last[stage], stage] >= quotas[stage]
+                ):
+                    continue
+                takes = allocated[kind, stage]
+                if takes > 0:
+                    own = index * replicas + replica[stage] == oldest
+                    if takes + kept > room or (reserved if own else takes + reserved) > room:
+                        continue
+                ready = _ready(kind, stage, index, hops_down, hops_up, before, done, ends)
+                if ready < 0:
+                    continue
+                soonest = min(soonest, ready)
+                if ready <= horizon:
+                    best, best_stage, best_ready, best_target = kind, stage, ready, target
+            if best >= 0:
+                chosen, chosen_stage, chosen_ready = best, best_stage, best_ready
+            if best < 0 or best_ready <= now * (1 + SLACK):
+                break
+            horizon, deadline = now * (1 + SLACK), best_ready * (1 + SLACK)
+            kept = max(0.0, allocated[best, best_stage])
+        if chosen < 0:
+            clock[rank] = soonest  # infinite: until another rank makes something for this one
+            continue
+        if chosen_ready > now * (1 + SLACK):
+            clock[rank] = chosen_ready  # and decide anew then
+            continue
+
+        index = done[chosen, chosen_stage]
+        end = max(now, chosen_ready) + seconds[chosen, chosen_stage]
+        ends[chosen, chosen_stage, index] = end
+        order[rank, length[rank], 0] = chosen
+        order[rank, length[rank], 1] = chosen_stage
+        order[rank, length[rank], 2] = index
+        length[rank] += 1
+        held[rank] += allocated[chosen, chosen_stage]
+        done[chosen, chosen_stage] += 1
+        free[rank] = end
+        clock[rank] = end
+        left -= 1
+        waiting = -1  # the rank that may have waited for this
+        if chosen == DOWN and chosen_stage + 1 < stages and hops_down[chosen_stage + 1] >= 0:
+            waiting = home[chosen_stage + 1]
+        elif chosen == UP and chosen_stage > 0 and hops_up[chosen_stage - 1] >= 0:
+            waiting = home[chosen_stage - 1]
+        if waiting >= 0 and clock[waiting] > free[waiting]:
+            clock[waiting] = max(free[waiting], now)
+    return True
+
+
+@njit(cache=True)
+def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array]:
+    """The (kind, stage) of which every rank has passes: ``lines[first[rank]:first[rank + 1]]``."""
+    first = np.zeros(ranks + 1, np.int64)
+    lines = np.zeros((before.size, 2), np.int64)
+    number = 0
+    for rank in range(ranks):
+        for stage in np.flatnonzero(home == rank):
+            for kind in range(KINDS):
+                if before[kind, stage] != -2:
+                    lines[number] = kind, stage
+                    number += 1
+        first[rank + 1] = number
+    return first, lines[:number]
+
+
+@njit(cache=True, inline="always")
+def _ready(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, done: Array, ends: Array) -> float:
+    """When the inputs of a pass are there; -1 while that is not known."""
+    ready = 0.0
+    previous = before[kind, stage]
+    if previous >= 0:
+        if done[previous, stage] <= index:
+            return -1.0
+        ready = ends[previous, stage, index]
+    if kind == DOWN and hops_down[stage] >= 0:
+        if done[DOWN, stage - 1] <= index:
+            return -1.0
+        ready = max(ready, ends[DOWN, stage - 1, index] + hops_down[stage])
+    elif kind == UP and hops_up[stage] >= 0:
+        if done[UP, stage + 1] <= index:
+            return -1.0
+        ready = max(ready, ends[UP, stage + 1, index] + hops_up[stage])
+    return ready
+
+
+@njit(cache=True)
+def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, done: Array) -> tuple[Any, float]:
+    """The oldest microbatch that still allocates on a rank, and what it needs there beyond what older ones will free."""
+    oldest = np.int64(2**62)
+    for line in range(mine.shape[0]):
+        kind, stage = mine[line, 0], mine[line, 1]
+        if allocated[kind, stage] > 0 and done[kind, stage] < counts[stage]:
+            oldest = min(oldest, done[kind, stage] * replicas + replica[stage])
+    reserved = 0.0
+    for line in range(mine.shape[0]):
+        kind, stage = mine[line, 0], mine[line, 1]
+        edge = min(counts[stage], (oldest - replica[stage] + replicas - 1) // replicas)
+        reserved -= allocated[kind, stage] * min(done[kind, stage], edge)
+        belongs = edge < counts[stage] and edge * replicas + replica[stage] == oldest
+        if belongs and allocated[kind, stage] > 0 and done[kind, stage] <= edge:
+            reserved += allocated[kind, stage]
+    return oldest, reserved
+
+
+@njit(cache=True)
+def replay(
+    home: Array, hops_down: Array, hops_up: Array, seconds: Array, before: Array, order: Array, lengths: Array, ends: Array,
+    firsts: Array,
+) -> tuple[float, float]:  # fmt: skip
+    """Fill ``ends`` with the earliest times at which the passes of an order end; returns (span, makespan), or -1 if stuck.
+
+    ``firsts`` is filled with every rank's first start.
+    """
+    ranks = lengths.shape[0]
+    ends[:] = -1.0
+    position = np.zeros(ranks, np.int64)
+    free = np.zeros(ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(ranks):
+            while position[rank] < lengths[rank]:
+                kind, stage, index = order[rank, position[rank]]
+                start = free[rank]
+                if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
+                    break
+                if kind == DOWN and hops_down[stage] >= 0:
+                    arrival = ends[DOWN, stage - 1, index]
+                    if arrival < 0:
+                        break
+                    start = max(start, arrival + hops_down[stage])
+                elif kind == UP and hops_up[stage] >= 0:
+                    arrival = ends[UP, stage + 1, index]
+                    if arrival < 0:
+                        break
+                    start = max(start, arrival + hops_up[stage])
+                if position[rank] == 0:
+                    firsts[rank] = start
+                free[rank] = start + seconds[kind, stage]
+                ends[kind, stage, index] = free[rank]
+                position[rank] += 1
+                moved = True
+    span = 0.0
+    makespan = 0.0
+    for rank in range(ranks):
+        if position[rank] < lengths[rank]:
+            return -1.0, -1.0
+        span = max(span, free[rank] - firsts[rank])
+        makespan = max(makespan, free[rank])
+    return span, makespan

@@ -1,0 +1,201 @@
+"""A problem as the arrays that the compiled planner works on, and orders as passes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.pipeline.schedule.families.family import Order
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.problem import Objective, Problem
+from megatron.pipeline.schedule.search import engine
+from megatron.pipeline.schedule.search.engine import DOWN, KINDS, MID, POST, PRE, UP, Array
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An order of passes with its times.
+
+    Attributes:
+        value: what the problem wants to be short.
+        order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes; -1 behind the last.
+        ends: float[5, S, M].
+    """
+
+    value: float
+    span: float
+    makespan: float
+    order: Array
+    ends: Array
+
+
+class Seed(NamedTuple):
+    """What list scheduling goes by.
+
+    Attributes:
+        targets: float[5, S, M], priorities: the smallest first.
+        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and may hold.
+        window: seconds for which a pass with a small target is waited for.
+        in_order: whether the forwards of a rank run in the order of their targets, so that none takes another one's memory.
+    """
+
+    targets: Array
+    caps: Array | None = None
+    quotas: Array | None = None
+    window: float = 0.0
+    in_order: bool = False
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The arrays of a problem, read forwards or backwards in time; see ``engine`` for their meaning."""
+
+    problem: Problem
+    backwards: bool = False
+    home: Array = field(init=False)
+    counts: Array = field(init=False)
+    replica: Array = field(init=False)
+    hops_down: Array = field(init=False)
+    hops_up: Array = field(init=False)
+    seconds: Array = field(init=False)
+    before: Array = field(init=False)
+    allocated: Array = field(init=False)
+    lengths: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        problem, placement = self.problem, self.problem.placement
+        stages = range(placement.last_stage + 1)
+        home = np.array([placement.home(stage)[0] for stage in stages])
+        replica = np.array([placement.replica(stage) for stage in stages])
+        hop = problem.costs.hop
+        down = [-1.0 if placement.is_first(stage) else 0.0 if home[stage] == home[stage - 1] else float(hop) for stage in stages]
+        up = [-1.0 if placement.is_last(stage) else down[stage + 1] for stage in stages]
+        counts = np.array([len(range(int(replica[stage]), problem.microbatches, placement.replicas)) for stage in stages])
+        seconds = np.zeros((KINDS, len(stages)))
+        allocated = np.zeros((KINDS, len(stages)))
+        before = np.full((KINDS, len(stages)), -2)
+        for stage in stages:
+            cost = problem.costs.stages[stage]
+            again, fused = stage in problem.recompute, stage in problem.fused
+            kinds = [Kind.F, *([Kind.R] if again else []), *([Kind.BW] if fused else [Kind.B, Kind.W])]
+            if self.backwards:
+                kinds.reverse()
+            last = -1
+            for kind in kinds:
+                slot = _slots(self.backwards)[kind]
+                seconds[slot, stage] = cost.seconds(kind)
+                allocated[slot, stage] = cost.allocated(kind, again) * (-1 if self.backwards else 1)
+                before[slot, stage] = last
+                last = slot
+        lengths = np.zeros(placement.ranks, np.int64)
+        np.add.at(lengths, home, (before != -2).sum(axis=0) * counts)
+        values = {
+            "home": home, "counts": counts, "replica": replica, "hops_down": np.array(down), "hops_up": np.array(up),
+            "seconds": seconds, "before": before, "allocated": allocated, "lengths": lengths,
+        }  # fmt: skip
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def reversed(self) -> Instance:
+        """The same problem, read in the other direction of time."""
+        return Instance(self.problem, not self.backwards)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of arrays over all passes: kinds, stages, microbatches."""
+        return KINDS, len(self.home), int(self.counts.max())
+
+    def construct(self, seed: Seed, limits: Array) -> Plan | None:
+        """List scheduling; None if the limits leave no room for one microbatch."""
+        ends = np.zeros(self.shape)
+        order = np.full((len(limits), int(self.lengths.max()), 3), -1, np.int32)
+        any_number = np.full(len(self.home), 2**31)
+        caps = any_number if seed.caps is None else seed.caps
+        quotas = any_number if seed.quotas is None else seed.quotas
+        placed = engine.construct(
+            self.home, self.hops_down, self.hops_up, self.counts, self.replica, self.problem.placement.replicas, self.seconds,
+            self.before, self.allocated, limits, seed.targets, caps, quotas, seed.window,
+            seed.in_order, ends, order,
+        )  # fmt: skip
+        return self.replay(order) if placed else None
+
+    def replay(self, order: Array) -> Plan | None:
+        """The earliest times of an order; None if it cannot finish."""
+        ends = np.zeros(self.shape)
+        firsts = np.zeros(len(self.lengths))
+        span, makespan = engine.replay(
+            self.home, self.hops_down, self.hops_up, self.seconds, self.before, order, self.lengths, ends, firsts
+        )
+        if span < 0:
+            return None
+        return Plan(span if self.problem.objective is Objective.SPAN else makespan, span, makespan, order, ends)
+
+    def sorted(self, targets: Array) -> Plan | None:
+        """Every rank runs its passes in the order of their targets, within whatever memory that takes."""
+        order = np.full((len(self.lengths), int(self.lengths.max()), 3), -1, np.int32)
+        for rank, length in enumerate(self.lengths):
+            kinds, stages = np.nonzero((self.before != -2) & (self.home == rank)[None, :])
+            which = np.repeat(np.arange(len(kinds)), self.counts[stages])
+            index = np.concatenate([np.arange(count) for count in self.counts[stages]])
+            passes = np.stack([kinds[which], stages[which], index], axis=1)
+            order[rank, :length] = passes[np.argsort(targets[tuple(passes.T)], kind="stable")]
+        return self.replay(order)
+
+    def within(self, plan: Plan, limits: Array) -> bool:
+        """Whether no rank of a plan ever holds more than its limit."""
+        for rank, length in enumerate(self.lengths):
+            kind, stage, _ = plan.order[rank, :length].T
+            if np.cumsum(self.allocated[kind, stage]).max(initial=0.0) > limits[rank] * (1 + engine.SLACK):
+                return False
+        return True
+
+    def read(self, passes: Order) -> Plan | None:
+        """A plan from passes; None if they cannot finish, or are not the passes of the problem."""
+        rows = [[self._code(rank, work) for work in row] for rank, row in enumerate(passes)]
+        order = np.full((len(rows), int(self.lengths.max()), 3), -1, np.int32)
+        for rank, row in enumerate(rows):
+            if len(row) != self.lengths[rank]:
+                return None
+            order[rank, : len(row)] = row
+        return self.replay(order)
+
+    def _code(self, rank: int, work: Pass) -> tuple[int, int, int]:
+        return (
+            _slots(self.backwards)[work.kind],
+            self.problem.placement.stage(rank, work.chunk),
+            work.microbatch // self.problem.placement.replicas,
+        )
+
+    def turned(self, order: Array) -> Array:
+        """An order of the reversed instance as one of this one."""
+        turned = np.full_like(order, -1)
+        for rank, length in enumerate(self.lengths):
+            row = order[rank, :length][::-1]
+            turned[rank, :length, 0] = POST - row[:, 0]
+            turned[rank, :length, 1] = row[:, 1]
+            turned[rank, :length, 2] = self.counts[row[:, 1]] - 1 - row[:, 2]
+        return turned
+
+    def passes(self, plan: Plan) -> Order:
+        """The passes of every rank."""
+        placement = self.problem.placement
+        chunks = [placement.home(stage)[1] for stage in range(placement.last_stage + 1)]
+        names = {slot: kind for kind, slot in _slots(self.backwards).items() if kind is not Kind.BW}
+        rows = []
+        for rank, length in enumerate(self.lengths):
+            row = []
+            for slot, stage, index in plan.order[rank, :length].tolist():
+                kind = Kind.BW if slot == UP and stage in self.problem.fused else names[slot]
+                row.append(Pass(kind, index * placement.replicas + int(self.replica[stage]), chunks[stage]))
+            rows.append(tuple(row))
+        return tuple(rows)
+
+
+def _slots(backwards: bool) -> dict[Kind, int]:
+    if backwards:
+        return {Kind.W: PRE, Kind.B: DOWN, Kind.BW: DOWN, Kind.R: MID, Kind.F: UP}
+    return {Kind.F: DOWN, Kind.R: MID, Kind.B: UP, Kind.BW: UP, Kind.W: POST}

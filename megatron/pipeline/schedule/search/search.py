@@ -1,0 +1,177 @@
+"""The planner: list scheduling from building blocks, then improvement from both ends of time, at every memory level."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.families.family import Order
+from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.search.engine import DOWN, SLACK
+from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
+from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
+from megatron.pipeline.schedule.search.squeeze import squeeze
+
+Known: TypeAlias = Callable[[Problem], Iterable[Order]]
+
+# Budgets count passes, not seconds: every rank, and every machine, makes the same plan.
+_PASSES = 1_200_000  # placed while one memory level is searched
+_FEWEST, _MOST = 48, 1500  # plans made for one memory level
+_STARTS = 3  # plans that are improved
+_FAR = 1.05  # a plan to begin with that is this much longer than the best is not worth squeezing
+_ROUNDS = 3  # a problem is planned with this many microbatches per rank first: its two ends are what has to be found
+_NEAR = 1.005  # a plan this much longer than the best is worth squeezing
+_HOPELESS = 1.03  # a level whose best seed is this much longer than another level's plan is not searched further
+
+
+def search(problem: Problem, known: Known = lambda problem: (), effort: float = 1.0) -> Order:
+    """The best order that is found; never worse than what is known and fits into the limits.
+
+    With more memory the result is not worse: levels of memory below the limit are searched too, unless their lower bound
+    says that they cannot win.
+
+    Args:
+        known: from a problem to orders of it that are worth to begin with.
+        effort: multiplies the number of plans that are tried.
+
+    Raises:
+        ValueError: a limit leaves no room for one microbatch.
+    """
+    for rank in range(problem.ranks):
+        least = problem.least_memory(rank)
+        if problem.limits is not None and problem.limits[rank] < least * (1 - SLACK):
+            raise ValueError(
+                f"rank {rank}: a memory limit of {problem.limits[rank]:g} is less than the {least:g} that one microbatch needs "
+                f"there; give at least {least:g}"
+            )
+    instance = Instance(problem)
+    best = min(_known_plans(instance, known, _room(instance)), key=_value, default=None)
+    for level in _levels(problem):
+        if best is not None and lower_bound(level) >= best.value * (1 - SLACK):
+            break  # nor can levels with less memory win
+        found = _search_level(level, known, effort, best.value * _HOPELESS if best else np.inf)
+        if found is not None and (best is None or found.value < best.value * (1 - SLACK)):
+            best = found
+    assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
+    return instance.passes(best)
+
+
+def _levels(problem: Problem) -> list[Problem]:
+    """The problem with its own limits, then with less and less memory."""
+    most = _room(Instance(problem))
+    microbatch = max(problem.least_memory(rank) for rank in range(problem.ranks))
+    step = microbatch * max(1 / problem.placement.chunks, problem.ranks / 16)
+    top = max(most)
+    steps = [microbatch + number * step for number in range(int((min(top, 3 * problem.ranks * microbatch)) / step))]
+    levels = [tuple(min(float(limit), level) for limit in most) for level in reversed(steps) if level < top * (1 - SLACK)]
+    return [replace(problem, limits=limits) for limits in [tuple(map(float, most)), *levels]]
+
+
+def _room(instance: Instance) -> Array:
+    """The memory that every rank can make use of: its limit, or room for all microbatches at once."""
+    everything = np.zeros(len(instance.lengths))
+    held = np.maximum(instance.allocated, 0).sum(axis=0)
+    np.add.at(everything, instance.home, held * instance.counts)
+    limits = instance.problem.limits
+    return everything if limits is None else np.minimum(everything, limits)
+
+
+def _known_plans(instance: Instance, known: Known, limits: Array) -> list[Plan]:
+    plans = [instance.read(order) for order in known(instance.problem)]
+    return [plan for plan in plans if plan is not None and instance.within(plan, limits)]
+
+
+def _search_level(problem: Problem, known: Known, effort: float, hopeless: float) -> Plan | None:
+    """The best plan found within exactly these limits; None if that is not much better than ``hopeless``."""
+    small = Instance(_cut_down(problem))
+    budget = int(min(_MOST, max(_FEWEST, _PASSES / small.lengths.sum())) * effort)
+    limits = _room(small)
+    goal = lower_bound(small.problem) * (1 + SLACK)
+    begin = _begin(small, known, limits, budget // 2, goal)
+    more = problem.microbatches - small.problem.microbatches
+    if not begin or begin[0].value + more * period_and_unit(small)[0] > hopeless:
+        return None
+    improved = [_improve(small, plan, limits, budget // 2 // _STARTS, goal) for plan in begin]
+    if not more:
+        return min(improved, key=_value)
+    whole = Instance(problem)
+    room = _room(whole)
+    repeated = [whole.sorted(_repeated(small, plan, whole)) for plan in improved]
+    squeezed = [squeeze(whole, plan, room) for plan in repeated if plan is not None and whole.within(plan, room)]
+    return min(squeezed, key=_value, default=None)
+
+
+def _begin(instance: Instance, known: Known, limits: Array, most: int, goal: float) -> list[Plan]:
+    """The best plans to begin with, squeezed; only one if it is as short as the goal."""
+    plans: list[Plan] = []
+    for plan in itertools.chain(_known_plans(instance, known, limits), starts(instance, limits, most)):
+        if not plans or plan.value <= _FAR * plans[0].value:
+            squeezed = squeeze(instance, plan, limits)
+            if squeezed.value <= goal:
+                return [squeezed]
+            plans = sorted([*plans, squeezed], key=_value)[:_STARTS]
+    return plans
+
+
+def _value(plan: Plan) -> float:
+    return plan.value
+
+
+def _cut_down(problem: Problem) -> Problem:
+    """The same problem with so many microbatches that the start does not meet the end."""
+    enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
+    return replace(problem, microbatches=enough) if problem.microbatches > enough + problem.ranks else problem
+
+
+def _repeated(small: Instance, plan: Plan, whole: Instance) -> Array:
+    """The times of a plan as targets for more microbatches: its middle one is repeated."""
+    begin = plan.ends - small.seconds[:, :, None]
+    few, many = small.shape[2], whole.shape[2]
+    quarter = few // 4
+    period = (begin[DOWN, 0, few - quarter] - begin[DOWN, 0, quarter]) / (few - 2 * quarter)
+    middle = few // 2
+    index = np.arange(many)
+    source = np.where(index < middle, index, np.where(index >= many - (few - middle), index - (many - few), middle))
+    return begin[:, :, source] + (index - source) * period
+
+
+def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: float) -> Plan:
+    """Plan again and again, forwards and backwards in time, each time by the times of the best plan, some of them shaken.
+
+    Forward-backward improvement (Tormos and Lova, "A competitive heuristic solution technique for resource-constrained
+    project scheduling", 2001): seen from the end, what can run late does, which leaves room for what has to run early.
+    """
+    generator = np.random.default_rng(0)
+    backwards = instance.reversed
+    period, unit = period_and_unit(instance)
+    best = plan
+    for number in range(tries if best.value > goal else 0):
+        starts = best.ends - instance.seconds[:, :, None]
+        window = (0.0, 0.3, 0.6)[generator.integers(3)] * unit
+        in_order = bool(generator.integers(2))
+        shaken = np.zeros(instance.shape) if number < 2 else _shake(generator, instance.shape, period)
+        if number % 2:
+            found = instance.construct(Seed(starts + shaken, window=window, in_order=in_order), limits)
+        else:
+            targets = (best.makespan - best.ends)[::-1, :, ::-1]
+            turned = backwards.construct(Seed(targets + shaken, window=window, in_order=in_order), limits)
+            found = instance.replay(instance.turned(turned.order)) if turned else None
+        if found is not None and found.value <= best.value * _NEAR:
+            found = squeeze(instance, found, limits)
+            if found.value <= best.value * (1 + SLACK):
+                best = found
+            if best.value <= goal:
+                break
+    return best
+
+
+def _shake(generator: np.random.Generator, shape: tuple[int, int, int], period: float) -> Array:
+    """Noise on a few targets."""
+    share = (0.02, 0.05, 0.15)[generator.integers(3)]
+    scale = (0.2, 0.5, 1.0)[generator.integers(3)] * period
+    return generator.normal(size=shape) * scale * (generator.random(shape) < share)

@@ -1,0 +1,132 @@
+"""Compaction: every pass moves into the earliest idle time of its rank that is long enough, and delays nothing.
+
+Unlike list scheduling this keeps the order of everything else, so it shortens the two ends of a repeated building block and
+leaves its middle alone. Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.3, squeeze likewise.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array
+from megatron.pipeline.schedule.search.instance import Instance, Plan
+
+
+def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
+    """The plan squeezed from its start, then from its end, for as long as that makes it shorter."""
+    best = _once(instance, plan, limits)
+    while True:
+        turned = instance.reversed.replay(instance.turned(best.order))
+        assert turned is not None, "an order that can run can run backwards"
+        back = instance.replay(instance.turned(_once(instance.reversed, turned, limits).order))
+        assert back is not None, "an order that can run backwards can run"
+        shorter = _once(instance, back, limits)
+        if shorter.value >= best.value * (1 - SLACK):
+            return best
+        best = shorter
+
+
+def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
+    order, ends = plan.order.copy(), plan.ends.copy()
+    _squeeze(
+        instance.home, instance.hops_down, instance.hops_up, instance.seconds, instance.before, instance.allocated, limits,
+        order, instance.lengths, ends, np.argsort(_flat_starts(instance, plan), kind="stable"),
+    )  # fmt: skip
+    squeezed = instance.replay(order)
+    assert squeezed is not None, "every pass stays behind what it needs"
+    return squeezed if squeezed.value <= plan.value else plan
+
+
+def _flat_starts(instance: Instance, plan: Plan) -> Array:
+    """The starts of all passes, as one row; infinite where a stage has no such pass."""
+    starts = plan.ends - instance.seconds[:, :, None]
+    exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
+    return np.where(exists, starts, np.inf).ravel()
+
+
+@njit(cache=True)
+def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
+    home: Array, hops_down: Array, hops_up: Array, seconds: Array, before: Array, allocated: Array, limits: Array, order: Array,
+    lengths: Array, ends: Array, by_start: Array,
+) -> None:  # fmt: skip
+    """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts."""
+    stages, many = ends.shape[1], ends.shape[2]
+    held = np.zeros(order.shape[:2])  # by every rank, behind each of its passes
+    idle = np.zeros(order.shape[:2])  # of every rank, up to the start of each of its passes
+    for rank in range(lengths.shape[0]):
+        _account(order[rank], 0, lengths[rank], held[rank], idle[rank], allocated, ends, seconds)
+    for number in by_start[: lengths.sum()]:
+        kind, stage, index = number // (stages * many), number // many % stages, number % many
+        rank, takes, row = home[stage], allocated[kind, stage], order[home[stage]]
+        start = ends[kind, stage, index] - seconds[kind, stage]
+        ready = 0.0
+        if before[kind, stage] >= 0:
+            ready = ends[before[kind, stage], stage, index]
+        if kind == DOWN and hops_down[stage] >= 0:
+            ready = max(ready, ends[DOWN, stage - 1, index] + hops_down[stage])
+        elif kind == UP and hops_up[stage] >= 0:
+            ready = max(ready, ends[UP, stage + 1, index] + hops_up[stage])
+        if index > 0:
+            ready = max(ready, ends[kind, stage, index - 1])
+        slack = SLACK * (1 + start)
+        if ready >= start - slack:
+            continue
+        slot = _first_from(row, lengths[rank], start - slack, ends, seconds)
+        while row[slot, 0] != kind or row[slot, 1] != stage or row[slot, 2] != index:
+            slot += 1
+        place = _first_from(row, slot, ready + seconds[kind, stage] - slack, ends, seconds)
+        if idle[rank, slot] - (idle[rank, place - 1] if place else 0.0) <= slack:
+            continue  # there is nothing to move into: the common case, which has to be quick
+        if takes > 0:
+            full = slot - 1  # the last place behind which there is no room
+            while full >= place - 1 and full >= 0 and held[rank, full] + takes <= limits[rank] * (1 + SLACK):
+                full -= 1
+            if full >= place - 1 and full >= 0:
+                place = full + 2
+        while place < slot:
+            begin = ready if place == 0 else max(ready, ends[row[place - 1, 0], row[place - 1, 1], row[place - 1, 2]])
+            after = ends[row[place, 0], row[place, 1], row[place, 2]] - seconds[row[place, 0], row[place, 1]]
+            if begin + seconds[kind, stage] <= after + slack:
+                break
+            place += 1
+        if place >= slot:
+            begin = ready if slot == 0 else max(ready, ends[row[slot - 1, 0], row[slot - 1, 1], row[slot - 1, 2]])
+            if begin < start - slack:
+                ends[kind, stage, index] = begin + seconds[kind, stage]
+                _account(row, slot, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
+            continue
+        for other in range(slot, place, -1):
+            row[other] = row[other - 1]
+        row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
+        ends[kind, stage, index] = begin + seconds[kind, stage]
+        _account(row, place, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
+
+
+@njit(cache=True)
+def _first_from(row: Array, length: int, time: float, ends: Array, seconds: Array) -> int:
+    """The first of ``length`` passes that starts at a time or later."""
+    low, high = 0, length
+    while low < high:
+        middle = (low + high) // 2
+        kind, stage, index = row[middle]
+        if ends[kind, stage, index] - seconds[kind, stage] < time:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True)
+def _account(row: Array, begin: int, end: int, held: Array, idle: Array, allocated: Array, ends: Array, seconds: Array) -> None:
+    """Fill what a rank holds behind its passes from ``begin`` to ``end``, and how long it was idle before them."""
+    level, waited, free = 0.0, 0.0, 0.0
+    if begin:
+        level, waited = held[begin - 1], idle[begin - 1]
+        free = ends[row[begin - 1, 0], row[begin - 1, 1], row[begin - 1, 2]]
+    for place in range(begin, end):
+        kind, stage, index = row[place]
+        level += allocated[kind, stage]
+        waited += max(0.0, ends[kind, stage, index] - seconds[kind, stage] - free)
+        free = ends[kind, stage, index]
+        held[place], idle[place] = level, waited
