@@ -95,6 +95,9 @@ def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [row["schedule"] for row in json.loads(table.read_text())["schedules"]] == ["zb-h1", "1f1b"]
     assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {page}") == ""
     assert "zb-h1" in page.read_text()
+    plot = tmp_path / "pareto.svg"
+    assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 -o {plot}") == ""
+    assert "<!-- zb-h2 -->" in plot.read_text()
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,15 @@ def test_a_fused_backward_may_take_another_time(capsys: pytest.CaptureFixture[st
     assert (data["passes"], data["span"], data["costs"]["BW"]) == ([["F0.0", "BW0.0"]], 2.5, 1.5)
 
 
+def test_the_gap_to_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = "plan --schedule 1f1b --pp 2 --microbatches 2 --cost F=1,B=1,W=1 --exact 30"
+    data = run(capsys, plan)
+    # By hand: the first microbatch is back on rank 0 after 3, and until then there are but 2 F to run there.
+    assert (data["span"], data["exact"]) == (9, {"value": 7, "bound": 7, "proven": True, "gap": 9 / 7 - 1})
+    assert main(plan.split()) == 0
+    assert "optimum 7 proven; this one is 28.6% above" in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_limit_travels_and_can_be_lifted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     data = run(capsys, "plan --schedule zb-h1 --pp 2 --microbatches 4 --memory-limit 2")

@@ -18,8 +18,9 @@ from megatron.pipeline.cli.summary import plain_table
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.view import Point, draw_pareto
 
-_SUFFIXES = (".json", ".html")
+_SUFFIXES = (".json", ".html", ".png", ".svg")
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
@@ -68,6 +69,8 @@ def run(options: argparse.Namespace) -> None:
     if options.output and Path(options.output).suffix == ".html":
         cases = {row.label: row.case for row in rows}
         page(options.output, {label: case.timeline() for label, case in cases.items()}, cases)
+    elif options.output and Path(options.output).suffix in (".png", ".svg"):
+        _plot(options, rows, whole)
     elif options.output:
         Path(options.output).write_text(json.dumps(data) + "\n", encoding="utf-8")
     elif options.json:
@@ -133,6 +136,13 @@ def _data(options: argparse.Namespace, rows: list[Row], refused: dict[str, str],
         ],
         "refused": refused,
     }
+
+
+def _plot(options: argparse.Namespace, rows: list[Row], whole: float | None) -> None:
+    rate = "makespan_bubble_rate" if options.objective == "makespan" else "bubble_rate"
+    points = [Point(row.label, row.report[rate], row.peak) for row in rows]
+    title = f"{options.pp} ranks, {options.microbatches} microbatches, {options.objective}"
+    draw_pareto(points, options.output, whole or None, title)
 
 
 def _print_table(rows: list[Row], refused: dict[str, str], whole: float | None) -> None:

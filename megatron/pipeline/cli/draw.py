@@ -40,13 +40,13 @@ def run(options: argparse.Namespace) -> None:
         timelines[title] = timeline
         if case:
             cases[title] = case
+    splits = {title: case.schedule.splits for title, case in cases.items()}
     if options.output and Path(options.output).suffix == ".html":
         page(options.output, timelines, cases)
     elif options.output:
         memory = {title: activation_profile(case.schedule, timelines[title], case.costs) for title, case in cases.items()}
-        draw(timelines, options.output, memory if options.memory else None)
+        draw(timelines, options.output, memory if options.memory else None, splits=splits)
     else:
-        splits = {title: case.schedule.splits for title, case in cases.items()}
         print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))
 
 
