@@ -1,17 +1,30 @@
-"""Pictures and text of timelines."""
+"""Pictures, pages and text of timelines."""
 
+import base64
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import v
 from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_profile, simulate
+from megatron.pipeline.schedule.simulate import activation_changes, activation_peaks, activation_profile, simulate
 from megatron.pipeline.schedule.timeline import Timed, Timeline
-from megatron.pipeline.view import draw, render
+from megatron.pipeline.schedule.transform import recompute
+from megatron.pipeline.view import Entry, Point, draw, draw_pareto, page, render, write_page
+from megatron.pipeline.view.pareto import frontier, label_places
+from megatron.pipeline.view.style import COLOURS, MEANING, number, shade
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
@@ -70,3 +83,206 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
         draw({}, tmp_path / "x.png")
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw({"x": timeline("1f1b", 1, 1)}, tmp_path / "x.jpeg")
+
+
+def test_every_kind_has_a_colour_and_a_meaning_of_its_own() -> None:
+    for table in (COLOURS, MEANING):
+        assert set(table) == set(Kind) and len(set(table.values())) == len(Kind)
+    assert len({shade(colour, chunk, 4) for colour in COLOURS.values() for chunk in range(4)}) == 4 * len(Kind)
+
+
+def test_slices_have_letters() -> None:
+    assert [number(Pass(Kind.F, n), 2) for n in range(4)] == ["0a", "0b", "1a", "1b"]
+    assert [number(Pass(Kind.F, n), 100) for n in (25, 26, 52, 199)] == ["0z", "0aa", "0ba", "1cv"]
+    assert number(Pass(Kind.F, 7)) == "7"
+    sliced = timeline("1f1b", 2, 4)
+    assert "F1b" in render(sliced, splits=2) and "F3" not in render(sliced, splits=2)
+
+
+def test_text_that_is_cut_says_so() -> None:
+    drawn = timeline("zb-h2", 8, 30)
+    lines = render(drawn, width=80).splitlines()
+    assert all(" ... " in line for line in lines[:8])
+    assert lines[0].startswith("rank 0 FFFFFFFFFFFFFFFB") and lines[7].endswith("WWW")
+    note = " ".join(lines[8:])
+    parts = re.fullmatch(r"left out: time (\S+) to (\S+) of 97; (\d+) of 720 passes", note)
+    assert parts
+    begin, end = float(parts[1]), float(parts[2])
+    hidden = sum(timed.start >= begin and timed.end <= end for rank in drawn.ranks for timed in rank)
+    assert hidden == int(parts[3]) > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(p=st.integers(1, 20), m=st.integers(1, 30), width=st.integers(20, 130), height=st.integers(6, 30), weight=st.floats(0, 2))
+def test_text_never_floods_and_never_hides_silently(p: int, m: int, width: int, height: int, weight: float) -> None:
+    schedule = families.plan("zb-h1", p, m)
+    drawn = simulate(schedule, uniform(schedule.placement, weight=weight))
+    lines = render(drawn, width, height).splitlines()
+    assert len(lines) <= height + 2 and all(len(line) <= width for line in lines)
+    letters = sum(len(re.findall("[FBW]", line)) for line in lines if line.startswith("rank "))
+    visible = sum(timed.end > timed.start for rank in drawn.ranks for timed in rank)
+    assert letters == visible or lines[-1].endswith("passes") or any(line.startswith("left out") for line in lines)
+
+
+@pytest.mark.parametrize(("start", "length"), [(1e99, 1e-300), (1e99, 1.0), (0.0, 1e-320)])
+def test_text_survives_any_scale(start: float, length: float) -> None:
+    passes = (Timed(Pass(Kind.F, 0), 0.0, length), Timed(Pass(Kind.F, 1), start, start + length))
+    assert len(render(Timeline((passes,)), width=60)) < 1000
+
+
+def test_narrow_passes_become_columns_and_files_stay_small(tmp_path: Path) -> None:
+    wide, narrow = tmp_path / "wide.svg", tmp_path / "narrow.svg"
+    draw({"1f1b": timeline("1f1b", 32, 20)}, wide)
+    draw({"1f1b": timeline("1f1b", 32, 600)}, narrow)
+    assert "columns: share of time" in narrow.read_text() and "columns: share of time" not in wide.read_text()
+    assert narrow.stat().st_size < 500_000
+    assert "<!-- rank 16 -->" in narrow.read_text()
+
+
+def recomputed() -> tuple[Schedule, Costs]:
+    """A V with R on some stages, and unequal stages."""
+    schedule = recompute(families.plan("1f1b", 4, 6), {0, 1})
+    stages = tuple(StageCosts(1 + 0.1 * i, 1.3, 0.7, recompute=1, checkpoint=0.125) for i in range(4))
+    return schedule, Costs(stages, hop=0.1)
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    """What a page embeds; its columns decoded with nothing but the format's description."""
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"), re.S)
+    assert match
+    data: dict[str, Any] = json.loads(match[1])
+    for entry in data["entries"]:
+        packed, count = zlib.decompress(base64.b64decode(entry["columns"])), sum(entry["counts"])
+        code = "<" + "".join(f"{count}{letter}" for letter in ("dddIHB" if entry["memory"] else "ddIHB"))
+        values = struct.unpack(code, packed)
+        entry["columns"] = [values[at : at + count] for at in range(0, len(values), count)] if count else []
+    return data
+
+
+def test_a_page_holds_the_very_passes_and_times(tmp_path: Path) -> None:
+    schedule, costs = recomputed()
+    planned = simulate(schedule, costs)
+    measured = timeline("zb-h1", 2, 3)
+    write_page([Entry("planned", planned, schedule, costs, {"gap": "1%"}), Entry("measured", measured)], tmp_path / "p.html")
+    data = data_of(tmp_path / "p.html")
+    for entry, drawn in zip(data["entries"], (planned, measured), strict=True):
+        assert entry["counts"] == [len(rank) for rank in drawn.ranks]
+        starts, ends, *changes, numbers, chunks, kinds = entry["columns"]
+        works = [Pass(Kind(data["kinds"][kind]["name"]), n, chunk) for kind, n, chunk in zip(kinds, numbers, chunks, strict=True)]
+        assert list(map(Timed, works, starts, ends)) == [timed for rank in drawn.ranks for timed in rank]
+        assert len(changes) == (entry is data["entries"][0])
+    assert list(data["entries"][0]["columns"][2]) == [change for rank in activation_changes(schedule, costs) for change in rank]
+    facts = data["entries"][0]["facts"]
+    assert facts["gap"] == "1%" and facts["peak memory"] == f"{max(activation_peaks(schedule, costs)):.4g}"
+    assert data["entries"][0]["stages"] == [[0], [1], [2], [3]] and data["entries"][1]["stages"] is None
+
+
+def test_a_page_needs_nothing_else_and_trusts_no_title(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><!-- {{data}} &amp;"
+    write_page([Entry(evil, timeline("1f1b", 2, 2), facts={evil: evil})], tmp_path / "p.html", title=evil)
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert text.count("<script") == 2 and text.count("</script") == 2 and "<!--" not in text.split("<body>")[1]
+    assert not re.search(r"https?:|src=|href=|@import|url\(", text)
+    assert data_of(tmp_path / "p.html")["entries"][0]["facts"][evil] == evil
+    assert "{{style}}" not in text and "{{script}}" not in text
+
+
+def test_a_large_page_is_small(tmp_path: Path) -> None:
+    schedule = families.plan("zb-h1", 32, 256)
+    costs = uniform(schedule.placement, 1, 1.1, 0.9, 0.03)
+    write_page([Entry("zb-h1", simulate(schedule, costs), schedule, costs)], tmp_path / "p.html")
+    assert (tmp_path / "p.html").stat().st_size < 12 * sum(map(len, schedule.passes)) + 60_000
+
+
+def test_what_a_page_cannot_show_is_refused(tmp_path: Path) -> None:
+    drawn, schedule = timeline("1f1b", 2, 3), families.plan("1f1b", 2, 2)
+    with pytest.raises(ValueError, match="nothing to show"):
+        write_page([], tmp_path / "p.html")
+    with pytest.raises(ValueError, match="x: the timeline is not one of this schedule"):
+        Entry("x", drawn, schedule)
+    with pytest.raises(ValueError, match="x: costs say nothing"):
+        Entry("x", drawn, costs=uniform(schedule.placement))
+    with pytest.raises(ValueError, match="counts microbatches up to 4294967295"):
+        write_page([Entry("x", Timeline(((Timed(Pass(Kind.F, 1 << 32), 0, 1),),)))], tmp_path / "p.html")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")
+def test_the_script_reads_what_python_wrote(tmp_path: Path) -> None:
+    """Passes, memory and dependencies as the page computes them are those of Python."""
+    schedule, costs = recomputed()
+    planned = simulate(schedule, costs)
+    write_page([Entry("planned", planned, schedule, costs)], tmp_path / "p.html")
+    folder = Path(page.__file__).parent / "web"
+    script = (
+        (folder / "model.js").read_text()
+        + """
+        const text = require("fs").readFileSync(process.argv[2], "utf8");
+        const data = JSON.parse(text.match(/id="data">(.*?)<\\/script>/s)[1]);
+        Panel.read(data.entries[0], data.kinds).then((panel) => console.log(JSON.stringify({
+          peak: panel.peak,
+          names: [...Array(panel.count).keys()].map((i) => panel.name(i)),
+          links: panel.links(panel.passesOf(3)).map((pair) => pair.map((i) => [panel.rankOf(i), panel.name(i)])),
+          busy: panel.density(1, 0, panel.makespan, 7).reduce((sum, share) => sum + share, 0) * panel.makespan / 7,
+          found: [...Array(panel.count).keys()].every((i) =>
+            panel.at(panel.rankOf(i), (panel.starts[i] + panel.ends[i]) / 2) === i),
+        })));
+    """
+    )
+    (tmp_path / "check.js").write_text(script)
+    run = ["node", str(tmp_path / "check.js"), str(tmp_path / "p.html")]
+    seen = json.loads(subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout)
+    assert seen["peak"] == pytest.approx(max(activation_peaks(schedule, costs)))
+    assert seen["names"] == [f"{work.kind}{work.microbatch}" for rank in schedule.passes for work in rank]
+    assert seen["busy"] == pytest.approx(sum(end - start for _, start, end in planned.ranks[1]), rel=1e-5)
+    assert seen["found"]
+    expected = {
+        (before, f"{needed.kind}3", rank, f"{work.kind}3")
+        for rank, passes in enumerate(schedule.passes)
+        for work in passes
+        if work.microbatch == 3
+        for before, needed in schedule.predecessors(rank, work)
+    }
+    assert {(*needed, *needing) for needed, needing in seen["links"]} == expected
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")
+@pytest.mark.parametrize("name", ["model.js", "paint.js", "main.js"])
+def test_scripts_are_javascript(name: str) -> None:
+    subprocess.run(["node", "--check", str(Path(page.__file__).parent / "web" / name)], check=True, timeout=30)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12))
+def test_the_frontier_is_what_nothing_beats(places: list[tuple[int, int]]) -> None:
+    points = [Point(str(index), *place) for index, place in enumerate(places)]
+    beaten = {
+        (one.bubble, one.memory)
+        for one in points
+        if any(other.bubble <= one.bubble and other.memory <= one.memory and other[1:] != one[1:] for other in points)
+    }
+    best = frontier(points)
+    assert [(point.bubble, point.memory) for point in best] == sorted(set(places) - beaten, key=lambda place: place[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.floats(50, 350), st.floats(50, 250)), min_size=1, max_size=15))
+def test_labels_do_not_cover_each_other(anchors: list[tuple[float, float]]) -> None:
+    boxes = label_places(anchors, [(40, 10)] * len(anchors), (0, 0, 400, 300))
+    for index, one in enumerate(boxes):
+        for other in boxes[:index]:
+            assert one[0] >= other[2] or other[0] >= one[2] or one[1] >= other[3] or other[1] >= one[3]
+        assert one[0] >= 0 and one[2] <= 400 and one[1] >= 0 and one[3] <= 300
+
+
+def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
+    points = [Point("1f1b", 0.2, 8), Point("zb-h1", 0.1, 8), Point("zb-h2", 0.0, 15), Point("twin", 0.1, 8)]
+    draw_pareto(points, tmp_path / "p.svg", reference=8, title="8 ranks")
+    text = (tmp_path / "p.svg").read_text()
+    for label in ("1f1b", "zb-h1, twin", "zb-h2", "8 ranks", "multiple of 1F1B's memory"):
+        assert f"<!-- {label} -->" in text
+    draw_pareto([Point("only", 0.0, 0.0)], tmp_path / "p.png")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_pareto([], tmp_path / "p.svg")
+    with pytest.raises(ValueError, match="more than 0 microbatches, got 0"):
+        draw_pareto(points, tmp_path / "p.svg", reference=0)
+    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
+        draw_pareto(points, tmp_path / "p.gif")

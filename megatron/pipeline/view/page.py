@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.simulate import activation_changes, activation_p
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view.style import COLOURS, LIGHTEST, MEANING
 
-_TEMPLATES = Path(__file__).parent / "page"
+_TEMPLATES = Path(__file__).parent / "web"
 _KINDS = list(Kind)
 
 

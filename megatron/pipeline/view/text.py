@@ -85,7 +85,7 @@ def _scale(timeline: Timeline, room: int) -> float:
     than there is room for.
     """
     makespan = timeline.makespan
-    if makespan <= 0:
+    if makespan < 1e-300:  # shorter times have no finite inverse
         return 0.0
     lengths = [end - start for rank in timeline.ranks for _, start, end in rank if end > start]
     shortest, typical = min(lengths, default=makespan), typical_length([timeline])
