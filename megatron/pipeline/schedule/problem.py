@@ -31,6 +31,8 @@ class Problem:
         fused: the stages whose backward is BW, for every microbatch, where a family splits it elsewhere.
         splits: into how many slices along the sequence every microbatch is cut, for families that can.
         group: how many microbatches go through a chunk before the next one's turn, for families that group them.
+        jitter: by how much pass times vary (standard deviation as a share of the mean): families that search then want the
+            expected case to be short rather than the nominal one.
 
     Raises:
         ValueError: sizes do not fit each other or are out of range.
@@ -45,6 +47,7 @@ class Problem:
     fused: frozenset[int] = frozenset()
     splits: int = 1
     group: int | None = None
+    jitter: float = 0.0
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -61,6 +64,8 @@ class Problem:
             unknown = sorted(stage for stage in chosen if not 0 <= stage < stages)
             if unknown:
                 raise ValueError(f"cannot {name} stage {unknown[0]}: the stages are 0..{stages - 1}")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter is a share of a pass's time between 0 and 1, got {self.jitter}")
         if self.splits < 1:
             raise ValueError(f"a microbatch can be cut into 1 slice or more, got {self.splits}")
 

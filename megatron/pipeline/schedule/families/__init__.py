@@ -75,6 +75,7 @@ def problem(
     fused: Iterable[int] = (),
     splits: int | None = None,
     group: int | None = None,
+    jitter: float = 0.0,
 ) -> Problem:
     """What a family is asked to plan.
 
@@ -88,6 +89,7 @@ def problem(
         objective: what is to be short, for families that search.
         recompute, fused: the stages that run R, and those that run BW where the family splits.
         splits, group: see ``Problem``; only for families that take them.
+        jitter: see ``Problem``.
 
     Raises:
         ValueError: the name is unknown, or a number is out of range or not for this family.
@@ -109,6 +111,7 @@ def problem(
         frozenset(fused),
         family.splits if splits is None else splits,
         group,
+        jitter,
     )
 
 

@@ -205,13 +205,14 @@ def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocate
 
 @njit(cache=True)
 def replay(
-    home: Array, hops_down: Array, hops_up: Array, seconds: Array, before: Array, order: Array, lengths: Array, ends: Array,
-    firsts: Array,
-) -> tuple[float, float]:  # fmt: skip
+    hops_down: Array, hops_up: Array, seconds: Array, before: Array, order: Array, lengths: Array, factors: Array, ends: Array
+) -> tuple[float, float]:
     """Fill ``ends`` with the earliest times at which the passes of an order end; returns (span, makespan), or -1 if stuck.
 
-    ``firsts`` is filled with every rank's first start.
+    ``factors``, float[5, S, M], multiply ``seconds``; where there is but one, it is for all passes.
     """
+    same = factors.size == 1
+    firsts = np.zeros(lengths.shape[0])
     ranks = lengths.shape[0]
     ends[:] = -1.0
     position = np.zeros(ranks, np.int64)
@@ -237,7 +238,8 @@ def replay(
                     start = max(start, arrival + hops_up[stage])
                 if position[rank] == 0:
                     firsts[rank] = start
-                free[rank] = start + seconds[kind, stage]
+                factor = factors[0, 0, 0] if same else factors[kind, stage, index]
+                free[rank] = start + seconds[kind, stage] * factor
                 ends[kind, stage, index] = free[rank]
                 position[rank] += 1
                 moved = True

@@ -32,6 +32,9 @@ class Plan:
     ends: Array
 
 
+_DRAWS = 8
+
+
 class Seed(NamedTuple):
     """What list scheduling goes by.
 
@@ -126,13 +129,21 @@ class Instance:
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
         ends = np.zeros(self.shape)
-        firsts = np.zeros(len(self.lengths))
-        span, makespan = engine.replay(
-            self.home, self.hops_down, self.hops_up, self.seconds, self.before, order, self.lengths, ends, firsts
-        )
+        span, makespan = self._times(order, np.ones((1, 1, 1)), ends)
         if span < 0:
             return None
-        return Plan(span if self.problem.objective is Objective.SPAN else makespan, span, makespan, order, ends)
+        values = [self._times(order, factors, np.empty(self.shape)) for factors in self._draws] or [(span, makespan)]
+        value = float(np.mean(values, axis=0)[0 if self.problem.objective is Objective.SPAN else 1])
+        return Plan(value, span, makespan, order, ends)
+
+    def _times(self, order: Array, factors: Array, ends: Array) -> tuple[float, float]:
+        return engine.replay(self.hops_down, self.hops_up, self.seconds, self.before, order, self.lengths, factors, ends)
+
+    @cached_property
+    def _draws(self) -> list[Array]:
+        """Random factors of all pass times, the same for every order, by which the expected case is estimated."""
+        generator, spread = np.random.default_rng(0), self.problem.jitter**2
+        return [generator.gamma(1 / spread, spread, self.shape) for _ in range(_DRAWS)] if spread else []
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, within whatever memory that takes."""

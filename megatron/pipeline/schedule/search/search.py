@@ -62,14 +62,14 @@ def search(problem: Problem, known: Known = lambda problem: (), effort: float = 
 
 
 def _levels(problem: Problem) -> list[Problem]:
-    """The problem with its own limits, then with less and less memory."""
+    """The problem with its own limits, then with less and less memory; the expected case has its own limits only."""
     most = _room(Instance(problem))
     microbatch = max(problem.least_memory(rank) for rank in range(problem.ranks))
     step = microbatch * max(1 / problem.placement.chunks, problem.ranks / 16)
     top = max(most)
     steps = [microbatch + number * step for number in range(int((min(top, 3 * problem.ranks * microbatch)) / step))]
     levels = [tuple(min(float(limit), level) for limit in most) for level in reversed(steps) if level < top * (1 - SLACK)]
-    return [replace(problem, limits=limits) for limits in [tuple(map(float, most)), *levels]]
+    return [replace(problem, limits=limits) for limits in [tuple(map(float, most)), *(levels if not problem.jitter else [])]]
 
 
 def _room(instance: Instance) -> Array:
@@ -91,7 +91,7 @@ def _search_level(problem: Problem, known: Known, effort: float, hopeless: float
     small = Instance(_cut_down(problem))
     budget = int(min(_MOST, max(_FEWEST, _PASSES / small.lengths.sum())) * effort)
     limits = _room(small)
-    goal = lower_bound(small.problem) * (1 + SLACK)
+    goal = lower_bound(small.problem) * (1 + SLACK) if not problem.jitter else 0.0
     begin = _begin(small, known, limits, budget // 2, goal)
     more = problem.microbatches - small.problem.microbatches
     if not begin or begin[0].value + more * period_and_unit(small)[0] > hopeless:
