@@ -64,8 +64,8 @@ def lower_bound(problem: Problem) -> float:
     best: float = max([*work, *areas, *rounds])
     for at, origin in enumerate(origins):
         for rank in range(problem.ranks) if origin is None else [origin]:
-            last = max(head.last_end(at, rank), tail.last_end(at, rank))
-            best = max(best, last, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), last))
+            ends = max(head.last_end(at, rank), tail.last_end(at, rank))
+            best = max(best, ends, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), ends))
     return best
 
 
