@@ -22,7 +22,7 @@ from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_changes, activation_peaks, activation_profile, simulate
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.schedule.transform import recompute
-from megatron.pipeline.view import Entry, Point, draw, draw_pareto, page, render, write_page
+from megatron.pipeline.view import Entry, Point, draw, draw_pareto, draw_robustness, page, render, write_page
 from megatron.pipeline.view.pareto import frontier, label_places
 from megatron.pipeline.view.style import COLOURS, MEANING, number, shade
 
@@ -286,3 +286,17 @@ def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
         draw_pareto(points, tmp_path / "p.svg", reference=0)
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw_pareto(points, tmp_path / "p.gif")
+
+
+def test_a_robustness_plot_names_schedules_and_jitter(tmp_path: Path) -> None:
+    spans = {"1f1b": {0.0: [30.0], 0.1: [31.0, 32.0, 33.0]}, "zb-h1": {0.0: [27.0], 0.3: [28.0, 34.0]}}
+    draw_robustness(spans, tmp_path / "r.svg", unit="ms")
+    text = (tmp_path / "r.svg").read_text()
+    for label in ("1f1b", "zb-h1", "no jitter", "jitter 10%", "jitter 30%", "span (ms)"):
+        assert f"<!-- {label} -->" in text
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_robustness({}, tmp_path / "r.svg")
+    with pytest.raises(ValueError, match="zb-v has no runs to draw"):
+        draw_robustness({"zb-v": {0.1: []}}, tmp_path / "r.svg")
+    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
+        draw_robustness(spans, tmp_path / "r.gif")

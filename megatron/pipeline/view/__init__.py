@@ -3,6 +3,7 @@
 from megatron.pipeline.view.page import Entry, write_page
 from megatron.pipeline.view.pareto import Point, draw_pareto
 from megatron.pipeline.view.picture import draw
+from megatron.pipeline.view.robustness import draw_robustness
 from megatron.pipeline.view.text import render
 
-__all__ = ["Entry", "Point", "draw", "draw_pareto", "render", "write_page"]
+__all__ = ["Entry", "Point", "draw", "draw_pareto", "draw_robustness", "render", "write_page"]

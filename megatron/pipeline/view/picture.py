@@ -118,8 +118,8 @@ class _Numbers:
 
     def crowded(self, timeline: Timeline) -> bool:
         """Whether the boxes would be too narrow to see, or too many for a file of sensible size."""
-        count = sum(map(len, timeline.ranks))
-        return count > _MOST_BOXES or 0 < typical_length([timeline]) * self.points < _NARROWEST
+        length = typical_length([timeline]) * self.points
+        return length > 0 and (length < _NARROWEST or sum(map(len, timeline.ranks)) > _MOST_BOXES)
 
     def _largest(self, length: float) -> float:
         return (length * self.points - 2) / (0.64 * self._letters)

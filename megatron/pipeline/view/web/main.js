@@ -274,6 +274,7 @@ async function main() {
   const buttons = { in: "+", out: "-", fit: 0, taller: "]", flatter: "[", memory: "m" };
   for (const [id, key] of Object.entries(buttons)) byId(id).addEventListener("click", actions[key]);
   window.addEventListener("resize", layout);
+  new ResizeObserver(layout).observe(scroller); // header and footer grow and shrink with what they say
   window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layout);
 
   chart.layout(scroller.clientWidth, scroller.clientHeight);
