@@ -1,0 +1,113 @@
+"""What a schedule takes where its passes do not all take what the costs say: span and makespan under random durations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import check_stages, dependency_order
+
+Draws: TypeAlias = NDArray[np.float64]  # one number for each draw
+
+MOST_JITTER = 10.0
+MOST_DRAWS = 10_000
+
+
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """The spans and makespans of one schedule under random durations, in the unit of the costs.
+
+    Attributes:
+        spans, makespans: of every draw.
+    """
+
+    spans: Draws
+    makespans: Draws
+
+    @property
+    def span(self) -> float:
+        """The mean: what an iteration takes in the long run, where iterations interlock."""
+        return float(self.spans.mean())
+
+    @property
+    def makespan(self) -> float:
+        """The mean: what an iteration takes in the long run, where iterations do not interlock."""
+        return float(self.makespans.mean())
+
+    @property
+    def span_95(self) -> float:
+        """What 95 % of the spans do not exceed."""
+        return float(np.quantile(self.spans, 0.95))
+
+    @property
+    def makespan_95(self) -> float:
+        """What 95 % of the makespans do not exceed."""
+        return float(np.quantile(self.makespans, 0.95))
+
+
+def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, seed: int = 0) -> Expected:
+    """Simulate a schedule many times, with every pass longer or shorter by a random factor of its own.
+
+    The order of the passes stays what it is: ranks do not reorder them because one is late. Hops take what the costs say.
+    With jitter 0 every draw is what ``simulate`` says.
+
+    Args:
+        jitter: the standard deviation of a pass's duration, as a share of it: 0.1 for 10 %. See ``factors``.
+        draws: how often to simulate.
+        seed: of the random numbers. With the same seed, the same pass of the same stage has the same factors in every
+            schedule, so that schedules differ by what they are and not by their luck.
+
+    Raises:
+        ValueError: jitter, draws or seed is out of range, the costs are for another number of stages, or the schedule
+            cannot finish.
+    """
+    if not 0 <= jitter <= MOST_JITTER:
+        raise ValueError(f"jitter is a share of a pass's duration, 0 to {MOST_JITTER:g}, such as 0.1 for 10 %; got {jitter}")
+    if not 1 <= draws <= MOST_DRAWS:
+        raise ValueError(f"a schedule can be simulated with 1 to {MOST_DRAWS} draws, got {draws}")
+    if seed < 0:
+        raise ValueError(f"a seed must be a whole number of at least 0, got {seed}")
+    check_stages(schedule.placement, costs)
+    stages = costs.sliced(schedule.splits).stages
+    durations: dict[tuple[Kind, int], Draws] = {}
+    arrivals: dict[tuple[int, Pass], Draws] = {}  # of what ranks make for each other, until it is used
+    free = np.zeros((schedule.ranks, draws))
+    begins = np.zeros((schedule.ranks, draws))
+    for rank, slots in dependency_order(schedule):
+        for slot in slots:
+            work = schedule.passes[rank][slot]
+            kind, stage = work.kind, schedule.placement.stage(rank, work.chunk)
+            if (kind, stage) not in durations:
+                seconds = float(stages[stage].seconds(kind))
+                durations[kind, stage] = seconds * factors(kind, stage, schedule.slices, jitter, draws, seed)
+            start = free[rank]
+            for other, needed in schedule.predecessors(rank, work):
+                if other != rank:
+                    start = np.maximum(start, arrivals.pop((other, needed)))
+            if slot == 0:
+                begins[rank] = start
+            free[rank] = start + durations[kind, stage][work.microbatch]
+            if kind is Kind.F or kind.sends_gradient:
+                arrivals[rank, work] = free[rank] + float(costs.hop)
+    busy = [rank for rank, passes in enumerate(schedule.passes) if passes]
+    if not busy:
+        return Expected(np.zeros(draws), np.zeros(draws))
+    begins, free = begins[busy], free[busy]
+    return Expected((free - begins).max(axis=0), free.max(axis=0) - begins.min(axis=0))
+
+
+def factors(kind: Kind, stage: int, microbatches: int, jitter: float, draws: int, seed: int) -> NDArray[np.float64]:
+    """What the durations of one stage's passes of one kind are multiplied by, ``float[microbatches, draws]``.
+
+    Log-normal, so that a pass can take much longer but never less than nothing, with mean 1 and standard deviation
+    ``jitter``: the logarithm is normal with variance s = ln(1 + jitter^2) and mean -s/2. All factors are independent.
+    """
+    variance = np.log1p(jitter**2)
+    generator = np.random.default_rng([seed, stage, list(Kind).index(kind)])
+    return generator.lognormal(-variance / 2, np.sqrt(variance), (microbatches, draws))
