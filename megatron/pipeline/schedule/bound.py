@@ -36,7 +36,7 @@ def lower_bound(problem: Problem) -> float:
 
     For the makespan, time is counted from the first pass of all ranks, and to the last of all; the rest is the same.
 
-    At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, mostly, V-Min (Qi et al.,
+    At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, unless p = 2 modulo 3, V-Min (Qi et al.,
     "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"), which are thereby optimal.
 
     Returns:
@@ -88,7 +88,7 @@ def _origins(work: list[float], followed: int) -> Sequence[int | None]:
     """The ranks whose span is bounded: all, or the first, the last and those with the most work, to keep it fast."""
     by_work = sorted(range(len(work)), key=lambda rank: -work[rank])
     ordered = dict.fromkeys([by_work[0], 0, len(work) - 1, *by_work])
-    return sorted(list(ordered)[: max(ORIGINS, 500 // followed)])
+    return sorted(list(ordered)[: max(ORIGINS, 200 // followed)])
 
 
 def nested(problem: Problem, rank: int) -> Iterator[tuple[int, float]]:
