@@ -113,15 +113,15 @@ def test_text_that_is_cut_says_so() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(p=st.integers(1, 20), m=st.integers(1, 30), width=st.integers(20, 130), height=st.integers(6, 30), weight=st.floats(0, 2))
+@given(p=st.integers(1, 20), m=st.integers(1, 30), width=st.integers(40, 130), height=st.integers(10, 30), weight=st.floats(0, 2))
 def test_text_never_floods_and_never_hides_silently(p: int, m: int, width: int, height: int, weight: float) -> None:
     schedule = families.plan("zb-h1", p, m)
     drawn = simulate(schedule, uniform(schedule.placement, weight=weight))
     lines = render(drawn, width, height).splitlines()
-    assert len(lines) <= height + 2 and all(len(line) <= width for line in lines)
+    assert len(lines) <= height and all(len(line) <= width for line in lines)
     letters = sum(len(re.findall("[FBW]", line)) for line in lines if line.startswith("rank "))
     visible = sum(timed.end > timed.start for rank in drawn.ranks for timed in rank)
-    assert letters == visible or lines[-1].endswith("passes") or any(line.startswith("left out") for line in lines)
+    assert letters == visible or any(line.startswith("left out") for line in lines)
 
 
 @pytest.mark.parametrize(("start", "length"), [(1e99, 1e-300), (1e99, 1.0), (0.0, 1e-320)])

@@ -25,7 +25,7 @@ def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int =
     Args:
         timeline: planned or measured.
         width: most characters of a line.
-        height: most lines.
+        height: most lines; in less than 10 lines of 40 characters, what is left out may take more.
         splits: slices per microbatch, as the schedule has them.
     """
     passes = [timed for rank in timeline.ranks for timed in rank]
@@ -97,6 +97,6 @@ def _scale(timeline: Timeline, room: int) -> float:
 
 
 def _folded(ranks: int, height: int) -> tuple[int, int]:
-    """Which ranks, from the first to before the last of two numbers, do not fit; two lines are for saying what is left out."""
-    rows = max(2, height - 3)
+    """Which ranks, from the first to before the last of two numbers, do not fit; four lines are for saying what is left out."""
+    rows = max(2, height - 4)
     return (ranks, ranks) if ranks <= rows + 1 else ((rows + 1) // 2, ranks - rows // 2)
