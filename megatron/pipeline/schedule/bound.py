@@ -36,8 +36,9 @@ def lower_bound(problem: Problem) -> float:
 
     For the makespan, time is counted from the first pass of all ranks, and to the last of all; the rest is the same.
 
-    At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, unless p = 2 modulo 3, V-Min (Qi et al.,
-    "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"), which are thereby optimal.
+    At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, unless p = 2 modulo 3, of
+    V-Min (Qi et al., "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"): these are
+    optimal. It is loose where the limits hardly sustain the rate (``sustain``).
 
     Returns:
         Seconds (the unit of the costs); infinite if not even one microbatch fits into the limits.
