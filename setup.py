@@ -10,10 +10,13 @@ setup(
     python_requires=">=3.11",
     packages=[*find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"]), "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
+    package_data={"megatron.pipeline.view": ["web/*"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "megatron-core==0.16.1",
         "numpy>=1.26,<3",
+        "numba>=0.61,<0.70",  # compiles the planner's inner loops
+        "ortools~=9.11",  # exact optima of small instances
         "einops~=0.8",
         "psutil>=5.9",  # megatron-core's checkpoint writer hangs without it
         "PyYAML~=6.0",
