@@ -11,6 +11,7 @@ UP: whatever plans the start of an iteration well can so plan its end.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,12 +20,21 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
 
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function when it is first called, and keep the result on disk where there is a place for it."""
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written
+        return njit(function)
+
+
 PRE, DOWN, MID, UP, POST = range(5)
 KINDS = 5
 SLACK = 1e-9  # sums of floats stray in the last bits
 
 
-@njit(cache=True)
+@compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
     home: Array, hops_down: Array, hops_up: Array, counts: Array, replica: Array, replicas: int, seconds: Array, before: Array,
     allocated: Array, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, ends: Array,
@@ -148,7 +158,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
     return True
 
 
-@njit(cache=True)
+@compiled
 def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array]:
     """The (kind, stage) of which every rank has passes: ``lines[first[rank]:first[rank + 1]]``."""
     first = np.zeros(ranks + 1, np.int64)
@@ -164,7 +174,7 @@ def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array
     return first, lines[:number]
 
 
-@njit(cache=True, inline="always")
+@compiled
 def _ready(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, done: Array, ends: Array) -> float:
     """When the inputs of a pass are there; -1 while that is not known."""
     ready = 0.0
@@ -184,7 +194,7 @@ def _ready(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, 
     return ready
 
 
-@njit(cache=True)
+@compiled
 def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, done: Array) -> tuple[Any, float]:
     """The oldest microbatch that still allocates on a rank, and what it needs there beyond what older ones will free."""
     oldest = np.int64(2**62)
@@ -203,7 +213,7 @@ def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocate
     return oldest, reserved
 
 
-@njit(cache=True)
+@compiled
 def replay(
     hops_down: Array, hops_up: Array, seconds: Array, before: Array, order: Array, lengths: Array, factors: Array, ends: Array
 ) -> tuple[float, float]:

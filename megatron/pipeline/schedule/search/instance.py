@@ -166,20 +166,16 @@ class Instance:
 
     def read(self, passes: Order) -> Plan | None:
         """A plan from passes; None if they cannot finish, or are not the passes of the problem."""
-        rows = [[self._code(rank, work) for work in row] for rank, row in enumerate(passes)]
-        order = np.full((len(rows), int(self.lengths.max()), 3), -1, np.int32)
-        for rank, row in enumerate(rows):
+        slots, placement = _slots(self.backwards), self.problem.placement
+        order = np.full((len(passes), int(self.lengths.max()), 3), -1, np.int32)
+        for rank, row in enumerate(passes):
             if len(row) != self.lengths[rank]:
                 return None
-            order[rank, : len(row)] = row
+            stages = placement.stages[rank]
+            order[rank, : len(row)] = [
+                (slots[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk in row
+            ]
         return self.replay(order)
-
-    def _code(self, rank: int, work: Pass) -> tuple[int, int, int]:
-        return (
-            _slots(self.backwards)[work.kind],
-            self.problem.placement.stage(rank, work.chunk),
-            work.microbatch // self.problem.placement.replicas,
-        )
 
     def turned(self, order: Array) -> Array:
         """An order of the reversed instance as one of this one."""

@@ -24,9 +24,11 @@ _PASSES = 1_200_000  # placed while one memory level is searched
 _FEWEST, _MOST = 48, 1500  # plans made for one memory level
 _STARTS = 3  # plans that are improved
 _FAR = 1.05  # a plan to begin with that is this much longer than the best is not worth squeezing
-_ROUNDS = 3  # a problem is planned with this many microbatches per rank first: its two ends are what has to be found
+_LONG = 10_000  # passes, above which a problem is planned with fewer microbatches first,
+_ROUNDS = 3  # namely with this many per rank: its two ends, and how its middle repeats, are what has to be found
+_BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.005  # a plan this much longer than the best is worth squeezing
-_HOPELESS = 1.03  # a level whose best seed is this much longer than another level's plan is not searched further
+_HOPELESS = 1.004  # a level whose best seed is this much longer than another level's plan is not searched further
 
 
 def search(problem: Problem, known: Known = lambda problem: (), effort: float = 1.0) -> Order:
@@ -97,13 +99,22 @@ def _search_level(problem: Problem, known: Known, effort: float, hopeless: float
     if not begin or begin[0].value + more * period_and_unit(small)[0] > hopeless:
         return None
     improved = [_improve(small, plan, limits, budget // 2 // _STARTS, goal) for plan in begin]
-    if not more:
-        return min(improved, key=_value)
+    return _whole(problem, small, improved, limits, budget) if more else min(improved, key=_value)
+
+
+def _whole(problem: Problem, small: Instance, plans: list[Plan], limits: Array, budget: int) -> Plan | None:
+    """A plan for all microbatches: the plans for fewer repeat their middle, and building blocks are tried at full length."""
     whole = Instance(problem)
     room = _room(whole)
-    repeated = [whole.sorted(_repeated(small, plan, whole)) for plan in improved]
-    squeezed = [squeeze(whole, plan, room) for plan in repeated if plan is not None and whole.within(plan, room)]
-    return min(squeezed, key=_value, default=None)
+    found: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
+    for plan in sorted(plans, key=_value)[:2]:
+        for block in _BLOCKS:
+            targets = _repeated(small, plan, whole, block)
+            exact = whole.sorted(targets)
+            found.append(exact if exact and whole.within(exact, room) else None)
+            found += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
+    begin = sorted((plan for plan in found if plan is not None), key=_value)[:_STARTS]
+    return min((squeeze(whole, plan, room) for plan in begin), key=_value, default=None)
 
 
 def _begin(instance: Instance, known: Known, limits: Array, most: int, goal: float) -> list[Plan]:
@@ -125,18 +136,19 @@ def _value(plan: Plan) -> float:
 def _cut_down(problem: Problem) -> Problem:
     """The same problem with so many microbatches that the start does not meet the end."""
     enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
-    return replace(problem, microbatches=enough) if problem.microbatches > enough + problem.ranks else problem
+    long = 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _LONG
+    return replace(problem, microbatches=enough) if long and problem.microbatches > enough + problem.ranks else problem
 
 
-def _repeated(small: Instance, plan: Plan, whole: Instance) -> Array:
-    """The times of a plan as targets for more microbatches: its middle one is repeated."""
+def _repeated(small: Instance, plan: Plan, whole: Instance, block: int) -> Array:
+    """The times of a plan as targets for more microbatches: its middle ``block`` of them are repeated."""
     begin = plan.ends - small.seconds[:, :, None]
     few, many = small.shape[2], whole.shape[2]
-    quarter = few // 4
-    period = (begin[DOWN, 0, few - quarter] - begin[DOWN, 0, quarter]) / (few - 2 * quarter)
-    middle = few // 2
+    first = (few - block) // 2
+    period = (begin[DOWN, 0, first + block] - begin[DOWN, 0, first]) / block
     index = np.arange(many)
-    source = np.where(index < middle, index, np.where(index >= many - (few - middle), index - (many - few), middle))
+    source = np.where(index < first, index, first + (index - first) % block)
+    source = np.where(index >= many - (few - first - block), index - (many - few), source)
     return begin[:, :, source] + (index - source) * period
 
 

@@ -7,9 +7,8 @@ leaves its middle alone. Qi et al., "Pipeline Parallelism with Controllable Memo
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array
+from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array, compiled
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 
 
@@ -45,7 +44,7 @@ def _flat_starts(instance: Instance, plan: Plan) -> Array:
     return np.where(exists, starts, np.inf).ravel()
 
 
-@njit(cache=True)
+@compiled
 def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
     home: Array, hops_down: Array, hops_up: Array, seconds: Array, before: Array, allocated: Array, limits: Array, order: Array,
     lengths: Array, ends: Array, by_start: Array,
@@ -103,7 +102,7 @@ def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
         _account(row, place, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
 
 
-@njit(cache=True)
+@compiled
 def _first_from(row: Array, length: int, time: float, ends: Array, seconds: Array) -> int:
     """The first of ``length`` passes that starts at a time or later."""
     low, high = 0, length
@@ -117,7 +116,7 @@ def _first_from(row: Array, length: int, time: float, ends: Array, seconds: Arra
     return low
 
 
-@njit(cache=True)
+@compiled
 def _account(row: Array, begin: int, end: int, held: Array, idle: Array, allocated: Array, ends: Array, seconds: Array) -> None:
     """Fill what a rank holds behind its passes from ``begin`` to ``end``, and how long it was idle before them."""
     level, waited, free = 0.0, 0.0, 0.0
