@@ -77,15 +77,33 @@ def cost_flags() -> Parser:
 
 
 def size_flags() -> Parser:
-    """The shape of the pipeline, and what is to be short."""
+    """The shape of the pipeline."""
     flags = Parser(add_help=False)
     flags.add_argument("--pp", required=True, type=int, metavar="P", help="pipeline ranks")
     flags.add_argument("--microbatches", required=True, type=int, metavar="M", help="microbatches of an iteration")
+    return flags
+
+
+def goal_flags(several: bool = False) -> Parser:
+    """What is to be short, and in which case.
+
+    Args:
+        several: whether ``--jitter`` takes several numbers; then it is a list.
+    """
+    flags = Parser(add_help=False)
     flags.add_argument(
         "--objective",
         choices=[str(objective) for objective in Objective],
-        default="span",
-        help="what an iteration costs: the span where iterations interlock (default), the makespan where they do not",
+        help="what an iteration costs: the span where iterations interlock (default, or the file's), the makespan where they "
+        "do not",
+    )
+    case = "the expected span and makespan are told, and families that search plan for"
+    flags.add_argument(
+        "--jitter",
+        type=jitters if several else jitter,
+        metavar="X,.." if several else "X",
+        help="how much pass times vary: their standard deviation as a share of the mean, such as 0.1; "
+        + (f"{case} the first of them" if several else f"{case} that"),
     )
     return flags
 
@@ -163,6 +181,22 @@ def limit(text: str) -> float:
     if not limit >= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of microbatches of at least 0")
     return limit
+
+
+def jitter(text: str) -> float:
+    """An argument type for how much pass times vary."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a share of a pass's time between 0 and 1, such as 0.1 for 10 %")
+    return share
+
+
+def jitters(text: str) -> list[float]:
+    """An argument type for ``0.1`` or ``0,0.1,0.3``."""
+    return list(dict.fromkeys(map(jitter, text.split(","))))
 
 
 def seconds(text: str) -> float:

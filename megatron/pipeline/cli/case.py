@@ -6,15 +6,16 @@ import argparse
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.pipeline.cli.arguments import read_text
 from megatron.pipeline.cli.costs import cost_fields, costs_of
 from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
@@ -28,48 +29,25 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, its costs, and what it was asked to be.
-
-    Attributes:
-        schedule: one that obeys every rule.
-        costs: of every stage.
-        limit: the most activation memory that a rank may hold, in the costs' unit; None for any amount.
-        objective: what is to be short.
-        fused: the stages that were to run BW.
-    """
+    """A schedule that obeys every rule, and the problem that it is an answer to."""
 
     schedule: Schedule
-    costs: Costs
-    limit: float | None = None
-    objective: Objective = Objective.SPAN
-    fused: frozenset[int] = frozenset()
+    problem: Problem
 
     @property
-    def problem(self) -> Problem:
-        """What the schedule is an answer to. R is part of it where the schedule runs it for every microbatch."""
-        schedule = self.schedule
-        recomputed = set()
-        for rank, passes in enumerate(schedule.passes):
-            for chunk, count in Counter(work.chunk for work in passes if work.kind is Kind.R).items():
-                if count == len(schedule.numbers(rank, chunk)):
-                    recomputed.add(schedule.placement.stage(rank, chunk))
-        return Problem(
-            schedule.placement,
-            schedule.microbatches,
-            self.costs,
-            None if self.limit is None else (self.limit,) * schedule.ranks,
-            self.objective,
-            frozenset(recomputed),
-            self.fused,
-            schedule.splits,
-        )
+    def limit(self) -> float | None:
+        """The most activation memory that a rank may hold, in the costs' unit; None for any amount."""
+        most = math.inf if self.problem.limits is None else max(self.problem.limits)
+        return None if most == math.inf else most
 
+    @cached_property
     def timeline(self) -> Timeline:
-        return simulate(self.schedule, self.costs)
+        return simulate(self.schedule, self.problem.costs)
 
-    def gap(self, timeline: Timeline) -> float:
-        """How far the timeline of this schedule is above the lower bound, by the objective, as a share of the bound."""
-        return gap(self.problem.value(timeline), lower_bound(self.problem))
+    @property
+    def gap(self) -> float:
+        """How far this schedule is above the lower bound, by the objective, as a share of the bound."""
+        return gap(self.problem.value(self.timeline), lower_bound(self.problem))
 
     def report(self, plan_seconds: float | None = None) -> dict[str, Any]:
         """What ``--json`` prints; ``read_case`` reads it.
@@ -77,35 +55,43 @@ class Case:
         Args:
             plan_seconds: how long planning took, where it was planned just now.
         """
-        schedule, timeline = self.schedule, self.timeline()
-        bounds = {goal: lower_bound(replace(self.problem, objective=goal)) for goal in Objective}
+        schedule, problem, timeline = self.schedule, self.problem, self.timeline
+        bounds = {goal: lower_bound(replace(problem, objective=goal)) for goal in Objective}
         return {
             "schedule": schedule.name,
             "pp": schedule.ranks,
             "chunks": schedule.placement.chunks,
             "microbatches": schedule.microbatches,
-            **cost_fields(schedule.placement, self.costs),
+            **cost_fields(schedule.placement, problem.costs),
             **self._limits(),
-            **({"fuse": sorted(self.fused)} if self.fused else {}),
-            "objective": str(self.objective),
+            **({"fuse": sorted(problem.fused)} if problem.fused else {}),
+            "objective": str(problem.objective),
             "makespan": timeline.makespan,
             "span": timeline.span,
             "bubble_rate": timeline.bubble_rate,
             "makespan_bubble_rate": timeline.makespan_bubble_rate,
-            "peak_activation": activation_peaks(schedule, self.costs),
+            "peak_activation": activation_peaks(schedule, problem.costs),
             "lower_bound": bounds[Objective.SPAN],
             "gap": gap(timeline.span, bounds[Objective.SPAN]),
             "makespan_lower_bound": bounds[Objective.MAKESPAN],
             "makespan_gap": gap(timeline.makespan, bounds[Objective.MAKESPAN]),
+            **self._expected(),
             **({} if plan_seconds is None else {"plan_seconds": plan_seconds}),
             **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
         }
 
     def _limits(self) -> dict[str, float]:
         """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
-        if self.limit is None or self.limit == math.inf:
+        if self.limit is None:
             return {}
         return {"memory_limit": self.limit, "sustaining_limit": smallest_sustaining_limit(self.problem)}
+
+    def _expected(self) -> dict[str, float]:
+        """What an iteration takes on average where pass times vary, if they do."""
+        if not self.problem.jitter:
+            return {}
+        found = expected(self.schedule, self.problem.costs, self.problem.jitter)
+        return {"jitter": self.problem.jitter, "expected_span": found.span, "expected_makespan": found.makespan}
 
 
 def gap(value: float, bound: float) -> float:
@@ -132,7 +118,7 @@ def read_timeline(path: str, options: argparse.Namespace) -> tuple[Timeline, Cas
     """
     if _is_table(path) or '"passes"' in read_text(path):
         case = read_case(path, options)
-        return case.timeline(), case
+        return case.timeline, case
     return _naming(path, Timeline.from_json), None
 
 
@@ -165,14 +151,42 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
     else:
         schedule, told = Schedule.from_json(text), json.loads(text)
     costs = costs_of(options, schedule.placement, told)
-    limit = told.get("memory_limit") if options.memory_limit is None else options.memory_limit
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0):
-        raise ValueError(f"memory_limit must be a number of at least 0, got {limit!r}")
-    objective = told.get("objective", "span")
+    limit = _number(told, "memory_limit") if options.memory_limit is None else options.memory_limit
+    objective = vars(options).get("objective") or told.get("objective", "span")
     if objective not in list(Objective):
         raise ValueError(f"objective must be one of {', '.join(Objective)}, got {objective!r}")
+    jitter = vars(options).get("jitter")
     fused = told.get("fuse", [])
     if not isinstance(fused, list) or not all(type(stage) is int for stage in fused):
         raise ValueError(f"fuse must be a list of stages, got {fused!r}")
     verify(schedule, costs, limit)
-    return Case(schedule, costs, limit, Objective(objective), frozenset(fused))
+    problem = Problem(
+        schedule.placement,
+        schedule.microbatches,
+        costs,
+        None if limit is None else (limit,) * schedule.ranks,
+        Objective(objective),
+        _recomputed(schedule),
+        frozenset(fused),
+        schedule.splits,
+        jitter=_number(told, "jitter") or 0.0 if jitter is None else jitter,
+    )
+    return Case(schedule, problem)
+
+
+def _number(told: Mapping[str, Any], field: str) -> float | None:
+    value = told.get(field)
+    if value is None or (type(value) in (int, float) and value >= 0):
+        return value
+    raise ValueError(f"{field} must be a number of at least 0, got {value!r}")
+
+
+def _recomputed(schedule: Schedule) -> frozenset[int]:
+    """The stages that run R for every microbatch."""
+    counts = Counter(
+        schedule.placement.stage(rank, work.chunk)
+        for rank, passes in enumerate(schedule.passes)
+        for work in passes
+        if work.kind is Kind.R
+    )
+    return frozenset(stage for stage, count in counts.items() if count == len(schedule.numbers(*schedule.placement.home(stage))))

@@ -5,106 +5,81 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags, names, report_flags, size_flags, whole_numbers
-from megatron.pipeline.cli.case import Case
+from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, names, report_flags, size_flags, whole_numbers
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.draw import page
-from megatron.pipeline.cli.plan import Planned, plan
+from megatron.pipeline.cli.request import case_of, plan_all, row
 from megatron.pipeline.cli.summary import plain_table
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import Candidate, Refusal, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.jitter import expected
+from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.simulate import activation_peaks
-from megatron.pipeline.view import Point, draw_pareto
+from megatron.pipeline.view import Point, draw_pareto, draw_robustness
 
 _SUFFIXES = (".json", ".html", ".png", ".svg")
-_REPORTED = (
-    *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
-    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
-)
 
 
 def add(commands: Commands) -> None:
     help = "plan all schedules under the same costs and limit, best first"
-    parser = commands.add_parser("compare", help=help, description=help, parents=[size_flags(), cost_flags(), report_flags()])
+    parents = [size_flags(), goal_flags(several=True), cost_flags(), report_flags()]
+    parser = commands.add_parser(
+        "compare",
+        help=help,
+        description=help,
+        epilog="-o takes a .json file for the table, .html for all timelines, .png or .svg for a plot of bubble against memory, "
+        "or with --jitter of the spans under jitter.",
+        parents=parents,
+    )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
     parser.add_argument(
-        "--chunks", type=whole_numbers, metavar="V,V2", help="chunks per rank to try, for families that take several numbers"
+        "--chunks",
+        type=whole_numbers,
+        metavar="V,V2",
+        help="chunks per rank to try, for families that take several numbers (default: all up to 4)",
     )
     parser.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One schedule of the comparison: what was planned, and what ``mpipe plan`` reports about it."""
-
-    label: str
-    planned: Planned
-    report: dict[str, Any]
-
-    @property
-    def case(self) -> Case:
-        return self.planned.case
-
-    @property
-    def peak(self) -> float:
-        return max(self.report["peak_activation"])
-
-    @property
-    def gap(self) -> float:
-        return self.report["makespan_gap" if self.report["objective"] == "makespan" else "gap"]
-
-
 def run(options: argparse.Namespace) -> None:
-    if options.output and Path(options.output).suffix not in _SUFFIXES:
+    suffix = Path(options.output).suffix if options.output else None
+    if suffix is not None and suffix not in _SUFFIXES:
         raise ValueError(f"cannot write {options.output}: the file name must end in {' or '.join(_SUFFIXES)}")
-    rows, refused = compare(options)
-    if not rows:
-        raise ValueError("no schedule fits: " + "; ".join(f"{label}: {reason}" for label, reason in refused.items()))
+    planned, refused = plan_all(options, variants(options.pp, options.schedules, options.chunks))
+    if not planned:
+        raise ValueError("no schedule fits: " + "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused))
     whole = peak_of_1f1b(options)
-    data = _data(options, rows, refused, whole)
-    if options.output and Path(options.output).suffix == ".html":
-        cases = {row.label: row.case for row in rows}
-        page(options.output, {label: case.timeline() for label, case in cases.items()}, cases)
-    elif options.output and Path(options.output).suffix in (".png", ".svg"):
-        _plot(options, rows, whole)
-    elif options.output:
-        Path(options.output).write_text(json.dumps(data) + "\n", encoding="utf-8")
-    elif options.json:
-        print(json.dumps(data))
+    spans = _under_jitter(planned, options.jitter or [])
+    if suffix == ".html":
+        cases = {str(candidate.variant): case_of(candidate) for candidate in planned}
+        page(options.output, {label: case.timeline for label, case in cases.items()}, cases)
+    elif suffix in (".png", ".svg"):
+        _plot(options, planned, whole, spans)
+    elif suffix or options.json:
+        text = json.dumps(_data(options, planned, refused, whole, spans))
+        if suffix:
+            Path(options.output).write_text(text + "\n", encoding="utf-8")
+        else:
+            print(text)
     else:
-        _print_table(rows, refused, whole)
+        _print_table(planned, refused, whole, spans)
 
 
-def compare(options: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """Plan every schedule that is asked for.
-
-    Returns:
-        Those that exist for these sizes, costs and limit, the shortest first, by the objective and then by memory; and for
-        each of the others the reason.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    rows: list[Row] = []
-    refused: dict[str, str] = {}
-    for name in dict.fromkeys(options.schedules or families.FAMILIES):
-        if name not in families.FAMILIES:
-            raise ValueError(f"unknown schedule {name!r}; known are {', '.join(families.FAMILIES)}")
-        several = families.FAMILIES[name].any_chunks and options.chunks
-        for chunks in dict.fromkeys(options.chunks) if several else [None]:
-            label = name if chunks is None else f"{name} v={chunks}"
-            try:
-                planned = plan(options, name, chunks)
-            except ValueError as error:
-                refused[label] = str(error)
-            else:
-                rows.append(Row(label, planned, planned.case.report(planned.seconds)))
-    rows.sort(key=lambda row: (row.report[options.objective], row.peak))
-    return rows, refused
+def _under_jitter(planned: list[Candidate], jitters: list[float]) -> dict[str, dict[float, list[float]]]:
+    """By schedule and by jitter, the span of every draw, or the makespan if that is the objective."""
+    spans: dict[str, dict[float, list[float]]] = {}
+    for candidate in planned:
+        by_jitter = spans[str(candidate.variant)] = {}
+        for jitter in jitters:
+            found = candidate.expected if jitter == candidate.problem.jitter else None
+            found = found or expected(candidate.schedule, candidate.problem.costs, jitter, draws=100 if jitter else 1)
+            by_jitter[jitter] = (found.spans if candidate.problem.objective is Objective.SPAN else found.makespans).tolist()
+    return spans
 
 
 def peak_of_1f1b(options: argparse.Namespace) -> float | None:
@@ -122,52 +97,77 @@ def peak_of_1f1b(options: argparse.Namespace) -> float | None:
     return max(activation_peaks(families.plan("1f1b", options.pp, options.microbatches, costs), costs))
 
 
-def _data(options: argparse.Namespace, rows: list[Row], refused: dict[str, str], whole: float | None) -> dict[str, Any]:
+def _data(
+    options: argparse.Namespace,
+    planned: list[Candidate],
+    refused: list[Refusal],
+    whole: float | None,
+    spans: dict[str, dict[float, list[float]]],
+) -> dict[str, Any]:
+    rows = []
+    for candidate in planned:
+        told = row(candidate) | {"memory_of_1f1b": candidate.peak / whole if whole else None}
+        if options.jitter:
+            means = {f"{jitter:g}": fmean(values) for jitter, values in spans[told["label"]].items()}
+            told[f"expected_{candidate.problem.objective}_by_jitter"] = means
+        rows.append(told)
     return {
         "pp": options.pp,
         "microbatches": options.microbatches,
-        "objective": options.objective,
+        "objective": options.objective or "span",
         "memory_limit": options.memory_limit if options.memory_limit != float("inf") else None,
         "peak_of_1f1b": whole,
-        "schedules": [
-            {name: row.report[name] for name in _REPORTED}
-            | {"label": row.label, "memory": row.peak, "memory_of_1f1b": row.peak / whole if whole else None}
-            for row in rows
-        ],
-        "refused": refused,
+        "schedules": rows,
+        "refused": {str(refusal.variant): refusal.reason for refusal in refused},
     }
 
 
-def _plot(options: argparse.Namespace, rows: list[Row], whole: float | None) -> None:
-    rate = "makespan_bubble_rate" if options.objective == "makespan" else "bubble_rate"
-    points = [Point(row.label, row.report[rate], row.peak) for row in rows]
-    title = f"{options.pp} ranks, {options.microbatches} microbatches, {options.objective}"
+def _plot(
+    options: argparse.Namespace, planned: list[Candidate], whole: float | None, spans: dict[str, dict[float, list[float]]]
+) -> None:
+    if options.jitter:
+        draw_robustness(spans, options.output)
+        return
+    makespan = options.objective == "makespan"
+    points = []
+    for candidate in planned:
+        timeline = candidate.timeline
+        rate = timeline.makespan_bubble_rate if makespan else timeline.bubble_rate
+        points.append(Point(str(candidate.variant), rate, candidate.peak))
+    title = f"{options.pp} ranks, {options.microbatches} microbatches, {options.objective or 'span'}"
     draw_pareto(points, options.output, whole or None, title)
 
 
-def _print_table(rows: list[Row], refused: dict[str, str], whole: float | None) -> None:
+def _print_table(
+    planned: list[Candidate], refused: list[Refusal], whole: float | None, spans: dict[str, dict[float, list[float]]]
+) -> None:
+    jitters = list(next(iter(spans.values())))
     heads = ["schedule", "span", "bubble", "makespan", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
-    cells = [
-        [
-            row.label,
-            f"{row.report['span']:g}",
-            f"{row.report['bubble_rate']:.1%}",
-            f"{row.report['makespan']:g}",
-            f"{row.report['makespan_bubble_rate']:.1%}",
-            f"{row.peak:g}",
-            f"{row.peak / whole:.2f}" if whole else "-",
-            f"{row.gap:.1%}",
-            f"{row.planned.seconds:.3f}",
-        ]
-        for row in rows
-    ]
+    heads[1:1] = [f"jitter {jitter:.0%}" for jitter in jitters]
+    cells = []
+    for candidate in planned:
+        timeline, label = candidate.timeline, str(candidate.variant)
+        cells.append(
+            [
+                label,
+                *(f"{fmean(spans[label][jitter]):g}" for jitter in jitters),
+                f"{timeline.span:g}",
+                f"{timeline.bubble_rate:.1%}",
+                f"{timeline.makespan:g}",
+                f"{timeline.makespan_bubble_rate:.1%}",
+                f"{candidate.peak:g}",
+                f"{candidate.peak / whole:.2f}" if whole else "-",
+                f"{candidate.gap:.1%}",
+                f"{candidate.seconds:.3f}",
+            ]
+        )
     if sys.stdout.isatty():
         _rich_table(heads, cells)
     else:
         print(plain_table(heads, cells))
     if refused:
         print("\nnot possible here:")
-        print("\n".join(f"  {label}: {reason}" for label, reason in refused.items()))
+        print("\n".join(f"  {refusal.variant}: {refusal.reason}" for refusal in refused))
 
 
 def _rich_table(heads: list[str], cells: list[list[str]]) -> None:
@@ -178,6 +178,6 @@ def _rich_table(heads: list[str], cells: list[list[str]]) -> None:
     table = Table()
     for column, head in enumerate(heads):
         table.add_column(head, justify="right" if column else "left")
-    for row in cells:
-        table.add_row(*row)
+    for line in cells:
+        table.add_row(*line)
     Console().print(table)

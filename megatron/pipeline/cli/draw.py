@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     if options.output and Path(options.output).suffix == ".html":
         page(options.output, timelines, cases)
     elif options.output:
-        memory = {title: activation_profile(case.schedule, timelines[title], case.costs) for title, case in cases.items()}
+        memory = {title: activation_profile(case.schedule, timelines[title], case.problem.costs) for title, case in cases.items()}
         draw(timelines, options.output, memory if options.memory else None, splits=splits)
     else:
         print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))
@@ -58,6 +58,6 @@ def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]
         if case is None:
             entries.append(Entry(title, timeline))
         else:
-            facts = {"above the bound": f"{case.gap(timeline):.1%}"}
-            entries.append(Entry(title, timeline, case.schedule, case.costs, facts))
+            facts = {"above the bound": f"{case.gap:.1%}"}
+            entries.append(Entry(title, timeline, case.schedule, case.problem.costs, facts))
     write_page(entries, path)

@@ -36,7 +36,9 @@ def run(options: argparse.Namespace) -> None:
         from megatron.pipeline.view.chrome_trace import to_trace
 
         timeline, case = read_timeline(options.file, options)
-        trace = to_trace(timeline, case.schedule, case.costs) if case else to_trace(timeline, name=Path(options.file).stem)
+        trace = (
+            to_trace(timeline, case.schedule, case.problem.costs) if case else to_trace(timeline, name=Path(options.file).stem)
+        )
         text = json.dumps(trace)
     elif path.name.endswith(".csv"):
         from megatron.pipeline.schedule.torch_csv import to_csv

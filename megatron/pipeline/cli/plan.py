@@ -1,26 +1,38 @@
-"""``mpipe plan``: the schedule of a family, and how good it is."""
+"""``mpipe plan``: the schedule of a family, or the best of all, and how good it is."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from dataclasses import dataclass
+from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, Parser, Stages, check_size, cost_flags, report_flags, seconds, size_flags
-from megatron.pipeline.cli.case import Case, gap
-from megatron.pipeline.cli.costs import costs_of
-from megatron.pipeline.cli.summary import put
+from megatron.pipeline.cli.arguments import Commands, Parser, Stages, cost_flags, goal_flags, report_flags, seconds, size_flags
+from megatron.pipeline.cli.case import gap
+from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
+from megatron.pipeline.cli.summary import plain_table, put, unit_of
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.choose import Candidate, Choice, Refusal, Variant, choose, variants
+from megatron.pipeline.schedule.exact import optimum
+
+AUTO = "auto"
 
 
 def add(commands: Commands) -> None:
-    help = "make the schedule of a family"
+    help = "make the schedule of a family, or the best of all"
     family = Parser(add_help=False)
-    family.add_argument("--schedule", required=True, metavar="NAME", help=", ".join(families.FAMILIES))
-    parents = [family, size_flags(), cost_flags(), report_flags()]
-    parser = commands.add_parser("plan", help=help, description=help, parents=parents)
+    family.add_argument(
+        "--schedule",
+        required=True,
+        metavar="NAME",
+        help=f"{', '.join(families.FAMILIES)}; or {AUTO}: plan all of them and take the shortest, of those within 0.1 %% of it "
+        "the one that holds least",
+    )
+    bounds = (
+        "The lower bound is that of every order of F, B, W or BW on this placement within this memory: the limit, or what the "
+        "name stands for (zb-v, v-half, v-min, v-auto, zb-auto, 1f1b-v). For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, "
+        "whose backward is always BW, it says what they lose by that."
+    )
+    parents = [family, size_flags(), goal_flags(), cost_flags(), report_flags()]
+    parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
     parser.add_argument("--chunks", type=int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
     parser.add_argument("--group", type=int, metavar="G", help="microbatches that a chunk runs in turn, for gis and gis-h")
@@ -38,62 +50,77 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    planned = plan(options, options.schedule, options.chunks)
-    case, data = planned.case, planned.case.report(planned.seconds)
-    if options.exact is not None:
-        from megatron.pipeline.schedule.exact import optimum
-
-        best = optimum(case.problem, seconds=options.exact, hint=case.schedule)
-        value = data[str(case.objective)]
-        data["exact"] = {"value": best.value, "bound": best.bound, "proven": best.proven, "gap": gap(value, best.bound)}
-    put(data, case.timeline(), options)
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A schedule that was made and verified, and the seconds it took to make."""
-
-    case: Case
-    seconds: float
-
-
-def plan(options: argparse.Namespace, name: str, chunks: int | None) -> Planned:
-    """Plan and verify one schedule as the flags say.
-
-    Args:
-        options: of ``size_flags`` and ``cost_flags``, and those of ``mpipe plan`` where there are more.
-        name, chunks: of the family; None for its own number of chunks.
-
-    Raises:
-        ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
-    """
+    name = options.schedule
     if name.startswith("file:"):
         path = name.removeprefix("file:")
         raise ValueError(f"mpipe plan makes the schedules of families; for a file: mpipe simulate {path}, mpipe verify {path}")
-    given = vars(options)
-    family = families.FAMILIES.get(name)
-    splits = given.get("splits")
-    check_size(options.pp, options.microbatches, chunks or 1, splits or (family.splits if family else 1))
-    placement = families.placement(name, options.pp, chunks)
-    check_size(options.pp, options.microbatches, placement.chunks_per_replica, splits or families.FAMILIES[name].splits)
-    stages = placement.last_stage + 1
-    costs = costs_of(options, placement)
-    chosen = {flag: given[flag].of(stages) if given.get(flag) else frozenset() for flag in ("recompute", "fuse")}
-    begin = time.perf_counter()
-    problem = families.problem(
-        name,
-        options.pp,
-        options.microbatches,
-        costs,
-        chunks,
-        options.memory_limit,
-        objective=options.objective,
-        recompute=chosen["recompute"],
-        fused=chosen["fuse"],
-        splits=splits,
-        group=given.get("group"),
-    )
-    schedule = families.solve(name, problem)
-    seconds = time.perf_counter() - begin
-    verify(schedule, costs, options.memory_limit)
-    return Planned(Case(schedule, costs, options.memory_limit, Objective(options.objective), problem.fused), seconds)
+    told: dict[str, Any] = {}
+    table = ""
+    if name == AUTO:
+        choice, planned, refused = _choose(options)
+        best = choice.best
+        told["candidates"] = _rows(choice, planned, refused)
+        table = _table(choice, planned, refused, options) + "\n\n"
+    else:
+        best = plan_one(options, Variant(name, options.chunks, options.group, options.splits))
+    case = case_of(best)
+    data = case.report(best.seconds) | told
+    if options.exact is not None:
+        found = optimum(case.problem, seconds=options.exact, hint=case.schedule)
+        value = data[str(case.problem.objective)]
+        data["exact"] = {"value": found.value, "bound": found.bound, "proven": found.proven, "gap": gap(value, found.bound)}
+    put(data, case.timeline, options, table)
+
+
+def _choose(options: argparse.Namespace) -> tuple[Choice, list[Candidate], list[Refusal]]:
+    """Plan everything, and take the best.
+
+    Raises:
+        ValueError: no schedule fits, or a flag is for one family only.
+    """
+    for flag in ("group", "splits"):
+        if getattr(options, flag) is not None:
+            raise ValueError(f"--{flag} is for single families: leave it out with --schedule {AUTO}, which tries several")
+    tried = variants(options.pp, chunks=None if options.chunks is None else [options.chunks])
+    planned, refused = plan_all(options, tried)
+    if not planned:
+        raise ValueError("no schedule fits: " + "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused))
+    return choose(planned), planned, refused
+
+
+def _rows(choice: Choice, planned: list[Candidate], refused: list[Refusal]) -> list[dict[str, Any]]:
+    """All candidates for the JSON: those that were planned, then those that could not be."""
+    rows = [row(candidate) | {"why_not": choice.why_not.get(candidate.variant)} for candidate in planned]
+    missing = [
+        {"schedule": refusal.variant.name, "label": str(refusal.variant), "why_not": refusal.reason} for refusal in refused
+    ]
+    return rows + missing
+
+
+def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], options: argparse.Namespace) -> str:
+    """All candidates, the best first, and why each of the others is not taken."""
+    heads = ["schedule", "span", "bubble", "makespan", "memory", "above bound", "why not"]
+    if options.jitter:
+        heads.insert(1, "expected")
+    unit = unit_of(options.costs is None)
+    cells = []
+    for candidate in sorted(planned, key=lambda candidate: candidate is not choice.best):
+        timeline = candidate.timeline
+        cells.append(
+            [
+                str(candidate.variant),
+                *([f"{candidate.value:g}"] if options.jitter else []),
+                f"{timeline.span:g}",
+                f"{timeline.bubble_rate:.1%}",
+                f"{timeline.makespan:g}",
+                f"{candidate.peak:g}",
+                f"{candidate.gap:.1%}",
+                choice.why_not.get(candidate.variant, "-"),
+            ]
+        )
+    for refusal in refused:
+        why = refusal.reason
+        if refusal.needs is not None:
+            why = f"needs {refusal.needs:g}{unit}, limit {options.memory_limit:g}"
+        cells.append([str(refusal.variant), *["-"] * (len(heads) - 2), why])
+    return plain_table(heads, cells, words=1)

@@ -17,7 +17,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
     # Costs of every stage, from a file, may count memory in another unit.
-    unit = "" if "stage_costs" in data else " microbatches"
+    unit = unit_of("stage_costs" not in data)
     within = "of any memory" if limit is None else f"within a memory of {limit:g}" if not unit else f"within {limit:g}{unit}"
     makespan = data["objective"] == "makespan"
     bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
@@ -30,6 +30,11 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         ),
         ("lower bound", f"{bound:g}", f"no schedule {within} has a shorter {data['objective']}; this one is {above:.1%} above"),
     ]
+    if "jitter" in data:
+        kind = data["objective"]
+        rows.append(
+            ("expected", f"{data[f'expected_{kind}']:g}", f"{kind} on average where pass times vary by {data['jitter']:.0%}")
+        )
     if exact and exact["proven"]:
         rows.append(("optimum", f"{exact['value']:g}", f"proven; this one is {exact['gap']:.1%} above"))
     elif exact:
@@ -58,17 +63,31 @@ def drawing(timeline: Timeline, splits: int = 1) -> str:
     return render(timeline, shutil.get_terminal_size().columns, splits=splits)
 
 
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads: the first to the left, numbers to the right."""
+def unit_of(microbatches: bool) -> str:
+    """What follows an amount of memory: nothing where costs of every stage may count it in any unit."""
+    return " microbatches" if microbatches else ""
+
+
+def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> str:
+    """Columns under their heads: the first, and so many last ones, to the left; numbers to the right."""
     lines = (heads, *rows)
-    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    return "\n".join("  ".join([line[0].ljust(first), *map(str.rjust, line[1:], others)]) for line in lines)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    left = {0, *range(len(heads) - words, len(heads))}
+
+    def cell(column: int, text: str) -> str:
+        return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
+
+    return "\n".join("  ".join(map(cell, range(len(heads)), line)).rstrip() for line in lines)
 
 
-def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace) -> None:
-    """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text."""
+def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:
+    """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text.
+
+    Args:
+        before: what stands above the text.
+    """
     as_json = options.json or (options.output and Path(options.output).suffix == ".json")
-    content = json.dumps(data) if as_json else summary(data, timeline)
+    content = json.dumps(data) if as_json else before + summary(data, timeline)
     if options.output:
         Path(options.output).write_text(content + "\n", encoding="utf-8")
     else:

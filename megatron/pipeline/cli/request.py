@@ -1,0 +1,85 @@
+"""What the flags ask for, planned: one schedule, or all there are."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron.pipeline.cli.arguments import Stages, check_size
+from megatron.pipeline.cli.case import Case
+from megatron.pipeline.cli.costs import costs_of
+from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
+from megatron.pipeline.schedule.families import FAMILIES
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Objective
+
+_REPORTED = (
+    *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
+    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
+)
+
+
+def plan_one(options: argparse.Namespace, variant: Variant) -> Candidate:
+    """Plan and verify one schedule.
+
+    Args:
+        options: of ``size_flags``, ``goal_flags`` and ``cost_flags``, and those of ``mpipe plan`` where there are more.
+
+    Raises:
+        ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
+    """
+    _check(options, variant)
+    return candidate(_request(options), variant)
+
+
+def plan_all(options: argparse.Namespace, variants: Iterable[Variant]) -> tuple[list[Candidate], list[Refusal]]:
+    """Plan and verify every schedule that there is, the shortest first; and the others, with the reason."""
+    sizes: list[Refusal] = []
+    fitting: list[Variant] = []
+    for variant in variants:
+        try:
+            _check(options, variant)
+            fitting.append(variant)
+        except ValueError as error:
+            sizes.append(Refusal(variant, str(error)))
+    planned, refused = candidates(_request(options), fitting)
+    return planned, sizes + refused
+
+
+def case_of(planned: Candidate) -> Case:
+    return Case(planned.schedule, planned.problem)
+
+
+def row(planned: Candidate) -> dict[str, Any]:
+    """What the JSON of several schedules says of each."""
+    report = case_of(planned).report(planned.seconds)
+    told = {name: report[name] for name in _REPORTED if name in report}
+    return told | {"label": str(planned.variant), "memory": planned.peak}
+
+
+def _check(options: argparse.Namespace, variant: Variant) -> None:
+    """Refuse what would take hours, before anything is made of it."""
+    family = FAMILIES.get(variant.name)
+    chunks = variant.chunks or (family.chunks if family else 1)
+    splits = variant.splits or (family.splits if family else 1)
+    check_size(options.pp, options.microbatches, chunks, splits)
+
+
+def _request(options: argparse.Namespace) -> Request:
+    given = vars(options)
+    jitter = given.get("jitter") or 0.0
+    return Request(
+        options.pp,
+        options.microbatches,
+        lambda placement: costs_of(options, placement),
+        options.memory_limit,
+        Objective(options.objective or "span"),
+        _stages(given.get("recompute")),
+        _stages(given.get("fuse")),
+        jitter[0] if isinstance(jitter, list) else jitter,
+    )
+
+
+def _stages(chosen: Stages | None) -> Callable[[Placement], Iterable[int]]:
+    return lambda placement: chosen.of(placement.last_stage + 1) if chosen else ()
