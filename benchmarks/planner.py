@@ -1,0 +1,307 @@
+"""How good, how fast and how robust are the planner's schedules? Prints Markdown tables that go into the documentation.
+
+    python benchmarks/planner.py [--quick] [--json FILE]
+
+The instances are drawn from fixed seeds, so that spans and gaps are the same everywhere; seconds are those of one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.exact import optimum
+from megatron.pipeline.schedule.jitter import expected
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.search.engine import DOWN, POST, UP
+from megatron.pipeline.schedule.search.instance import Instance, Seed
+from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.schedule.verify import verify, verify_programs
+
+Row = dict[str, Any]
+
+EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
+COSTS = {"1/1/1": (1, 1, 1), "1/1.2/0.8": (1, 1.2, 0.8), "1/1.4/0.9": (1, 1.4, 0.9)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and smaller instances: less than a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every instance's numbers there")
+    parser.add_argument("--measure", nargs=4, metavar=("NAME", "P", "M", "V"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        name, *sizes = options.measure
+        print(json.dumps(measure(name, *map(int, sizes))))
+        return
+    results: dict[str, list[Row]] = {}
+    for part in (greedy_and_ours, named_memories, speed, robustness, optima):
+        begin = time.perf_counter()
+        results[part.__name__] = part(options.quick)
+        print(f"\n<!-- {part.__name__}: {time.perf_counter() - begin:.0f} seconds -->\n", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a Markdown table; all but the first column are numbers."""
+    print(f"| {' | '.join(columns)} |\n|---|{'---:|' * (len(columns) - 1)}")
+    for row in rows:
+        print(f"| {' | '.join(map(str, row))} |")
+    print(flush=True)
+
+
+def gap(value: float, bound: float) -> float:
+    """How far above the bound, as a share of it; sums of floats stray in the last bits."""
+    return 0.0 if value <= bound * EQUAL else value / bound - 1
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+# --- the greedy and ours ----------------------------------------------------------------------------------------------
+
+
+def random_costs(generator: random.Random, placement: Placement) -> Costs:
+    """Stages whose F, B and W all lie within a factor 2, and a hop of up to half an average F of a rank."""
+    stages = tuple(
+        StageCosts(*(generator.uniform(1, 2) for _ in range(3))).share(placement.chunks) for _ in range(placement.last_stage + 1)
+    )
+    forward = statistics.fmean(stage.forward for stage in stages) * placement.chunks
+    return Costs(stages, generator.uniform(0, forward / 2))
+
+
+def random_set(count: int) -> list[tuple[str, Problem]]:
+    """The fixed random instances, zb-auto on a line and v-auto on a V in turn; limits are 1 to 3 times the memory of 1F1B,
+    and on a V from V-Min's to twice that of 1F1B."""
+    generator = random.Random(20250101)
+    found = []
+    for number in range(count):
+        name = ("zb-auto", "v-auto")[number % 2]
+        ranks, microbatches = generator.randint(2, 16), generator.randint(1, 64)
+        least, most = (ranks, 3 * ranks) if name == "zb-auto" else ((ranks + 4) // 3, 2 * ranks)
+        costs = random_costs(generator, families.placement(name, ranks))
+        limit = generator.uniform(least, most)
+        found.append((name, families.problem(name, ranks, microbatches, costs, memory_limit=limit)))
+    return found
+
+
+def greedy(problem: Problem) -> float:
+    """What plain list scheduling takes: B before F before W, the oldest microbatch first, within the limits.
+
+    No look-ahead but one: what the oldest microbatch needs stays free, without which it would get stuck.
+    """
+    instance = Instance(problem)
+    targets = np.zeros(instance.shape)
+    for turn, kind in enumerate((UP, DOWN, POST)):
+        targets[kind] = turn * problem.microbatches + np.arange(problem.microbatches)
+    assert problem.limits is not None
+    plan = instance.construct(Seed(targets), np.array(problem.limits))
+    assert plan is not None, "there is room for one microbatch"
+    return plan.value
+
+
+def greedy_and_ours(quick: bool) -> list[Row]:
+    rows: list[Row] = []
+    for name, problem in random_set(12 if quick else 200):
+        schedule = families.solve(name, problem)
+        verify(schedule, problem.costs, problem.limits)
+        ours, plain, bound = problem.value(simulate(schedule, problem.costs)), greedy(problem), lower_bound(problem)
+        sizes = {"p": problem.ranks, "m": problem.microbatches, "limit": max(problem.limits or ())}
+        rows.append({"name": name, **sizes, "ours": ours, "greedy": plain, "bound": bound})
+    print(f"### The planner against a greedy, on {len(rows)} random instances\n")
+
+    def summary(title: str, chosen: list[Row]) -> list[object]:
+        gaps = [[gap(row[which], row["bound"]) for row in chosen] for which in ("greedy", "ours")]
+        means = [statistics.fmean(values) for values in gaps]
+        shorter = sum(row["ours"] * EQUAL < row["greedy"] for row in chosen)
+        longer = sum(row["ours"] > row["greedy"] * EQUAL for row in chosen)
+        at_bound = sum(row["ours"] <= row["bound"] * EQUAL for row in chosen)
+        removed = 1 - means[1] / means[0] if means[0] else 0.0
+        counts = (len(chosen), shorter, len(chosen) - shorter - longer, longer, at_bound)
+        return [title, *counts, *map(percent, means), percent(max(gaps[1])), f"{100 * removed:.0f} %"]
+
+    kinds = [summary(f"`{name}`", [row for row in rows if row["name"] == name]) for name in ("zb-auto", "v-auto")]
+    columns = ("", "instances", "shorter", "equal", "longer", "at the bound", "greedy's gap", "our gap", "our largest", "removed")
+    table(columns, [*kinds, summary("all", rows)])
+    return rows
+
+
+# --- named memories ---------------------------------------------------------------------------------------------------
+
+NAMED = (("zb-auto", 1), ("zb-auto", 2), ("zb-v", None), ("v-half", None), ("v-min", None), ("1f1b-v", None))
+
+
+def named_memories(quick: bool) -> list[Row]:
+    generator = random.Random(20250102)
+    rows: list[Row] = []
+    shapes = [(4, 12)] if quick else [(p, m) for p in (3, 4, 5, 6, 8, 12) for m in (3 * p, 5 * p + 1)]
+    for (name, times), (p, m) in itertools.product(NAMED, shapes):
+        home = families.placement(name, p)
+        cases = [(text, uniform(home, *costs, 0.05)) for text, costs in COSTS.items()]
+        cases += [("uneven", random_costs(generator, home)) for _ in range(3)]
+        for kind, costs in cases:
+            problem = families.problem(name, p, m, costs, memory_limit=times and times * p)
+            if name == "1f1b-v":
+                problem = replace(problem, fused=frozenset(range(2 * p)))
+            above = gap(simulate(families.solve(name, problem), costs).span, lower_bound(problem))
+            rows.append({"name": f"{name}, {times}x" if times else name, "p": p, "m": m, "costs": kind, "gap": above})
+    print("### Gap to the lower bound at the memory of the named schedules, m >= 3p, costs within a factor 2\n")
+    lines = []
+    for name, uneven in itertools.product(dict.fromkeys(row["name"] for row in rows), (False, True)):
+        chosen = [row for row in rows if row["name"] == name and (row["costs"] == "uneven") == uneven]
+        gaps = [float(row["gap"]) for row in chosen]
+        worst = chosen[gaps.index(max(gaps))]
+        near = sum(above <= 0.01 for above in gaps) / len(gaps)
+        stages = "uneven, hop to F/2" if uneven else "equal, hop 0.05"
+        where = f"p={worst['p']} m={worst['m']} {worst['costs']}"
+        numbers = (f"{100 * near:.0f} %", percent(statistics.fmean(gaps)), percent(max(gaps)))
+        lines.append((f"`{name}`", stages, len(chosen), *numbers, where))
+    table(("memory of", "stages", "instances", "gap at most 1 %", "mean gap", "largest gap", "where"), lines)
+    return rows
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def measure(name: str, ranks: int, microbatches: int, chunks: int) -> Row:
+    """Seconds and memory of one plan in this process, at F, B, W, hop of 1, 1.2, 0.8, 0.05.
+
+    A small plan goes first: it loads (or makes) what numba compiles.
+    """
+    begin = time.perf_counter()
+    families.plan("v-min", 4, 9, uniform(families.placement("v-min", 4), 1, 1.2, 0.8, 0.05))
+    compiled = time.perf_counter() - begin
+    costs = uniform(families.placement(name, ranks, chunks), 1, 1.2, 0.8, 0.05)
+    problem = families.problem(name, ranks, microbatches, costs, chunks)
+    moments = [time.perf_counter()]
+
+    def lap() -> float:
+        moments.append(time.perf_counter())
+        return moments[-1] - moments[-2]
+
+    schedule = families.solve(name, problem)
+    planned = lap()
+    verify(schedule, costs, problem.limits)
+    verified = lap()
+    verify_programs(schedule, lower(schedule, costs))
+    lowered = lap()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB, where the system counts KiB, as Linux does
+    above = gap(simulate(schedule, costs).span, lower_bound(problem))
+    sizes = {"name": name, "p": ranks, "m": microbatches, "v": chunks, "passes": sum(map(len, schedule.passes))}
+    return {**sizes, "warm-up": compiled, "plan": planned, "verify": verified, "programs": lowered, "MiB": memory, "gap": above}
+
+
+def speed(quick: bool) -> list[Row]:
+    jobs = [("zb-auto", 16, 128, 1), ("v-auto", 16, 128, 2)]
+    if not quick:
+        jobs += [(name, 64, 512, 2) for name in ("zb-auto", "v-auto", "v-half", "v-min")]
+        jobs += [(name, p, 2 * p, v) for name, v in (("zb-auto", 1), ("v-auto", 2)) for p in (4, 8, 16, 32, 64, 128, 256)]
+    rows = [in_new_process(*job) for job in jobs]
+    print("### Seconds and memory on one core, each plan in a process of its own\n")
+    lines = [
+        (
+            f"`{row['name']}`", row["p"], row["m"], row["v"], row["passes"], f"{row['plan']:.2f}", f"{row['verify']:.2f}",
+            f"{row['plan'] + row['verify']:.2f}", f"{row['programs']:.2f}", f"{row['MiB']:.0f}", percent(row["gap"]),
+        )
+        for row in rows
+    ]  # fmt: skip
+    columns = ("", "p", "m", "v", "passes", "plan, s", "verify, s", "both, s", "programs made and verified, s", "MiB", "gap")
+    table(columns, lines)
+    if not quick:
+        with tempfile.TemporaryDirectory() as empty:
+            compiled = in_new_process("zb-auto", 4, 9, 1, NUMBA_CACHE_DIR=empty)["warm-up"]
+        print(f"Numba compiles once per installation, which takes {compiled:.0f} seconds.")
+        rows.append({"name": "first compilation", "warm-up": compiled})
+    return rows
+
+
+def in_new_process(name: str, ranks: int, microbatches: int, chunks: int, **environment: str) -> Row:
+    command = [sys.executable, __file__, "--measure", name, str(ranks), str(microbatches), str(chunks)]
+    one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, env={**os.environ, **one_core}, check=True, capture_output=True, text=True)
+    found: Row = json.loads(done.stdout)
+    return found
+
+
+# --- robustness -------------------------------------------------------------------------------------------------------
+
+
+UNSEEN = 1  # the seed of draws that no schedule was planned with
+
+
+def robustness(quick: bool) -> list[Row]:
+    p, m, jitters = 8, 32, (0.1, 0.3)
+    names = ("1f1b", "interleaved", "gis", "zb-h1", "zb-h2", "zb-auto", "1f1b-v", "zb-v", "v-half", "v-min", "v-auto")
+    rows: list[Row] = []
+    for (kind, hop), name in itertools.product((("1/1/1", 0.0), ("1/1.2/0.8", 0.05)), names[:: 4 if quick else 1]):
+        costs = uniform(families.placement(name, p), *COSTS[kind], hop)
+        problem = families.problem(name, p, m, costs)
+        schedule = families.solve(name, problem)
+        row: Row = {"costs": kind, "name": name, "nominal": simulate(schedule, costs).span}
+        for jitter in jitters:
+            prepared = families.solve(name, replace(problem, jitter=jitter))
+            found, better = (expected(each, costs, jitter, seed=UNSEEN) for each in (schedule, prepared))
+            row |= {f"mean {jitter}": found.span, f"95 % {jitter}": found.span_95, f"prepared {jitter}": better.span}
+        rows.append(row)
+    print(f"### Spans where passes take longer or shorter by chance: p={p}, m={m}, 100 draws\n")
+    columns = ["", "costs", "nominal"]
+    columns += [f"{what}, {jitter:.0%}" for jitter in jitters for what in ("mean", "95th percentile", "planned for it")]
+    keys = ["nominal", *(f"{what} {jitter}" for jitter in jitters for what in ("mean", "95 %", "prepared"))]
+    table(columns, ((f"`{row['name']}`", row["costs"], *(f"{row[key]:.1f}" for key in keys)) for row in rows))
+    return rows
+
+
+# --- small instances against the optimum ------------------------------------------------------------------------------
+
+
+def optima(quick: bool) -> list[Row]:
+    instances: list[tuple[str, int, int, float | None]] = [
+        ("zb-auto", 3, 6, None), ("zb-auto", 4, 6, 6.0), ("zb-v", 3, 4, None), ("v-half", 3, 5, None), ("v-half", 4, 5, None),
+        ("v-min", 3, 5, None), ("v-min", 4, 4, None), ("v-auto", 4, 4, 2.5),
+    ]  # fmt: skip
+    rows: list[Row] = []
+    for (name, p, m, limit), (kind, times) in itertools.product(instances[:: 4 if quick else 1], list(COSTS.items())[1:]):
+        problem = families.problem(name, p, m, uniform(families.placement(name, p), *times), memory_limit=limit)
+        schedule = families.solve(name, problem)
+        ours, bound = simulate(schedule, problem.costs).span, lower_bound(problem)
+        best = optimum(problem, 3 if quick else 10, hint=schedule)
+        sizes = {"name": name, "p": p, "m": m, "limit": max(problem.limits or ()), "costs": kind}
+        found = {"ours": ours, "optimum": best.value, "least": best.bound, "proven": best.proven, "bound": bound}
+        rows.append(sizes | found)
+    print("### Small instances against the exact optimum\n")
+    lines = [
+        (
+            f"`{row['name']}`", row["p"], row["m"], f"{row['limit']:g}", row["costs"], f"{row['ours']:.2f}",
+            f"{row['optimum']:.2f}" if row["proven"] else f"{row['least']:.2f} to {row['optimum']:.2f}",
+            percent(gap(row["ours"], row["least"])), f"{row['bound']:.2f}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    table(("", "p", "m", "limit", "F/B/W", "ours", "optimum", "above it at most", "lower bound"), lines)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
