@@ -1,0 +1,179 @@
+"""Every family for one request, and the choice among them."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.bound import least_limit
+from megatron.pipeline.schedule.choose import Candidate, Request, Variant, candidate, candidates, choose, variants
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.verify import verify
+
+FIXED = [name for name, family in families.FAMILIES.items() if family.memory is None]  # those that do not search
+
+
+def equal(placement: Placement) -> Costs:
+    return uniform(placement, hop=0.1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.none() | st.sampled_from([0.4, 1, 2.5, 4, 9]),
+    st.sampled_from(Objective),
+    st.permutations(FIXED),
+)
+def test_whatever_is_planned_obeys_the_rules_and_the_best_is_first(
+    ranks: int, microbatches: int, limit: float | None, objective: Objective, names: list[str]
+) -> None:
+    request = Request(ranks, microbatches, equal, limit, objective)
+    wanted = variants(ranks, names[:4], chunks=(2, 3))
+    planned, refused = candidates(request, wanted)
+    assert {each.variant for each in planned} | {each.variant for each in refused} == set(wanted)
+    assert len(planned) + len(refused) == len(wanted)
+    for each in planned:
+        verify(each.schedule, each.problem.costs, limit)
+        timeline = simulate(each.schedule, each.problem.costs)
+        assert each.value == (timeline.span if objective is Objective.SPAN else timeline.makespan)
+        assert each.peak == max(activation_peaks(each.schedule, each.problem.costs))
+        assert each.bound <= each.value * (1 + 1e-9)
+    assert [each.value for each in planned] == sorted(each.value for each in planned)
+    for refusal in refused:
+        assert "\n" not in refusal.reason
+        if refusal.needs is not None:
+            assert limit is not None and refusal.needs > limit
+    _check_choice(planned)
+
+
+def _check_choice(planned: list[Candidate]) -> None:
+    """The rules of ``choose``, said a second time."""
+    single = [each for each in planned if each.problem.placement.replicas == 1]
+    if not single:
+        with pytest.raises(ValueError, match="no schedule that holds the model once fits"):
+            choose(planned)
+        return
+    choice = choose(planned)
+    best = choice.best
+    assert best in single
+    assert choice.why_not.keys() == {each.variant for each in planned if each is not best}
+    shortest = min(each.value for each in single)
+    assert best.value <= 1.001 * shortest
+    for each in single:
+        if each.value <= 1.001 * shortest:
+            assert best.peak <= each.peak * (1 + 1e-8)
+            assert each is best or choice.why_not[each.variant].startswith("as short, ")
+        else:
+            assert "% longer" in choice.why_not[each.variant]
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_what_is_needed_is_enough_and_less_is_not(name: str) -> None:
+    (refusal,) = candidates(Request(4, 8, equal, memory_limit=0.1), [Variant(name)])[1]
+    assert refusal.needs is not None
+    enough = Request(4, 8, equal, memory_limit=refusal.needs)
+    assert candidate(enough, Variant(name)).peak == pytest.approx(refusal.needs)
+    with pytest.raises(ValueError, match="limit"):
+        candidate(replace(enough, memory_limit=0.99 * refusal.needs), Variant(name))
+
+
+@pytest.mark.parametrize(("name", "needs"), [("v-half", 3), ("v-min", 2), ("zb-v", 4), ("v-auto", 1), ("zb-auto", 1)])
+def test_families_that_search_need_what_their_name_stands_for_or_one_microbatch(name: str, needs: float) -> None:
+    (refusal,) = candidates(Request(4, 5, equal, memory_limit=0.9), [Variant(name)])[1]
+    assert refusal.needs == pytest.approx(needs)
+    assert max(candidate(Request(4, 5, equal, memory_limit=needs), Variant(name)).problem.limits or ()) == needs
+
+
+def test_a_limit_is_not_all_that_may_be_wrong() -> None:
+    def only_four_stages(placement: Placement) -> Costs:
+        return Costs((StageCosts(1, 1, 1),) * 4)
+
+    planned, refused = candidates(Request(4, 8, only_four_stages, 1), variants(4, ["1f1b", "interleaved"], chunks=[2]))
+    assert not planned
+    assert [refusal.needs for refusal in refused] == [4, None]
+    assert "costs of 4 stages for a placement of 8" in refused[1].reason
+
+
+def test_what_is_tried() -> None:
+    assert [str(each) for each in variants(8, ["1f1b", "zb-auto", "gis", "gis-h"])] == [
+        *("1f1b", "zb-auto v=1", "zb-auto v=2", "zb-auto v=3", "zb-auto v=4"),
+        *("gis v=2", "gis v=2 g=6", "gis v=3", "gis v=3 g=6", "gis v=4", "gis v=4 g=6", "gis-h v=2", "gis-h v=3", "gis-h v=4"),
+    ]
+    assert variants(2, ["interleaved", "gis", "zb-h1"], chunks=[3]) == [
+        Variant("interleaved", 3),
+        Variant("gis", 3),
+        Variant("zb-h1"),
+    ]
+    assert {each.name for each in variants(4)} == set(families.FAMILIES)
+    with pytest.raises(ValueError, match="unknown schedule 'zb'; known are 1f1b"):
+        variants(4, ["zb"])
+    for ranks in range(1, 9):
+        assert not candidates(Request(ranks, 3, equal), variants(ranks, ["gis"]))[1], "every group that is tried exists"
+
+
+def test_ties_go_to_less_memory_then_fewer_messages_then_the_simpler_family() -> None:
+    # Without hops, and W = 0, the splitting of ZB-H1 gains nothing but takes nothing either: 1F1B is simpler.
+    free = Request(4, 8, lambda placement: uniform(placement, 1, 2, 0))
+    planned, _ = candidates(free, variants(4, ["zb-h2", "zb-h1", "1f1b"]))
+    choice = choose(planned)
+    assert str(choice.best.variant) == "1f1b"
+    assert choice.why_not == {Variant("zb-h1"): "as short, less simple", Variant("zb-h2"): "as short, holds more"}
+    # On one rank every schedule is as short, and holds one microbatch; chunks would only send.
+    planned, _ = candidates(Request(1, 4, equal), variants(1, ["interleaved", "gis", "1f1b"]))
+    choice = choose(planned)
+    assert str(choice.best.variant) == "1f1b"
+    assert choice.why_not[Variant("interleaved", 2)] == "as short, sends more"
+
+
+def test_schedules_that_hold_the_model_twice_are_listed_and_never_taken() -> None:
+    planned, _ = candidates(Request(4, 8, equal), variants(4, ["dualpipe", "chimera", "1f1b"]))
+    choice = choose(planned)
+    assert [str(choice.best.variant), str(planned[0].variant)] == ["1f1b", "dualpipe"]
+    assert choice.why_not == dict.fromkeys((Variant("dualpipe"), Variant("chimera")), "holds the model twice")
+    with pytest.raises(ValueError, match="no schedule that holds the model once fits"):
+        choose([each for each in planned if each is not choice.best])
+
+
+def test_within_the_memory_of_1f1b_zero_bubble_is_the_choice() -> None:
+    planned, refused = candidates(Request(3, 9, uniform, memory_limit=3), variants(3, chunks=[2]))
+    choice = choose(planned)
+    assert choice.best.value == 27
+    assert choice.best.peak <= 3
+    assert {refusal.variant.name for refusal in refused} == {"interleaved", "zb-h2", "dualpipe-v", "dualpipe", "chimera"}
+
+
+def test_with_jitter_the_expected_case_decides() -> None:
+    request = Request(4, 8, uniform, jitter=0.3)
+    planned, _ = candidates(request, variants(4, ["zb-h2", "zb-h1"]))
+    for each in planned:
+        assert each.problem.jitter == 0.3
+        assert each.expected is not None and each.value == each.expected.span > each.timeline.span
+        makespan = candidate(replace(request, objective=Objective.MAKESPAN), each.variant)
+        assert makespan.value == each.expected.makespan
+        assert each.gap == each.timeline.span / each.bound - 1
+    assert candidate(replace(request, jitter=0), Variant("zb-h2")).expected is None
+
+
+def test_recomputation_and_fusion_go_by_the_placement() -> None:
+    def first(placement: Placement) -> list[int]:
+        return [0]
+
+    def last(placement: Placement) -> list[int]:
+        return [placement.last_stage]
+
+    request = Request(2, 3, equal, recompute=first, fused=last)
+    for name in ("zb-h1", "gis", "dualpipe-v"):
+        found = candidate(request, Variant(name))
+        kinds = {stage: set[str]() for stage in range(len(found.problem.costs.stages))}
+        for rank, row in enumerate(found.schedule.passes):
+            for work in row:
+                kinds[found.schedule.placement.stage(rank, work.chunk)].add(work.kind)
+        assert "R" in kinds[0] and "R" not in kinds[max(kinds)]
+        assert kinds[max(kinds)] == {"F", "BW"} and "W" in kinds[0]
+    assert max(least_limit(found.problem, rank) for rank in range(2)) <= found.peak
