@@ -1,0 +1,110 @@
+"""Every family measured: span, makespan, memory, and how far each is above the proven bound at its own memory.
+
+Prints the tables of docs/schedules.md in Markdown; with --pictures it also draws docs/images/schedules/*.png.
+
+    .venv/bin/python benchmarks/families.py --pictures docs/images/schedules
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from PIL import Image
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.choose import Request, candidates, choose, variants
+from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.view import draw
+
+RANKS, MICROBATCHES = 8, 32
+COSTS = ((1, 1, 1, 0), (1, 1.2, 0.8, 0.05))  # F, B, W, hop
+DRAWN_WITHIN = {
+    "zb-auto": 5.0,
+    "v-auto": 2.5,
+    "auto": 3.0,
+}  # microbatches, where a plan at the family's own memory looks like another's
+COLOURS = 128  # a picture has few: with a palette it takes a third of the space
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A schedule, when everything runs, and what it is measured against.
+
+    Attributes:
+        peak: the most microbatches that a rank holds.
+        bound: no schedule on this placement whose ranks hold no more than ``peak`` has a shorter span.
+    """
+
+    name: str
+    timeline: Timeline
+    splits: int
+    peak: float
+    bound: float
+
+    @property
+    def gap(self) -> float:
+        return max(0.0, self.timeline.span / self.bound - 1)  # floats stray in their last bits
+
+
+def measure(
+    name: str, ranks: int, microbatches: int, costs: tuple[float, float, float, float], limit: float | None = None
+) -> Measured:
+    """Plan one family for equal stages, with its own memory where there is no limit."""
+    problem = families.problem(name, ranks, microbatches, uniform(families.placement(name, ranks), *costs), memory_limit=limit)
+    schedule = families.solve(name, problem)
+    timeline = simulate(schedule, problem.costs)
+    peak = max(activation_peaks(schedule, problem.costs))
+    bound = lower_bound(replace(problem, limits=(peak,) * ranks))
+    return Measured(name, timeline, schedule.splits, peak, bound)
+
+
+def table(rows: list[Measured]) -> Iterator[str]:
+    """The lines of a table in Markdown, shortest span first."""
+    yield "| schedule | span | bubble | makespan | bubble | peak | least span at this peak | above it |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
+    for row in sorted(rows, key=lambda row: (round(row.timeline.span, 9), row.peak)):
+        timeline = row.timeline
+        cells = (
+            f"`{row.name}`", f"{timeline.span:g}", f"{timeline.bubble_rate:.1%}", f"{timeline.makespan:g}",
+            f"{timeline.makespan_bubble_rate:.1%}", f"{row.peak:g}", f"{row.bound:g}", f"{row.gap:.1%}",
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def picture(name: str, path: Path) -> None:
+    """Draw a family, or what ``auto`` chooses, on 4 ranks with 8 microbatches, all passes equal."""
+    limit = DRAWN_WITHIN.get(name)
+    title = f"{name}, within {limit:g} microbatches" if limit else name
+    if name == "auto":
+        wanted = Request(4, 8, lambda placement: uniform(placement, *COSTS[0]), limit)
+        best = choose(candidates(wanted, variants(4))[0]).best
+        draw({f"{title}: {best.variant}": best.timeline}, path)
+    else:
+        shown = measure(name, 4, 8, COSTS[0], limit)
+        draw({title: shown.timeline}, path, splits={title: shown.splits})
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(COLOURS).save(path, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw every family there")
+    options = parser.parse_args()
+    for costs in COSTS:
+        forward, backward, weight, hop = costs
+        rows = [measure(name, RANKS, MICROBATCHES, costs) for name in families.FAMILIES]
+        print(f"F={forward:g}, B={backward:g}, W={weight:g}, comm={hop:g}; p={RANKS}, m={MICROBATCHES}:", *table(rows), sep="\n")
+    if options.pictures:
+        options.pictures.mkdir(parents=True, exist_ok=True)
+        for name in [*families.FAMILIES, "auto"]:
+            picture(name, options.pictures / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

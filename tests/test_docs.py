@@ -1,0 +1,140 @@
+"""What the documentation shows is what happens: its Python runs, and its commands print what it says.
+
+``python tests/test_docs.py`` runs them again and writes what they print now into the documents.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.pipeline.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ["README.md", "docs/schedules.md", "docs/families.md", "docs/planner.md", "docs/own_schedules.md"]
+
+_BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)
+_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+
+
+@contextlib.contextmanager
+def a_place_to_run() -> Iterator[None]:
+    """An empty directory, the commands of this environment, and a terminal of 80 columns."""
+    environment = dict(os.environ)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        os.environ["COLUMNS"] = "80"
+        os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+        try:
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
+
+
+def output(command: str) -> str:
+    """What a command prints, errors included."""
+    words = shlex.split(command)
+    if words[0] != "mpipe" or "|" in words:
+        done = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        return done.stdout
+    printed = io.StringIO()  # without the start of another process
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), contextlib.suppress(SystemExit):
+        main(words[1:])
+    return printed.getvalue()
+
+
+def refreshed(text: str, path: str) -> str:
+    """A document with what its commands print now.
+
+    A fenced block with a file's name behind its language is that file, other Python is executed, and in ``console`` blocks
+    what follows a line with ``$`` is what that command prints. All blocks of a document share one directory.
+    """
+    names: dict[str, object] = {"__name__": path}
+
+    def run(block: re.Match[str]) -> str:
+        language, file, body = block["language"], block["file"], block["body"]
+        if file:
+            Path(file).write_text(body, encoding="utf-8")
+        elif language == "python":
+            exec(compile(body, path, "exec"), names)
+        elif language == "console":
+            shown = re.split(r"^\$ ", body, flags=re.M)[1:]
+            return block[0].replace(body, "".join(map(_command, shown)))
+        return block[0]
+
+    with a_place_to_run():
+        return _BLOCK.sub(run, text)
+
+
+def _command(shown: str) -> str:
+    """A command and what it prints; what is shown stays where only measured seconds differ."""
+    command, before = shown.split("\n", 1)
+    now = "\n".join(line.rstrip() for line in output(command).splitlines())
+    now = f"{now}\n" if now else ""
+    return f"$ {command}\n{before if _untimed(now) == _untimed(before) else now}"
+
+
+def _untimed(text: str) -> str:
+    """Without the last column of ``mpipe compare``: seconds."""
+    return re.sub(r" +\d+\.\d{3}$", "", text, flags=re.M)
+
+
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("families_benchmark", ROOT / "benchmarks" / "families.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_commands_print_what_is_shown_and_python_runs(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert refreshed(text, path) == text
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_links_lead_somewhere(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    for link, heading in _LINK.findall(text):
+        target = (ROOT / path).parent / link if link else ROOT / path
+        assert target.exists(), link
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
+            assert heading in [re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings], heading
+
+
+def test_measured_tables_are_what_the_benchmark_measures() -> None:
+    """All rows at equal costs; at the others, those of fixed order: the README shows what the search finds there."""
+    text, families = (ROOT / "docs/schedules.md").read_text(encoding="utf-8"), benchmark()
+    equal, real = families.COSTS
+    names = families.families.FAMILIES
+    rows = [families.measure(name, families.RANKS, families.MICROBATCHES, equal) for name in names]
+    assert "\n".join(families.table(rows)) in text
+    for name in (name for name, family in names.items() if family.memory is None):
+        *_, line = families.table([families.measure(name, families.RANKS, families.MICROBATCHES, real)])
+        assert line in text
+
+
+def test_every_family_is_documented_and_drawn() -> None:
+    overview, details = ((ROOT / path).read_text(encoding="utf-8") for path in ("docs/schedules.md", "docs/families.md"))
+    for name in benchmark().families.FAMILIES:
+        assert f"| `{name}` |" in overview
+        assert f"](images/schedules/{name}.png)" in details
+
+
+if __name__ == "__main__":
+    for document in sys.argv[1:] or DOCUMENTS:
+        shown_before = (ROOT / document).read_text(encoding="utf-8")
+        (ROOT / document).write_text(refreshed(shown_before, document), encoding="utf-8")
