@@ -1,0 +1,191 @@
+"""``mpipe plan --schedule auto``, jitter, and what a bound is within: what was chosen, for what, and why."""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.jitter import expected
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.verify import verify
+
+AUTO = "plan --schedule auto --pp 3 --microbatches 6 --chunks 2"
+
+
+def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    assert main(arguments.split()) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def told(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(printed(capsys, f"{arguments} --json"))
+    return data
+
+
+def refusal(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
+    try:
+        code = main(arguments.split())
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    return captured.err
+
+
+@pytest.fixture(scope="module")
+def auto(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("auto") / "auto.json"
+    assert main(f"{AUTO} --memory-limit 3 -o {path}".split()) == 0
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+def test_auto_is_the_object_of_its_choice_with_all_candidates(auto: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    candidates = auto.pop("candidates")
+    assert {row["schedule"] for row in candidates} == set(families.FAMILIES)
+    (best,) = (row for row in candidates if row["why_not"] is None)
+    single = [row["span"] for row in candidates if "span" in row and row["schedule"] not in ("dualpipe", "chimera")]
+    assert best["span"] == auto["span"] <= 1.001 * min(single)
+    alone = told(capsys, f"plan --schedule {auto['schedule']} --pp 3 --microbatches 6 --memory-limit 3")
+    del auto["plan_seconds"], alone["plan_seconds"]
+    assert auto == alone
+    schedule = Schedule.from_json(json.dumps(auto))
+    verify(schedule, memory_limit=3)
+
+
+def test_the_table_says_why_not(auto: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, f"{AUTO} --memory-limit 3")
+    table, summary, *_ = text.split("\n\n")
+    heads, *rows = table.splitlines()
+    assert heads.split() == "schedule span bubble makespan memory above bound why not".split()
+    assert len(rows) == len(families.FAMILIES)
+    name = auto["schedule"]
+    assert rows[0].split()[0] == name and rows[0].endswith("  -")
+    assert summary.startswith(f"{name}: 3 ranks")
+    by_name = {row.split()[0]: row for row in rows}
+    assert by_name["zb-h2"].endswith("needs 5 microbatches, limit 3")
+    assert by_name["1f1b"].endswith("% longer")
+    assert "needs an even number of ranks" not in by_name["zb-h1"] and "even number of ranks" in by_name["dualpipe"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (f"{AUTO} --group 2", "--group is for single families: leave it out with --schedule auto"),
+        (f"{AUTO} --splits 2", "--splits is for single families"),
+        (f"{AUTO} --memory-limit 0.2", "no schedule fits: 1f1b: rank 0: F0.0 brings"),
+        ("plan --schedule auto --pp 0 --microbatches 3", "at least 1 rank, got 0"),
+        ("plan --schedule auto --pp 99999999999 --microbatches 3", "over 3000000 passes"),
+        ("compare --pp 4 --microbatches 3 --schedules auto", "unknown schedule 'auto'"),
+        (f"{AUTO} --jitter 2", "'2': expected a share of a pass's time between 0 and 1"),
+        (f"{AUTO} --jitter nan", "'nan': expected a share"),
+        (f"{AUTO} --jitter 0.1,0.2", "'0.1,0.2': expected a share"),
+    ],
+)
+def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(capsys, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"), [("v-half", 3), ("v-min", 2), ("zb-v", 4), ("v-auto", 4), ("zb-auto", 4), ("1f1b-v", 3)]
+)
+def test_a_bound_is_within_the_memory_that_the_name_stands_for(
+    name: str, memory: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = f"plan --schedule {name} --pp 4 --microbatches 8"
+    data = told(capsys, size)
+    assert data["memory_limit"] == memory
+    assert data["lower_bound"] == lower_bound(families.problem(name, 4, 8))
+    assert f"no schedule within {memory} microbatches has a shorter span" in printed(capsys, size)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    again = told(capsys, f"simulate {path}")
+    assert again == {key: value for key, value in data.items() if key != "plan_seconds"}
+
+
+def test_a_limit_above_what_a_name_stands_for_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:
+    size = "plan --pp 4 --microbatches 8 --schedule"
+    assert told(capsys, f"{size} v-half --memory-limit 9")["memory_limit"] == 3
+    assert told(capsys, f"{size} zb-v --memory-limit 5")["memory_limit"] == 5
+    assert "memory_limit" not in told(capsys, f"{size} zb-h1 --memory-limit inf")
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_jitter_is_told(objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = f"plan --schedule zb-h2 --pp 4 --microbatches 8 --jitter 0.3 --objective {objective}"
+    data = told(capsys, plan)
+    found = expected(families.plan("zb-h2", 4, 8), families.problem("zb-h2", 4, 8).costs, 0.3)
+    assert (data["jitter"], data["expected_span"], data["expected_makespan"]) == (0.3, found.span, found.makespan)
+    value = {"span": found.span, "makespan": found.makespan}[objective]
+    assert f"expected {value:g} {objective} on average where pass times vary by 30%" in " ".join(printed(capsys, plan).split())
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert told(capsys, f"simulate {path}")["expected_span"] == found.span
+    assert "expected_span" not in told(capsys, f"simulate {path} --jitter 0")
+
+
+def test_a_search_plans_for_the_expected_case(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = "plan --schedule zb-auto --pp 4 --microbatches 8 --jitter"
+    assert told(capsys, f"{auto} 0.3")["passes"] == [
+        list(map(str, row)) for row in families.plan("zb-auto", 4, 8, jitter=0.3).passes
+    ]
+
+
+def test_compare_shows_each_jitter_and_sorts_by_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compare = "compare --pp 4 --microbatches 8 --schedules 1f1b,zb-h1,zb-h2"
+    rows = told(capsys, f"{compare} --jitter 0.1,0,0.3")["schedules"]
+    firsts = []
+    for row in rows:
+        means = row["expected_span_by_jitter"]
+        assert list(means) == ["0.1", "0", "0.3"]
+        assert means["0"] == row["span"] < means["0.1"] < means["0.3"]
+        assert means["0.1"] == pytest.approx(row["expected_span"])
+        firsts.append(means["0.1"])
+    assert firsts == sorted(firsts)
+    heads, *lines = printed(capsys, f"{compare} --jitter 0.1,0.3").splitlines()
+    assert heads.split()[:6] == "schedule jitter 10% jitter 30% span".split()
+    assert [line.split()[0] for line in lines] == ["zb-h2", "zb-h1", "1f1b"]
+    makespans = told(capsys, f"{compare} --jitter 0.1 --objective makespan")["schedules"]
+    for row in makespans:
+        assert row["expected_makespan_by_jitter"] == {"0.1": pytest.approx(row["expected_makespan"])}
+    picture = tmp_path / "jitter.svg"
+    assert printed(capsys, f"{compare} --jitter 0,0.1 -o {picture}") == ""
+    assert "<!-- jitter 10% -->" in picture.read_text()
+
+
+def test_simulate_takes_an_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(told(capsys, "plan --schedule zb-h2 --pp 4 --microbatches 8")))
+    assert "has a shorter span" in printed(capsys, f"simulate {path}")
+    assert "has a shorter makespan" in printed(capsys, f"simulate {path} --objective makespan")
+    path.write_text(json.dumps(told(capsys, f"simulate {path} --objective makespan")))
+    assert told(capsys, f"simulate {path}")["objective"] == "makespan"
+
+
+def test_a_package_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "ortools"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    line = refusal(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2 --exact 1")
+    assert line.startswith("mpipe: this needs the package ortools") and "not installed" in line
+
+
+def test_the_collector_of_cycles_is_as_it_was_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gc.isenabled()
+    printed(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2")
+    refusal(capsys, "plan --schedule what")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        printed(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
