@@ -157,7 +157,7 @@ def _print_table(
                 f"{timeline.makespan_bubble_rate:.1%}",
                 f"{candidate.peak:g}",
                 f"{candidate.peak / whole:.2f}" if whole else "-",
-                f"{candidate.gap:.1%}",
+                f"{candidate.gap:z.1%}",
                 f"{candidate.seconds:.3f}",
             ]
         )

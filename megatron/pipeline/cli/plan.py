@@ -114,7 +114,7 @@ def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], opt
                 f"{timeline.bubble_rate:.1%}",
                 f"{timeline.makespan:g}",
                 f"{candidate.peak:g}",
-                f"{candidate.gap:.1%}",
+                f"{candidate.gap:z.1%}",
                 choice.why_not.get(candidate.variant, "-"),
             ]
         )

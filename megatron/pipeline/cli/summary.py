@@ -28,7 +28,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
             f"{data['makespan']:g}",
             f"bubble {data['makespan_bubble_rate']:.1%}, from the first pass of all to the last of all",
         ),
-        ("lower bound", f"{bound:g}", f"no schedule {within} has a shorter {data['objective']}; this one is {above:.1%} above"),
+        ("lower bound", f"{bound:g}", f"no schedule {within} has a shorter {data['objective']}; this one is {above:z.1%} above"),
     ]
     if "jitter" in data:
         kind = data["objective"]
@@ -36,7 +36,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
             ("expected", f"{data[f'expected_{kind}']:g}", f"{kind} on average where pass times vary by {data['jitter']:.0%}")
         )
     if exact and exact["proven"]:
-        rows.append(("optimum", f"{exact['value']:g}", f"proven; this one is {exact['gap']:.1%} above"))
+        rows.append(("optimum", f"{exact['value']:g}", f"proven; this one is {exact['gap']:z.1%} above"))
     elif exact:
         rows.append(
             ("best found", f"{exact['value']:g}", f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
