@@ -20,22 +20,21 @@ from megatron.pipeline.schedule.search.squeeze import squeeze
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 
 # Budgets count passes, not seconds: every rank, and every machine, makes the same plan.
-_PASSES = 1_200_000  # placed while one memory level is searched
-_FEWEST, _MOST = 48, 1500  # plans made for one memory level
-_STARTS = 3  # plans that are improved
-_FAR = 1.05  # a plan to begin with that is this much longer than the best is not worth squeezing
+_PASSES = 800_000  # placed while one memory level is searched
+_FEWEST, _MOST = 48, 800  # plans made for one memory level
+_GLANCE, _SQUEEZED, _STARTS = 12, 6, 3  # plans to begin with: at a glance; the best of them, squeezed, and then improved
 _LONG = 10_000  # passes, above which a problem is planned with fewer microbatches first,
 _ROUNDS = 3  # namely with this many per rank: its two ends, and how its middle repeats, are what has to be found
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.005  # a plan this much longer than the best is worth squeezing
-_HOPELESS = 1.004  # a level whose best seed is this much longer than another level's plan is not searched further
+_HOPELESS = 1.01  # a level whose best seed is this much longer than another level's plan is not searched further
 
 
 def search(problem: Problem, known: Known = lambda problem: (), effort: float = 1.0) -> Order:
     """The best order that is found; never worse than what is known and fits into the limits.
 
-    With more memory the result is not worse: levels of memory below the limit are searched too, unless their lower bound
-    says that they cannot win.
+    More memory does not make it worse: levels of memory below the limit are searched too, unless their lower bound says that
+    they cannot win. The expected case (``jitter``) has no bound, and is searched at its own limits only.
 
     Args:
         known: from a problem to orders of it that are worth to begin with.
@@ -64,14 +63,21 @@ def search(problem: Problem, known: Known = lambda problem: (), effort: float = 
 
 
 def _levels(problem: Problem) -> list[Problem]:
-    """The problem with its own limits, then with less and less memory; the expected case has its own limits only."""
+    """The problem with its own limits, then with less and less memory, by chunks, or for many ranks by several.
+
+    Where all stages hold the same, only whole chunks count: limits in between are those below.
+    """
     most = _room(Instance(problem))
     microbatch = max(problem.least_memory(rank) for rank in range(problem.ranks))
-    step = microbatch * max(1 / problem.placement.chunks, problem.ranks / 16)
-    top = max(most)
-    steps = [microbatch + number * step for number in range(int((min(top, 3 * problem.ranks * microbatch)) / step))]
-    levels = [tuple(min(float(limit), level) for limit in most) for level in reversed(steps) if level < top * (1 - SLACK)]
-    return [replace(problem, limits=limits) for limits in [tuple(map(float, most)), *(levels if not problem.jitter else [])]]
+    chunk = microbatch / problem.placement.chunks_per_replica
+    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
+    sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
+    if sizes <= {0.0, chunk}:
+        most = np.floor(most / chunk * (1 + SLACK)) * chunk
+    levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
+    levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
+    limits = [most, *(np.minimum(most, level) for level in levels if not problem.jitter)]
+    return [replace(problem, limits=tuple(each.tolist())) for each in limits]
 
 
 def _room(instance: Instance) -> Array:
@@ -118,15 +124,15 @@ def _whole(problem: Problem, small: Instance, plans: list[Plan], limits: Array, 
 
 
 def _begin(instance: Instance, known: Known, limits: Array, most: int, goal: float) -> list[Plan]:
-    """The best plans to begin with, squeezed; only one if it is as short as the goal."""
-    plans: list[Plan] = []
-    for plan in itertools.chain(_known_plans(instance, known, limits), starts(instance, limits, most)):
-        if not plans or plan.value <= _FAR * plans[0].value:
-            squeezed = squeeze(instance, plan, limits)
-            if squeezed.value <= goal:
-                return [squeezed]
-            plans = sorted([*plans, squeezed], key=_value)[:_STARTS]
-    return plans
+    """The best plans to begin with, squeezed, best first; only one if it is as short as the goal."""
+    plans = itertools.chain(_known_plans(instance, known, limits), starts(instance, limits, most))
+    best: list[Plan] = []
+    for number in (_GLANCE, most):  # a glance at the most promising is often enough
+        some = sorted(itertools.islice(plans, number), key=_value)[:_SQUEEZED]
+        best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
+        if best and best[0].value <= goal:
+            return best[:1]
+    return best
 
 
 def _value(plan: Plan) -> float:
