@@ -28,7 +28,9 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
 
 
 def test_every_schedule_is_planned_as_plan_does_or_has_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    data = json.loads(printed(capsys, "compare --pp 4 --microbatches 3 --cost F=1,B=1.2,W=0.8,comm=0.1 --memory-limit 2.5 --json"))
+    data = json.loads(
+        printed(capsys, "compare --pp 4 --microbatches 3 --cost F=1,B=1.2,W=0.8,comm=0.1 --memory-limit 2.5 --json")
+    )
     labels = [row["label"] for row in data["schedules"]]
     assert [*labels, *data["refused"]] == list(dict.fromkeys([*labels, *data["refused"]]))
     assert {label.split()[0] for label in (*labels, *data["refused"])} == set(families.FAMILIES)
