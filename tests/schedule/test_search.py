@@ -1,0 +1,271 @@
+"""The planner: every plan obeys the rules and its limits, whatever the problem, and is as short as it is said to be."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.exact import optimum
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.placement import linear, v
+from megatron.pipeline.schedule.problem import Objective, Problem
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.verify import verify, verify_programs
+
+SEARCHED = ("zb-auto", "zb-v", "v-half", "v-min", "v-auto", "1f1b-v")
+FREE = ("zb-auto", "v-auto")  # take any limit
+SLACK = 1 + 1e-9
+
+
+def examples(count: int) -> settings:
+    """A busy machine, or one that has to compile first, makes a test slow, not wrong."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+# Passes that take no time, and stages that all hold nothing, have tests of their own below while the planner fails there.
+times = st.one_of(st.sampled_from([0.5, 1.0, 1.0, 1.3, 2.0, 3.7]), st.floats(0.01, 10))
+shares = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+
+
+@st.composite
+def stage_costs(draw: st.DrawFn) -> StageCosts:
+    activation = draw(st.sampled_from([0.5, 1.0, 1.0, 1.0, 1.7]))
+    forward, backward, weight = draw(times), draw(times), draw(times)
+    fused = (backward + weight) * draw(st.sampled_from([0.5, 0.9, 1.0])) if draw(st.booleans()) else None
+    return StageCosts(
+        forward, backward, weight, activation, activation * draw(shares), fused, draw(times), activation * draw(shares)
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn, names: tuple[str, ...] = SEARCHED) -> tuple[str, Problem]:
+    """A family and a problem of its: any shape, any costs, R, BW, and where the family takes it, any limits."""
+    name = draw(st.sampled_from(names))
+    ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    chunks = draw(st.integers(1 if name == "zb-auto" else 2, 3)) if name in FREE else None
+    home = families.placement(name, ranks, chunks)
+    stages = range(home.last_stage + 1)
+    costs = Costs(tuple(draw(stage_costs()) for _ in stages), draw(st.sampled_from([0.0, 0.0, 0.1, 1.0, 4.0])))
+    chosen = st.sets(st.sampled_from(stages)) if draw(st.booleans()) else st.just(set[int]())
+    options: dict[str, Any] = {"objective": draw(st.sampled_from(Objective)), "recompute": draw(chosen), "fused": draw(chosen)}
+    problem = families.problem(name, ranks, microbatches, costs, chunks, **options)
+    if name in FREE:
+        more = draw(st.lists(st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0, 2.5]), min_size=ranks, max_size=ranks))
+        size = max(stage.activation for stage in costs.stages)
+        problem = replace(problem, limits=tuple(problem.least_memory(rank) + part * size for rank, part in enumerate(more)))
+    return name, problem
+
+
+def value(problem: Problem, schedule: Schedule) -> float:
+    return problem.value(simulate(schedule, problem.costs))
+
+
+def searched(name: str, problem: Problem) -> Problem:
+    """The problem as the family searches it: the backwards of 1f1b-v are fused."""
+    return replace(problem, fused=frozenset(range(problem.placement.last_stage + 1))) if name == "1f1b-v" else problem
+
+
+@examples(30)
+@given(problems())
+def test_any_problem_is_planned_within_the_rules_and_its_limits(case: tuple[str, Problem]) -> None:
+    name, problem = case
+    schedule = families.solve(name, problem)
+    verify(schedule, problem.costs, problem.limits)
+    verify_programs(schedule, lower(schedule, problem.costs))
+    assert value(problem, schedule) * SLACK >= lower_bound(searched(name, problem))
+    run = {(problem.placement.stage(rank, work.chunk), work.kind) for rank, row in enumerate(schedule.passes) for work in row}
+    assert {stage for stage, kind in run if kind is Kind.R} == problem.recompute
+    assert {stage for stage, kind in run if kind is Kind.BW} == searched(name, problem).fused
+
+
+@examples(5)
+@given(problems())
+def test_a_problem_has_one_plan(case: tuple[str, Problem]) -> None:
+    name, problem = case
+    assert families.solve(name, problem) == families.solve(name, problem)
+
+
+@examples(6)
+@given(problems(FREE))
+def test_more_memory_makes_no_plan_longer(case: tuple[str, Problem]) -> None:
+    name, problem = case
+    assert problem.limits is not None
+    more = replace(problem, limits=tuple(limit * 1.5 for limit in problem.limits))
+    assert value(more, families.solve(name, more)) <= value(problem, families.solve(name, problem)) * SLACK
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.2, 0.8), (2, 1, 3)])
+@pytest.mark.parametrize(
+    ("name", "p", "m", "limit"), [("zb-auto", 4, 8, 4), ("zb-auto", 4, 8, 8), ("v-half", 4, 8, None), ("v-auto", 3, 7, 4)]
+)
+def test_each_objective_is_respected(name: str, p: int, m: int, limit: float | None, times: tuple[float, float, float]) -> None:
+    costs = uniform(families.placement(name, p), *times, 0.1)
+    plans = (families.plan(name, p, m, costs, memory_limit=limit, objective=objective) for objective in Objective)
+    spans, makespans = (simulate(plan, costs) for plan in plans)
+    assert makespans.makespan <= spans.makespan * SLACK
+    assert spans.span <= makespans.span * SLACK
+
+
+@st.composite
+def linear_costs(draw: st.DrawFn, ranks: int) -> Costs:
+    """Costs of stages that hold the same, all of it until W."""
+    stages = tuple(StageCosts(draw(times), draw(times), draw(times)) for _ in range(ranks))
+    return Costs(stages, draw(st.sampled_from([0.0, 0.1, 0.5, 2.0])))
+
+
+@examples(12)
+@given(st.integers(1, 8), st.integers(1, 24), st.sampled_from(Objective), st.data())
+def test_zb_auto_is_never_worse_than_zb_h1_and_zb_h2(p: int, m: int, objective: Objective, data: st.DataObject) -> None:
+    costs = data.draw(linear_costs(p))
+    for name, limit in (("zb-h1", p), ("zb-h2", 2 * p)):
+        problem = families.problem("zb-auto", p, m, costs, memory_limit=limit, objective=objective)
+        planned = value(problem, families.solve("zb-auto", problem))
+        assert planned <= value(problem, families.plan(name, p, m, costs)) * SLACK
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "times", "hop"),
+    [
+        ("zb-auto", 4, 8, (1, 1, 1), 0), ("zb-auto", 4, 9, (1, 1.2, 0.8), 0.05), ("zb-auto", 3, 7, (2, 1, 3), 1),
+        ("v-auto", 3, 7, (1, 1, 1), 0), ("v-auto", 2, 6, (1, 1.4, 0.9), 0.3),
+    ],
+)  # fmt: skip
+def test_the_bubble_falls_with_every_bit_of_memory(
+    name: str, p: int, m: int, times: tuple[float, float, float], hop: float
+) -> None:
+    costs = uniform(families.placement(name, p), *times, hop)
+    spans = []
+    for eighths in range(8, 3 * p * 8 + 1, 3):
+        schedule = families.plan(name, p, m, costs, memory_limit=eighths / 8)
+        assert max(activation_peaks(schedule, costs)) <= eighths / 8 * SLACK
+        spans.append(simulate(schedule, costs).span)
+    assert all(more <= less * SLACK for less, more in pairwise(spans))
+    assert spans[-1] < spans[0]
+
+
+@examples(4)
+@given(st.integers(2, 4), st.integers(2, 9), st.data())
+def test_the_bubble_falls_with_memory_for_any_costs(p: int, m: int, data: st.DataObject) -> None:
+    costs = data.draw(linear_costs(p))
+    limits = sorted(data.draw(st.lists(st.floats(1, 3 * p), min_size=4, max_size=4)))
+    spans = [simulate(families.plan("zb-auto", p, m, costs, memory_limit=limit), costs).span for limit in limits]
+    assert all(more <= less * SLACK for less, more in pairwise(spans))
+
+
+def half_passes(name: str, p: int, m: int) -> tuple[float, float]:
+    """The bubble of the span at F = B = W = 1, in passes of half a rank's share, and the peak in microbatches."""
+    problem = families.problem(name, p, m)
+    schedule = families.solve(name, problem)
+    peak = max(activation_peaks(schedule, problem.costs))
+    return 2 * (simulate(schedule, problem.costs).span - 3 * m), peak
+
+
+@pytest.mark.parametrize("p", [*range(2, 13), 16])
+def test_bubbles_and_peaks_on_a_v_at_equal_costs(p: int) -> None:
+    """What Qi et al., "Pipeline Parallelism with Controllable Memory", and its code promise, or less."""
+    for m in (2 * p, 4 * p + 1) if p > 6 else (2 * p, 3 * p, 4 * p + 1):
+        bubble, peak = half_passes("zb-v", p, m)
+        assert bubble == pytest.approx(0, abs=1e-6) and peak <= p
+        bubble, peak = half_passes("v-half", p, m)
+        assert bubble <= max(0, 3 * p - (7 if p % 2 == 0 else 4)) + 1e-6 and peak <= (p + 2) // 2
+        bubble, peak = half_passes("v-min", p, m)
+        assert bubble <= 4 * p - (7 if p % 3 == 0 else 5) + 1e-6 and peak <= (p + 4) // 3
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 5, 7, 8, 16])
+def test_1f1b_v_meets_the_bound_where_its_memory_sustains_the_rate(p: int) -> None:
+    for m in (2 * p, 3 * p, 4 * p + 1):
+        problem = searched("1f1b-v", families.problem("1f1b-v", p, m))
+        schedule = families.solve("1f1b-v", problem)
+        assert value(problem, schedule) <= lower_bound(problem) * SLACK
+        assert max(activation_peaks(schedule, problem.costs)) <= -(-2 * p // 3)
+
+
+def test_1f1b_v_on_three_ranks_is_the_best_that_its_memory_allows() -> None:
+    """Two microbatches do not sustain the rate there: the bubble grows with the number of microbatches."""
+    problem = searched("1f1b-v", families.problem("1f1b-v", 3, 6))
+    schedule = families.solve("1f1b-v", problem)
+    assert value(problem, schedule) == pytest.approx(optimum(problem, seconds=20, hint=schedule).bound)
+
+
+@pytest.mark.parametrize("costs", [(1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.9)])
+@pytest.mark.parametrize(
+    ("name", "p", "m", "limit"),
+    [
+        ("zb-auto", 3, 6, 3), ("zb-auto", 3, 5, 2), ("zb-auto", 4, 5, 6), ("v-half", 3, 4, None), ("v-half", 4, 5, None),
+        ("v-min", 3, 5, None), ("v-min", 4, 4, None), ("v-auto", 4, 4, 2.5), ("zb-v", 2, 4, None),
+    ],
+)  # fmt: skip
+def test_plans_are_within_two_percent_of_the_optimum(
+    name: str, p: int, m: int, limit: float | None, costs: tuple[float, float, float]
+) -> None:
+    problem = families.problem(name, p, m, uniform(families.placement(name, p), *costs), memory_limit=limit)
+    schedule = families.solve(name, problem)
+    if (planned := value(problem, schedule)) > lower_bound(problem) * SLACK:
+        assert planned <= optimum(problem, seconds=5, hint=schedule).bound * 1.02
+
+
+@pytest.mark.parametrize("name", FREE)
+@given(p=st.integers(1, 5), m=st.integers(1, 4), data=st.data())
+@examples(6)
+def test_a_limit_below_one_microbatch_is_refused_with_the_least(name: str, p: int, m: int, data: st.DataObject) -> None:
+    home = families.placement(name, p)
+    costs = Costs(tuple(data.draw(stage_costs()) for _ in range(home.last_stage + 1)))
+    problem = Problem(home, m, costs)
+    rank = data.draw(st.integers(0, p - 1))
+    least = [problem.least_memory(rank) for rank in range(p)]
+    limits = [least[other] * (0.99 if other == rank else 1) for other in range(p)]
+    with pytest.raises(ValueError, match=re.escape(f"rank {rank}: a memory limit of ")) as error:
+        families.plan(name, p, m, costs, memory_limit=limits)
+    assert str(error.value).endswith(f"give at least {least[rank]:g}")
+    families.plan(name, p, m, costs, memory_limit=least)
+
+
+@pytest.mark.parametrize(("name", "least"), [("zb-v", 6), ("v-half", 4), ("v-min", 3), ("1f1b-v", 4)])
+def test_a_limit_below_what_the_name_stands_for_is_refused_with_the_least(name: str, least: int) -> None:
+    with pytest.raises(ValueError, match=rf"room for {least} microbatches.*the limit is {least - 0.5:g}: give at least {least},"):
+        families.plan(name, 6, 12, memory_limit=least - 0.5)
+    assert max(activation_peaks(families.plan(name, 6, 12, memory_limit=least), uniform(v(6)))) <= least
+
+
+def test_zb_v_improves_with_more_than_its_memory() -> None:
+    costs = uniform(v(4), 1, 1.4, 0.9, 0.2)
+    spans = [simulate(families.plan("zb-v", 4, 12, costs, memory_limit=limit), costs).span for limit in (None, 5, 6)]
+    assert spans[0] > spans[1] >= spans[2]
+
+
+def test_memory_enough_for_the_way_there_and_back_leaves_no_bubble() -> None:
+    """Qi et al., "Zero Bubble Pipeline Parallelism", section 5.4: so many microbatches eliminate it, hops included."""
+    p, m, f, b, w, hop = 6, 30, 1.0, 1.2, 0.8, 0.1
+    limit = ((p - 1) * (b + 2 * hop) + (2 * p - 1) * f) // f
+    costs = uniform(linear(p), f, b, w, hop)
+    assert simulate(families.plan("zb-auto", p, m, costs, memory_limit=limit), costs).bubble_rate == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.xfail(strict=True, reason="the planner ends 2.2 % above the optimum, which is 13.7 and 13.9")
+@pytest.mark.parametrize(
+    ("name", "limit", "times", "least"), [("v-auto", 2.5, (1, 1.2, 0.8), 13.7), ("zb-v", None, (1, 1.4, 0.9), 13.9)]
+)
+def test_few_microbatches_on_three_ranks(name: str, limit: float | None, times: tuple[float, float, float], least: float) -> None:
+    costs = uniform(v(3), *times)
+    assert simulate(families.plan(name, 3, 4, costs, memory_limit=limit), costs).span <= least * 1.02
+
+
+@pytest.mark.xfail(strict=True, reason="compaction moves passes without length before what they need", raises=AssertionError)
+def test_passes_may_take_no_time() -> None:
+    costs = Costs(tuple(StageCosts(*times) for times in ((1.3, 7.2, 5.1), (1.3, 2, 1), (0.5, 5.8, 1), (0, 0, 1))))
+    verify(families.plan("v-min", 2, 2, costs), costs, 2)
+
+
+@pytest.mark.xfail(strict=True, reason="memory levels are multiples of a chunk's memory, here of nothing", raises=ValueError)
+def test_stages_may_hold_nothing() -> None:
+    families.plan("zb-auto", 2, 3, Costs((StageCosts(1, 1, 1, 0, 0),) * 2), memory_limit=0)
