@@ -15,6 +15,8 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
     R stands directly before B or BW. It needs nothing from other ranks, so it fills the time in which its rank waits for
     the gradient, and what it allocates is held no longer than it must.
     """
+    if not stages:
+        return schedule
     rows = []
     for rank, passes in enumerate(schedule.passes):
         present = set(passes)
@@ -30,6 +32,8 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:
     """Run the backward of these stages as BW where B was, on other stages as it is: selective splitting."""
+    if not stages:
+        return schedule
     rows = []
     for rank, passes in enumerate(schedule.passes):
         row: list[Pass] = []

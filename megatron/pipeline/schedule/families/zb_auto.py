@@ -1,18 +1,24 @@
 """ZB-Auto: the best order that the planner finds for F, B and W at real costs, hops and memory limit.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", section 3, asks for such a schedule; how it is found here is described in
-``search``. Without a limit it takes the memory of 1F1B. ZB-H1 and ZB-H2 are among the plans that it begins with, so it is
-never longer than they are where they fit into the limit.
+``search``. Without a limit it takes the memory of 1F1B. ZB-H1 and ZB-H2 are among the plans that it begins with, and with
+several chunks per rank gis and gis-h (but for very long ones), so it is never longer than they are where they fit into the
+limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from megatron.pipeline.schedule.families import gis
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
 from megatron.pipeline.schedule.placement import interleaved
 from megatron.pipeline.schedule.problem import Problem
+
+
+_LONG = 10_000  # microbatches times stages, above which gis takes longer to plan than all the rest
 
 
 def plan(problem: Problem) -> Order:
@@ -22,7 +28,12 @@ def plan(problem: Problem) -> Order:
 
 
 def _known(problem: Problem) -> Iterator[Order]:
-    if problem.placement.chunks == 1 and not problem.recompute and not problem.fused:
+    if problem.placement.chunks > 1:
+        if problem.microbatches * problem.placement.last_stage > _LONG:
+            return
+        for group in sorted({problem.ranks, -(-problem.ranks // 2)}):
+            yield gis.plan(replace(problem, group=group))
+    elif not problem.recompute and not problem.fused:
         for depth in (1, 2):
             yield delayed_weights(problem.ranks, problem.microbatches, depth)
 

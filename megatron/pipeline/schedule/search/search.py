@@ -21,7 +21,7 @@ Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 
 # Budgets count passes, not seconds: every rank, and every machine, makes the same plan.
 _PASSES = 800_000  # placed while one memory level is searched
-_FEWEST, _MOST = 48, 800  # plans made for one memory level
+_FEWEST, _MOST = 16, 800  # plans made for one memory level
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3  # plans to begin with: at a glance; the best of them, squeezed, and then improved
 _LONG = 10_000  # passes, above which a problem is planned with fewer microbatches first,
 _ROUNDS = 3  # namely with this many per rank: its two ends, and how its middle repeats, are what has to be found
@@ -119,7 +119,7 @@ def _whole(problem: Problem, small: Instance, plans: list[Plan], limits: Array, 
             exact = whole.sorted(targets)
             found.append(exact if exact and whole.within(exact, room) else None)
             found += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
-    begin = sorted((plan for plan in found if plan is not None), key=_value)[:_STARTS]
+    begin = sorted((plan for plan in found if plan is not None), key=_value)[: max(1, min(_STARTS, budget // _FEWEST))]
     return min((squeeze(whole, plan, room) for plan in begin), key=_value, default=None)
 
 

@@ -25,7 +25,10 @@ _ROUND = (0.8, 0.5, 0.2)  # what is added to a lifespan, in microbatches, before
 
 
 def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
-    """Plans within the limits to begin with: ``most`` of them, the most promising first."""
+    """Plans within the limits to begin with: what is always worth a try, then ``most`` others, the promising ones first."""
+    simple = instance.construct(Seed(greedy(instance)), limits)
+    if simple is not None:
+        yield simple
     if _is_v(instance):
         plan = instance.sorted(_packed(instance))
         if plan is not None and instance.within(plan, limits):
@@ -34,6 +37,15 @@ def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
         plan = instance.construct(seed, limits)
         if plan is not None:
             yield plan
+
+
+def greedy(instance: Instance) -> Array:
+    """Targets of plain list scheduling: B before F before W, the oldest microbatch first."""
+    targets = np.zeros(instance.shape)
+    many = instance.shape[2]
+    for turn, kind in enumerate((UP, MID, DOWN, POST)):
+        targets[kind] = turn * many + np.arange(many)
+    return targets
 
 
 def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
