@@ -1,6 +1,6 @@
 """What the documentation shows is what happens: its Python runs, and its commands print what it says.
 
-``python tests/test_docs.py`` runs them again and writes what they print now into the documents.
+``python tests/test_docs.py`` runs them again and writes what they print, and what the families measure, into the documents.
 """
 
 import contextlib
@@ -134,7 +134,19 @@ def test_every_family_is_documented_and_drawn() -> None:
         assert f"](images/schedules/{name}.png)" in details
 
 
+def measured_again(text: str) -> str:
+    """docs/schedules.md with the tables that the benchmark measures now."""
+    families = benchmark()
+    head = next(families.table([]))
+    parts = re.split(rf"^{re.escape(head)}\n(?:\|.*\n)+", text, flags=re.M)
+    tables = []
+    for costs in families.COSTS:
+        rows = [families.measure(name, families.RANKS, families.MICROBATCHES, costs) for name in families.families.FAMILIES]
+        tables.append("\n".join(families.table(rows)) + "\n")
+    return "".join(part + table for part, table in zip(parts, [*tables, ""], strict=True))
+
+
 if __name__ == "__main__":
     for document in sys.argv[1:] or DOCUMENTS:
-        shown_before = (ROOT / document).read_text(encoding="utf-8")
-        (ROOT / document).write_text(refreshed(shown_before, document), encoding="utf-8")
+        now = refreshed((ROOT / document).read_text(encoding="utf-8"), document)
+        (ROOT / document).write_text(measured_again(now) if document == "docs/schedules.md" else now, encoding="utf-8")
