@@ -17,7 +17,6 @@ from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
 from megatron.pipeline.schedule.placement import interleaved
 from megatron.pipeline.schedule.problem import Problem
 
-
 _LONG = 10_000  # microbatches times stages, above which gis takes longer to plan than all the rest
 
 

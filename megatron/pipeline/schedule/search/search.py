@@ -23,10 +23,11 @@ Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 _PASSES = 800_000  # placed while one memory level is searched
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3  # plans to begin with: at a glance; the best of them, squeezed, and then improved
-_LONG = 10_000  # passes, above which a problem is planned with fewer microbatches first,
+_LONG = 10_000  # microbatches times stages, above which less memory is not tried
+_WHOLE = 10_000  # passes, above which a problem is planned with fewer microbatches first,
 _ROUNDS = 3  # namely with this many per rank: its two ends, and how its middle repeats, are what has to be found
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
-_NEAR = 1.005  # a plan this much longer than the best is worth squeezing
+_NEAR = 1.02  # a plan this much longer than the best is worth squeezing, and at first worth going on from
 _HOPELESS = 1.01  # a level whose best seed is this much longer than another level's plan is not searched further
 
 
@@ -34,7 +35,8 @@ def search(problem: Problem, known: Known = lambda problem: (), effort: float = 
     """The best order that is found; never worse than what is known and fits into the limits.
 
     More memory does not make it worse: levels of memory below the limit are searched too, unless their lower bound says that
-    they cannot win. The expected case (``jitter``) has no bound, and is searched at its own limits only.
+    they cannot win. Only the own limits are searched for very long problems, and for the expected case (``jitter``), which
+    has no bound.
 
     Args:
         known: from a problem to orders of it that are worth to begin with.
@@ -72,11 +74,12 @@ def _levels(problem: Problem) -> list[Problem]:
     chunk = microbatch / problem.placement.chunks_per_replica
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
-    if sizes <= {0.0, chunk}:
+    if chunk > 0 and sizes <= {0.0, chunk}:
         most = np.floor(most / chunk * (1 + SLACK)) * chunk
     levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
     levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
-    limits = [most, *(np.minimum(most, level) for level in levels if not problem.jitter)]
+    searched = not problem.jitter and problem.microbatches * (problem.placement.last_stage + 1) <= _LONG
+    limits = [most, *(np.minimum(most, level) for level in levels if searched)]
     return [replace(problem, limits=tuple(each.tolist())) for each in limits]
 
 
@@ -142,7 +145,7 @@ def _value(plan: Plan) -> float:
 def _cut_down(problem: Problem) -> Problem:
     """The same problem with so many microbatches that the start does not meet the end."""
     enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
-    long = 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _LONG
+    long = 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
     return replace(problem, microbatches=enough) if long and problem.microbatches > enough + problem.ranks else problem
 
 
@@ -167,22 +170,25 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
     generator = np.random.default_rng(0)
     backwards = instance.reversed
     period, unit = period_and_unit(instance)
-    best = plan
+    best = current = plan
     for number in range(tries if best.value > goal else 0):
-        starts = best.ends - instance.seconds[:, :, None]
+        begin = current.ends - instance.seconds[:, :, None]
         window = (0.0, 0.3, 0.6)[generator.integers(3)] * unit
         in_order = bool(generator.integers(2))
         shaken = np.zeros(instance.shape) if number < 2 else _shake(generator, instance.shape, period)
         if number % 2:
-            found = instance.construct(Seed(starts + shaken, window=window, in_order=in_order), limits)
+            found = instance.construct(Seed(begin + shaken, window=window, in_order=in_order), limits)
         else:
-            targets = (best.makespan - best.ends)[::-1, :, ::-1]
+            targets = (current.makespan - current.ends)[::-1, :, ::-1]
             turned = backwards.construct(Seed(targets + shaken, window=window, in_order=in_order), limits)
             found = instance.replay(instance.turned(turned.order)) if turned else None
-        if found is not None and found.value <= best.value * _NEAR:
-            found = squeeze(instance, found, limits)
-            if found.value <= best.value * (1 + SLACK):
-                best = found
+        if found is None or found.value > best.value * _NEAR:
+            continue
+        found = squeeze(instance, found, limits)
+        if found.value <= best.value * (1 + (_NEAR - 1) * (1 - number / tries)):
+            current = found  # a little worse at first, to leave what cannot be improved step by step
+        if found.value <= best.value * (1 + SLACK):
+            best = found
             if best.value <= goal:
                 break
     return best

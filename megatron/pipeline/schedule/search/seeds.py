@@ -150,8 +150,9 @@ def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> I
     """One stage per rank: how many more microbatches each rank runs forward than the next decides what F and W share."""
     ranks = len(limits)
     behind = np.arange(len(instance.home))[::-1]
-    room = np.array([limits[rank] for rank in instance.home]) / np.maximum(1e-300, instance.allocated[DOWN])
-    for depth in (1.0, 2.0, 1.5, float(np.min(room)) / ranks, 3.0):
+    sizes = instance.allocated[DOWN]
+    room = [limits[rank] / size for rank, size in zip(instance.home, sizes, strict=True) if size > 0]
+    for depth in (1.0, 2.0, 1.5, *({min(room) / ranks} if room else ()), 3.0):
         yield Seed(targets, np.maximum(1, np.floor(1 + depth * behind)).astype(np.int64), None)
     yield Seed(targets)
     yield Seed(targets, window=unit / 2)

@@ -75,6 +75,8 @@ def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
         while row[slot, 0] != kind or row[slot, 1] != stage or row[slot, 2] != index:
             slot += 1
         place = _first_from(row, slot, ready + seconds[kind, stage] - slack, ends, seconds)
+        while place < slot and ends[row[place, 0], row[place, 1], row[place, 2]] <= ready + slack:
+            place += 1  # passes that take no time: it may need one of them
         if idle[rank, slot] - (idle[rank, place - 1] if place else 0.0) <= slack:
             continue  # there is nothing to move into: the common case, which has to be quick
         if takes > 0:
