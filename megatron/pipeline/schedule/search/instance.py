@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.pipeline.schedule.families.family import Order
+from megatron.pipeline.schedule.jitter import factors
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.search import engine
@@ -32,7 +33,7 @@ class Plan:
     ends: Array
 
 
-_DRAWS = 8
+_DRAWS = 8  # that the search plans for; whoever judges the plan takes others
 
 
 class Seed(NamedTuple):
@@ -142,8 +143,15 @@ class Instance:
     @cached_property
     def _draws(self) -> list[Array]:
         """Random factors of all pass times, the same for every order, by which the expected case is estimated."""
-        generator, spread = np.random.default_rng(0), self.problem.jitter**2
-        return [generator.gamma(1 / spread, spread, self.shape) for _ in range(_DRAWS)] if spread else []
+        if not self.problem.jitter or self.backwards:
+            return []
+        draws = np.ones((_DRAWS, *self.shape))
+        for kind, slot in _slots(self.backwards).items():
+            for stage in np.flatnonzero(self.before[slot] != -2):
+                if (kind is Kind.BW) == (stage in self.problem.fused) or slot != UP:
+                    drawn = factors(kind, int(stage), self.shape[2], self.problem.jitter, _DRAWS, seed=1)
+                    draws[:, slot, stage] = drawn.T
+        return list(draws)
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, within whatever memory that takes."""
