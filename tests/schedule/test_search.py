@@ -258,3 +258,12 @@ def test_passes_may_take_no_time() -> None:
 
 def test_stages_may_hold_nothing() -> None:
     families.plan("zb-auto", 2, 3, Costs((StageCosts(1, 1, 1, 0, 0),) * 2), memory_limit=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "times"),
+    [("v-half", 4, 7, (1e9, 1e-9, 1e-9)), ("v-min", 8, 7, (1e-9, 1e9, 1e-9)), ("v-auto", 4, 3, (1e-9, 1e-9, 1e-9))],
+)
+def test_times_may_differ_by_more_than_a_float_can_tell(name: str, p: int, m: int, times: tuple[float, float, float]) -> None:
+    problem = families.problem(name, p, m, uniform(families.placement(name, p), *times, hop=1e100 if max(times) < 1 else 0))
+    verify(families.solve(name, problem), problem.costs, problem.limits)

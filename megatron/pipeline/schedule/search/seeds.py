@@ -61,7 +61,7 @@ def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
         else:
             yield Seed(targets, in_order=True)
             for rounding in _ROUND:
-                yield Seed(targets, None, np.maximum(1, np.ceil(held / period + rounding)).astype(np.int64))
+                yield Seed(targets, None, np.clip(np.ceil(held / period + rounding), 1, 2.0**31).astype(np.int64))
             yield Seed(targets, None, _shares(instance, held, limits))
 
 
