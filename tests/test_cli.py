@@ -201,3 +201,32 @@ def test_it_runs_as_a_module_and_bears_a_reader_that_leaves() -> None:
     planning = " ".join([*command, *PLAN, "--microbatches", "2000", "--json"])
     piped = subprocess.run(["bash", "-c", f"{planning} | head -c 5"], capture_output=True, text=True, check=False)
     assert (piped.stdout, piped.stderr) == ('{"sch', "")
+
+
+def test_the_bound_holds_where_only_some_microbatches_run_r(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = [f"F{m}.0" for m in range(5)] + [f"{kind}{m}.0" for m in range(5) for kind in ("R", "BW")] + ["F5.0", "BW5.0"]
+    second = [f"{kind}{m}.0" for m in range(6) for kind in ("F", "BW")]
+    path = tmp_path / "partial.json"
+    told = {"schedule": "part", "placement": [[0], [1]], "microbatches": 6, "memory_limit": 1, "passes": [first, second]}
+    path.write_text(json.dumps(told))
+    for objective in ("span", "makespan"):
+        text = run(capsys, "simulate", str(path), "--cost", "F=1,B=1,W=1,R=0,comm=3", "--objective", objective, "--json")
+        data = json.loads(text)
+        assert data["lower_bound"] <= data["span"] and data["makespan_lower_bound"] <= data["makespan"]
+
+
+def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fused.json"
+    path.write_text(json.dumps(json.loads(planned.read_text()) | {"fuse": [0, 1, 2, 3]}))
+    data = json.loads(run(capsys, "simulate", str(path), "--json"))
+    assert data["lower_bound"] <= data["span"]
+    path.write_text(json.dumps(json.loads(planned.read_text()) | {"memory_limit": 10**400}))
+    assert "memory_limit must be a number between 0 and 1e100" in fail(capsys, "simulate", str(path))
+
+
+def test_it_bears_a_missing_output() -> None:
+    command = " ".join([sys.executable, "-m", "megatron.pipeline.cli", *PLAN])
+    done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

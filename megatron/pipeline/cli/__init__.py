@@ -28,12 +28,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
         options.run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # a process may be started without one
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as ``head``, has seen enough. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        return complain(f"{error.strerror}: {error.filename}")
+        return complain(f"{error.strerror}: {error.filename}" if error.filename else f"cannot write: {error.strerror}")
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("megatron"):
             raise

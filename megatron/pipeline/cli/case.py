@@ -47,7 +47,15 @@ class Case:
     @property
     def gap(self) -> float:
         """How far this schedule is above the lower bound, by the objective, as a share of the bound."""
-        return gap(self.problem.value(self.timeline), lower_bound(self.problem))
+        return gap(self.problem.value(self.timeline), lower_bound(self.relaxed))
+
+    @cached_property
+    def relaxed(self) -> Problem:
+        """What the bound is of: where only some microbatches run R, all may, at no cost in time."""
+        problem, counts = self.problem, _runs(self.schedule, Kind.R)
+        some = frozenset(counts) - problem.recompute
+        stages = tuple(replace(cost, recompute=0) if at in some else cost for at, cost in enumerate(problem.costs.stages))
+        return replace(problem, costs=replace(problem.costs, stages=stages), recompute=problem.recompute | some)
 
     def report(self, plan_seconds: float | None = None) -> dict[str, Any]:
         """What ``--json`` prints; ``read_case`` reads it.
@@ -56,7 +64,7 @@ class Case:
             plan_seconds: how long planning took, where it was planned just now.
         """
         schedule, problem, timeline = self.schedule, self.problem, self.timeline
-        bounds = {goal: lower_bound(replace(problem, objective=goal)) for goal in Objective}
+        bounds = {goal: lower_bound(replace(self.relaxed, objective=goal)) for goal in Objective}
         return {
             "schedule": schedule.name,
             "pp": schedule.ranks,
@@ -84,7 +92,7 @@ class Case:
         """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
         if self.limit is None:
             return {}
-        return {"memory_limit": self.limit, "sustaining_limit": smallest_sustaining_limit(self.problem)}
+        return {"memory_limit": self.limit, "sustaining_limit": smallest_sustaining_limit(self.relaxed)}
 
     def _expected(self) -> dict[str, float]:
         """What an iteration takes on average where pass times vary, if they do."""
@@ -166,8 +174,8 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
         costs,
         None if limit is None else (limit,) * schedule.ranks,
         Objective(objective),
-        _recomputed(schedule),
-        frozenset(fused),
+        _all_run(schedule, Kind.R),
+        frozenset(fused) & _all_run(schedule, Kind.BW),
         schedule.splits,
         jitter=_number(told, "jitter") or 0.0 if jitter is None else jitter,
     )
@@ -176,17 +184,22 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
 
 def _number(told: Mapping[str, Any], field: str) -> float | None:
     value = told.get(field)
-    if value is None or (type(value) in (int, float) and value >= 0):
+    if value is None or (type(value) in (int, float) and (0 <= value <= 1e100 or value == math.inf)):
         return value
-    raise ValueError(f"{field} must be a number of at least 0, got {value!r}")
+    raise ValueError(f"{field} must be a number between 0 and 1e100, got {str(value)[:40]}")
 
 
-def _recomputed(schedule: Schedule) -> frozenset[int]:
-    """The stages that run R for every microbatch."""
-    counts = Counter(
+def _all_run(schedule: Schedule, kind: Kind) -> frozenset[int]:
+    """The stages that run a kind of pass for every microbatch."""
+    homes = schedule.placement.home
+    return frozenset(stage for stage, count in _runs(schedule, kind).items() if count == len(schedule.numbers(*homes(stage))))
+
+
+def _runs(schedule: Schedule, kind: Kind) -> Counter[int]:
+    """How often every stage that does runs a kind of pass."""
+    return Counter(
         schedule.placement.stage(rank, work.chunk)
         for rank, passes in enumerate(schedule.passes)
         for work in passes
-        if work.kind is Kind.R
+        if work.kind is kind
     )
-    return frozenset(stage for stage, count in counts.items() if count == len(schedule.numbers(*schedule.placement.home(stage))))
