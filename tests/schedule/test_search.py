@@ -181,20 +181,13 @@ def test_bubbles_and_peaks_on_a_v_at_equal_costs(p: int) -> None:
         assert bubble <= 4 * p - (7 if p % 3 == 0 else 5) + 1e-6 and peak <= (p + 4) // 3
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, 5, 7, 8, 16])
-def test_1f1b_v_meets_the_bound_where_its_memory_sustains_the_rate(p: int) -> None:
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
+def test_1f1b_v_meets_the_bound(p: int) -> None:
     for m in (2 * p, 3 * p, 4 * p + 1):
         problem = searched("1f1b-v", families.problem("1f1b-v", p, m))
         schedule = families.solve("1f1b-v", problem)
         assert value(problem, schedule) <= lower_bound(problem) * SLACK
-        assert max(activation_peaks(schedule, problem.costs)) <= -(-2 * p // 3)
-
-
-def test_1f1b_v_on_three_ranks_is_the_best_that_its_memory_allows() -> None:
-    """Two microbatches do not sustain the rate there: the bubble grows with the number of microbatches."""
-    problem = searched("1f1b-v", families.problem("1f1b-v", 3, 6))
-    schedule = families.solve("1f1b-v", problem)
-    assert value(problem, schedule) == pytest.approx(optimum(problem, seconds=20, hint=schedule).bound)
+        assert max(activation_peaks(schedule, problem.costs)) <= (-(-2 * p // 3) if p % 3 else 2 * p / 3 + 0.5)
 
 
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.9)])
@@ -230,8 +223,8 @@ def test_a_limit_below_one_microbatch_is_refused_with_the_least(name: str, p: in
     families.plan(name, p, m, costs, memory_limit=least)
 
 
-@pytest.mark.parametrize(("name", "least"), [("zb-v", 6), ("v-half", 4), ("v-min", 3), ("1f1b-v", 4)])
-def test_a_limit_below_what_the_name_stands_for_is_refused_with_the_least(name: str, least: int) -> None:
+@pytest.mark.parametrize(("name", "least"), [("zb-v", 6), ("v-half", 4), ("v-min", 3), ("1f1b-v", 4.5)])
+def test_a_limit_below_what_the_name_stands_for_is_refused_with_the_least(name: str, least: float) -> None:
     with pytest.raises(ValueError, match=rf"room for {least} microbatches.*the limit is {least - 0.5:g}: give at least {least},"):
         families.plan(name, 6, 12, memory_limit=least - 0.5)
     assert max(activation_peaks(families.plan(name, 6, 12, memory_limit=least), uniform(v(6)))) <= least

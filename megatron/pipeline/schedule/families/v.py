@@ -3,7 +3,7 @@
 Qi et al., "Pipeline Parallelism with Controllable Memory". Rank r holds the stages r and 2p-1-r, so that what one of them
 holds long the other holds short, and every rank holds the same. The names stand for amounts of memory, in microbatches of a
 rank's activations: p for ZB-V, floor((p+2)/2) for V-Half, floor((p+4)/3) for V-Min, ceil(2p/3) for 1F1B-V, whose backward
-is fused. At equal costs the bubbles, in passes of half a rank's share, are
+is fused, and half a microbatch more where 3 divides p: less does not sustain the rate. At equal costs the bubbles, in passes of half a rank's share, are
 
     ZB-V    0 in the span, where m >= 2p
     V-Half  3p-7 (p even), 3p-4 (p odd)
@@ -34,6 +34,10 @@ def plan(problem: Problem) -> Order:
 def plan_fused(problem: Problem) -> Order:
     """Every backward is BW."""
     return plan(replace(problem, fused=frozenset(range(problem.placement.last_stage + 1))))
+
+
+def _memory_of_1f1b_v(ranks: int) -> float:
+    return 2 * ranks / 3 + 0.5 if ranks % 3 == 0 else -(-2 * ranks // 3)
 
 
 def _known(problem: Problem) -> Iterator[Order]:
@@ -79,7 +83,7 @@ def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
 
 
 FAMILIES = (
-    Family("1f1b-v", lambda ranks, _: v(ranks), plan_fused, chunks=2, memory=lambda p: (2 * p + 2) // 3, memory_is="fixed"),
+    Family("1f1b-v", lambda ranks, _: v(ranks), plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed"),
     Family("zb-v", lambda ranks, _: v(ranks), plan, chunks=2, memory=float, memory_is="least"),
     Family("v-half", lambda ranks, _: v(ranks), plan, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
     Family("v-min", lambda ranks, _: v(ranks), plan, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
