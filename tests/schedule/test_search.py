@@ -61,7 +61,7 @@ def problems(draw: st.DrawFn, names: tuple[str, ...] = SEARCHED) -> tuple[str, P
     if name in FREE:
         more = draw(st.lists(st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0, 2.5]), min_size=ranks, max_size=ranks))
         size = max(stage.activation for stage in costs.stages)
-        problem = replace(problem, limits=tuple(problem.least_memory(rank) + part * size for rank, part in enumerate(more)))
+        problem = replace(problem, limits=tuple(problem.microbatch_memory(rank) + part * size for rank, part in enumerate(more)))
     return name, problem
 
 
@@ -215,7 +215,7 @@ def test_a_limit_below_one_microbatch_is_refused_with_the_least(name: str, p: in
     costs = Costs(tuple(data.draw(stage_costs(least_held=0.5)) for _ in range(home.last_stage + 1)))
     problem = Problem(home, m, costs)
     rank = data.draw(st.integers(0, p - 1))
-    least = [problem.least_memory(rank) for rank in range(p)]
+    least = [problem.microbatch_memory(rank) for rank in range(p)]
     limits = [least[other] * (0.99 if other == rank else 1) for other in range(p)]
     with pytest.raises(ValueError, match=re.escape(f"rank {rank}: a memory limit of ")) as error:
         families.plan(name, p, m, costs, memory_limit=limits)

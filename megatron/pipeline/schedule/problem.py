@@ -77,13 +77,13 @@ class Problem:
         """What the problem wants to be short, of a timeline."""
         return timeline.span if self.objective is Objective.SPAN else timeline.makespan
 
-    def least_memory(self, rank: int) -> float:
-        """The memory without which a rank cannot run even one microbatch: what all its chunks hold for it at once.
+    def microbatch_memory(self, rank: int) -> float:
+        """What one microbatch holds on a rank when all its chunks have run F (and R): with that much every problem can be
+        planned. With several replicas each microbatch goes through one of them.
 
-        On its way back from the last stage a microbatch occupies every stage it went through. With several replicas each
-        microbatch goes through one of them.
+        With recompute the least that is needed can be below this: see ``bound.least_limit``.
         """
         placement, held = self.placement, [0.0] * self.placement.replicas
         for stage in placement.stages[rank]:
-            held[placement.replica(stage)] += self.costs.stages[stage].activation / self.splits
+            held[placement.replica(stage)] += self.costs.stages[stage].activation
         return max(held)

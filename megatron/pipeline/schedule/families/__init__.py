@@ -123,7 +123,7 @@ def _limits(
     if family.memory is None:
         return given
     problem = Problem(placement, 1, costs)
-    microbatch = max(problem.least_memory(rank) for rank in range(placement.ranks))
+    microbatch = max(problem.microbatch_memory(rank) for rank in range(placement.ranks))
     count = family.memory(placement.ranks)
     own = (count * microbatch,) * placement.ranks
     if given is None:

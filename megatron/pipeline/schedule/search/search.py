@@ -46,7 +46,7 @@ def search(problem: Problem, known: Known = lambda problem: (), effort: float = 
         ValueError: a limit leaves no room for one microbatch.
     """
     for rank in range(problem.ranks):
-        least = problem.least_memory(rank)
+        least = problem.microbatch_memory(rank)
         if problem.limits is not None and problem.limits[rank] < least * (1 - SLACK):
             raise ValueError(
                 f"rank {rank}: a memory limit of {problem.limits[rank]:g} is less than the {least:g} that one microbatch needs "
@@ -70,7 +70,7 @@ def _levels(problem: Problem) -> list[Problem]:
     Where all stages hold the same, only whole chunks count: limits in between are those below.
     """
     most = _room(Instance(problem))
-    microbatch = max(problem.least_memory(rank) for rank in range(problem.ranks))
+    microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
