@@ -2,8 +2,9 @@
 
 Qi et al., "Pipeline Parallelism with Controllable Memory". Rank r holds the stages r and 2p-1-r, so that what one of them
 holds long the other holds short, and every rank holds the same. The names stand for amounts of memory, in microbatches of a
-rank's activations: p for ZB-V, floor((p+2)/2) for V-Half, floor((p+4)/3) for V-Min, ceil(2p/3) for 1F1B-V, whose backward
-is fused, and half a microbatch more where 3 divides p: less does not sustain the rate. At equal costs the bubbles, in passes of half a rank's share, are
+rank's activations: p for ZB-V, floor((p+2)/2) for V-Half, floor((p+4)/3) for V-Min, and ceil(2p/3) for 1F1B-V, whose
+backward is fused (half a microbatch more where 3 divides p: less does not sustain the rate). At equal costs the bubbles, in
+passes of half a rank's share, are
 
     ZB-V    0 in the span, where m >= 2p
     V-Half  3p-7 (p even), 3p-4 (p odd)

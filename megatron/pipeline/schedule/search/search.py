@@ -108,10 +108,10 @@ def _search_level(problem: Problem, known: Known, effort: float, hopeless: float
     if not begin or begin[0].value + more * period_and_unit(small)[0] > hopeless:
         return None
     improved = [_improve(small, plan, limits, budget // 2 // _STARTS, goal) for plan in begin]
-    return _whole(problem, small, improved, limits, budget) if more else min(improved, key=_value)
+    return _whole(problem, small, improved, budget) if more else min(improved, key=_value)
 
 
-def _whole(problem: Problem, small: Instance, plans: list[Plan], limits: Array, budget: int) -> Plan | None:
+def _whole(problem: Problem, small: Instance, plans: list[Plan], budget: int) -> Plan | None:
     """A plan for all microbatches: the plans for fewer repeat their middle, and building blocks are tried at full length."""
     whole = Instance(problem)
     room = _room(whole)
