@@ -108,13 +108,22 @@ def goal_flags(several: bool = False) -> Parser:
     return flags
 
 
-def report_flags() -> Parser:
-    """What to print of a schedule, and where."""
+def pass_flags() -> Parser:
+    """Which stages run which passes."""
     flags = Parser(add_help=False)
-    flags.add_argument("--json", action="store_true", help="one JSON object, which the other commands read")
-    flags.add_argument(
-        "-o", "--output", metavar="FILE", help="write there instead of to the terminal; JSON if the name ends in .json"
-    )
+    flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
+    flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
+    return flags
+
+
+def report_flags(
+    json: str = "one JSON object, which the other commands read",
+    output: str = "write there instead of to the terminal: .json for what the other commands read, .txt for text",
+) -> Parser:
+    """What to print, and where; the arguments are what the help says of each."""
+    flags = Parser(add_help=False)
+    flags.add_argument("--json", action="store_true", help=json)
+    flags.add_argument("-o", "--output", metavar="FILE", help=output)
     return flags
 
 

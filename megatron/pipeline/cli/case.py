@@ -46,8 +46,10 @@ class Case:
 
     @property
     def gap(self) -> float:
-        """How far this schedule is above the lower bound, by the objective, as a share of the bound."""
-        return gap(self.problem.value(self.timeline), lower_bound(self.relaxed))
+        """How far this schedule is above the lower bound within the memory that it holds itself, as a share of the bound."""
+        peak = max(activation_peaks(self.schedule, self.problem.costs))
+        own = replace(self.relaxed, limits=(peak,) * self.problem.ranks)
+        return gap(self.problem.value(self.timeline), lower_bound(own))
 
     @cached_property
     def relaxed(self) -> Problem:

@@ -9,13 +9,23 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, names, report_flags, size_flags, whole_numbers
+from megatron.pipeline.cli.arguments import (
+    Commands,
+    cost_flags,
+    goal_flags,
+    names,
+    pass_flags,
+    report_flags,
+    size_flags,
+    whole_numbers,
+)
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.draw import page
+from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
-from megatron.pipeline.cli.summary import plain_table
+from megatron.pipeline.cli.summary import ABOVE_BOUND, plain_table, wrote
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Candidate, Refusal, variants
+from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.problem import Objective
@@ -27,13 +37,17 @@ _SUFFIXES = (".json", ".html", ".png", ".svg")
 
 def add(commands: Commands) -> None:
     help = "plan all schedules under the same costs and limit, best first"
-    parents = [size_flags(), goal_flags(several=True), cost_flags(), report_flags()]
+    report = report_flags(
+        "one JSON object: the figures of every schedule, and why the others are not possible",
+        ".json for the table, .html for all timelines, .png or .svg for a plot of bubble against memory, or with --jitter of "
+        "the spans under jitter",
+    )
+    parents = [size_flags(), goal_flags(several=True), cost_flags(), pass_flags(), report]
     parser = commands.add_parser(
         "compare",
         help=help,
         description=help,
-        epilog="-o takes a .json file for the table, .html for all timelines, .png or .svg for a plot of bubble against memory, "
-        "or with --jitter of the spans under jitter.",
+        epilog=f"{ABOVE_BOUND[0].upper()}{ABOVE_BOUND[1:]}. Of 1F1B: memory, as a multiple of what 1F1B holds.",
         parents=parents,
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
@@ -50,24 +64,30 @@ def run(options: argparse.Namespace) -> None:
     suffix = Path(options.output).suffix if options.output else None
     if suffix is not None and suffix not in _SUFFIXES:
         raise ValueError(f"cannot write {options.output}: the file name must end in {' or '.join(_SUFFIXES)}")
+    if AUTO in (options.schedules or []):
+        raise ValueError(
+            f"{AUTO} is the best of all schedules: leave --schedules out to compare all, or take mpipe plan --schedule {AUTO}"
+        )
     planned, refused = plan_all(options, variants(options.pp, options.schedules, options.chunks))
     if not planned:
-        raise ValueError("no schedule fits: " + "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused))
+        raise nothing_fits(options, refused)
     whole = peak_of_1f1b(options)
     spans = _under_jitter(planned, options.jitter or [])
+    if suffix == ".json" or options.json:
+        text = json.dumps(_data(options, planned, refused, whole, spans))
+        if suffix == ".json":
+            Path(options.output).write_text(text + "\n", encoding="utf-8")
+        else:
+            print(text)
+    else:
+        _print_table(options, planned, refused, whole, spans)
     if suffix == ".html":
         cases = {str(candidate.variant): case_of(candidate) for candidate in planned}
         page(options.output, {label: case.timeline for label, case in cases.items()}, cases)
     elif suffix in (".png", ".svg"):
         _plot(options, planned, whole, spans)
-    elif suffix or options.json:
-        text = json.dumps(_data(options, planned, refused, whole, spans))
-        if suffix:
-            Path(options.output).write_text(text + "\n", encoding="utf-8")
-        else:
-            print(text)
-    else:
-        _print_table(planned, refused, whole, spans)
+    if suffix:
+        wrote(options.output)
 
 
 def _under_jitter(planned: list[Candidate], jitters: list[float]) -> dict[str, dict[float, list[float]]]:
@@ -125,21 +145,27 @@ def _data(
 def _plot(
     options: argparse.Namespace, planned: list[Candidate], whole: float | None, spans: dict[str, dict[float, list[float]]]
 ) -> None:
+    objective = options.objective or "span"
+    title = f"{options.pp} ranks, {options.microbatches} microbatches"
     if options.jitter:
-        draw_robustness(spans, options.output)
+        draw_robustness(spans, options.output, title=title, measured=objective)
         return
-    makespan = options.objective == "makespan"
+    makespan = objective == "makespan"
     points = []
     for candidate in planned:
         timeline = candidate.timeline
         rate = timeline.makespan_bubble_rate if makespan else timeline.bubble_rate
         points.append(Point(str(candidate.variant), rate, candidate.peak))
-    title = f"{options.pp} ranks, {options.microbatches} microbatches, {options.objective or 'span'}"
-    draw_pareto(points, options.output, whole or None, title)
+    unit = "in the unit of --costs" if options.costs else "microbatches"
+    draw_pareto(points, options.output, whole or None, f"{title}, {objective}", unit)
 
 
 def _print_table(
-    planned: list[Candidate], refused: list[Refusal], whole: float | None, spans: dict[str, dict[float, list[float]]]
+    options: argparse.Namespace,
+    planned: list[Candidate],
+    refused: list[Refusal],
+    whole: float | None,
+    spans: dict[str, dict[float, list[float]]],
 ) -> None:
     jitters = list(next(iter(spans.values())))
     heads = ["schedule", "span", "bubble", "makespan", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
@@ -165,9 +191,10 @@ def _print_table(
         _rich_table(heads, cells)
     else:
         print(plain_table(heads, cells))
+    print(f"\n{ABOVE_BOUND}")
     if refused:
         print("\nnot possible here:")
-        print("\n".join(f"  {refusal.variant}: {refusal.reason}" for refusal in refused))
+        print("\n".join(f"  {line}" for line in folded(options, refused)))
 
 
 def _rich_table(heads: list[str], cells: list[list[str]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
 from megatron.pipeline.cli.case import Case, read_timeline
-from megatron.pipeline.cli.summary import drawing
+from megatron.pipeline.cli.summary import drawing, wrote
 from megatron.pipeline.schedule.simulate import activation_profile
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view import Entry, draw, write_page
@@ -26,7 +26,8 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    if options.output and Path(options.output).suffix not in _SUFFIXES:
+    suffix = Path(options.output).suffix if options.output else None
+    if suffix is not None and suffix not in _SUFFIXES:
         raise ValueError(f"cannot draw {options.output}: the file name must end in {', '.join(_SUFFIXES)}")
     if options.memory and not options.output:
         raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
@@ -41,11 +42,13 @@ def run(options: argparse.Namespace) -> None:
         if case:
             cases[title] = case
     splits = {title: case.schedule.splits for title, case in cases.items()}
-    if options.output and Path(options.output).suffix == ".html":
+    if suffix == ".html":
         page(options.output, timelines, cases)
-    elif options.output:
+        wrote(options.output)
+    elif suffix:
         memory = {title: activation_profile(case.schedule, timelines[title], case.problem.costs) for title, case in cases.items()}
         draw(timelines, options.output, memory if options.memory else None, splits=splits)
+        wrote(options.output)
     else:
         print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))
 
@@ -58,6 +61,6 @@ def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]
         if case is None:
             entries.append(Entry(title, timeline))
         else:
-            facts = {"above the bound": f"{case.gap:z.1%}"}
+            facts = {"above the bound at its memory": f"{case.gap:z.1%}"}
             entries.append(Entry(title, timeline, case.schedule, case.problem.costs, facts))
     write_page(entries, path)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
 from megatron.pipeline.cli.case import read_case, read_timeline
+from megatron.pipeline.cli.summary import wrote
 
 _SUFFIXES = (".trace.json", ".json", ".csv")
 
@@ -47,3 +48,4 @@ def run(options: argparse.Namespace) -> None:
     else:
         text = json.dumps(read_case(options.file, options).report()) + "\n"
     path.write_text(text, encoding="utf-8")
+    wrote(options.output)

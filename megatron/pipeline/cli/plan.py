@@ -5,15 +5,24 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, Parser, Stages, cost_flags, goal_flags, report_flags, seconds, size_flags
+from megatron.pipeline.cli.arguments import (
+    Commands,
+    Parser,
+    cost_flags,
+    goal_flags,
+    pass_flags,
+    report_flags,
+    seconds,
+    size_flags,
+)
 from megatron.pipeline.cli.case import gap
+from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
-from megatron.pipeline.cli.summary import plain_table, put, unit_of
+from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, plain_table, put
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Candidate, Choice, Refusal, Variant, choose, variants
+from megatron.pipeline.schedule.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
 from megatron.pipeline.schedule.exact import optimum
-
-AUTO = "auto"
+from megatron.pipeline.schedule.problem import Objective
 
 
 def add(commands: Commands) -> None:
@@ -29,15 +38,14 @@ def add(commands: Commands) -> None:
     bounds = (
         "The lower bound is that of every order of F, B, W or BW on this placement within this memory: the limit, or what the "
         "name stands for (zb-v, v-half, v-min, v-auto, zb-auto, 1f1b-v). For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, "
-        "whose backward is always BW, it says what they lose by that."
+        "whose backward is always BW, it says what they lose by that. The table of auto "
+        "holds every schedule against the bound at its own peak memory instead."
     )
-    parents = [family, size_flags(), goal_flags(), cost_flags(), report_flags()]
+    parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), report_flags()]
     parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
     parser.add_argument("--chunks", type=int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
     parser.add_argument("--group", type=int, metavar="G", help="microbatches that a chunk runs in turn, for gis and gis-h")
-    parser.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
-    parser.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     parser.add_argument(
         "--exact",
         nargs="?",
@@ -50,6 +58,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    check_output(options)
     name = options.schedule
     if name.startswith("file:"):
         path = name.removeprefix("file:")
@@ -84,7 +93,7 @@ def _choose(options: argparse.Namespace) -> tuple[Choice, list[Candidate], list[
     tried = variants(options.pp, chunks=None if options.chunks is None else [options.chunks])
     planned, refused = plan_all(options, tried)
     if not planned:
-        raise ValueError("no schedule fits: " + "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused))
+        raise nothing_fits(options, refused)
     return choose(planned), planned, refused
 
 
@@ -99,10 +108,10 @@ def _rows(choice: Choice, planned: list[Candidate], refused: list[Refusal]) -> l
 
 def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], options: argparse.Namespace) -> str:
     """All candidates, the best first, and why each of the others is not taken."""
-    heads = ["schedule", "span", "bubble", "makespan", "memory", "above bound", "why not"]
+    goal, other = (Objective.MAKESPAN, Objective.SPAN) if options.objective == Objective.MAKESPAN else Objective
+    heads = ["schedule", goal, "bubble", other, "memory", "above bound", "why not"]
     if options.jitter:
         heads.insert(1, "expected")
-    unit = unit_of(options.costs is None)
     cells = []
     for candidate in sorted(planned, key=lambda candidate: candidate is not choice.best):
         timeline = candidate.timeline
@@ -110,17 +119,14 @@ def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], opt
             [
                 str(candidate.variant),
                 *([f"{candidate.value:g}"] if options.jitter else []),
-                f"{timeline.span:g}",
-                f"{timeline.bubble_rate:.1%}",
-                f"{timeline.makespan:g}",
+                f"{getattr(timeline, goal):g}",
+                f"{timeline.bubble_rate if goal is Objective.SPAN else timeline.makespan_bubble_rate:.1%}",
+                f"{getattr(timeline, other):g}",
                 f"{candidate.peak:g}",
                 f"{candidate.gap:z.1%}",
                 choice.why_not.get(candidate.variant, "-"),
             ]
         )
     for refusal in refused:
-        why = refusal.reason
-        if refusal.needs is not None:
-            why = f"needs {refusal.needs:g}{unit}, limit {options.memory_limit:g}"
-        cells.append([str(refusal.variant), *["-"] * (len(heads) - 2), why])
-    return plain_table(heads, cells, words=1)
+        cells.append([str(refusal.variant), *["-"] * (len(heads) - 2), reason(options, refusal)])
+    return f"{plain_table(heads, cells, words=1)}\n\n{ABOVE_BOUND}"

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Stages, check_size
 from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of
-from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
+from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates, check_name
 from megatron.pipeline.schedule.families import FAMILIES
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective
@@ -29,6 +29,7 @@ def plan_one(options: argparse.Namespace, variant: Variant) -> Candidate:
     Raises:
         ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
     """
+    check_name(variant.name)
     _check(options, variant)
     return candidate(_request(options), variant)
 
@@ -55,7 +56,8 @@ def row(planned: Candidate) -> dict[str, Any]:
     """What the JSON of several schedules says of each."""
     report = case_of(planned).report(planned.seconds)
     told = {name: report[name] for name in _REPORTED if name in report}
-    return told | {"label": str(planned.variant), "memory": planned.peak}
+    own = {"memory": planned.peak, "bound_at_memory": planned.bound, "gap_at_memory": planned.gap}
+    return told | {"label": str(planned.variant)} | own
 
 
 def _check(options: argparse.Namespace, variant: Variant) -> None:

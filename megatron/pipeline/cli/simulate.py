@@ -6,7 +6,7 @@ import argparse
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, report_flags
 from megatron.pipeline.cli.case import read_case
-from megatron.pipeline.cli.summary import put
+from megatron.pipeline.cli.summary import check_output, put
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.program import Send
 from megatron.pipeline.schedule.verify import verify_programs
@@ -25,6 +25,7 @@ def add(commands: Commands) -> None:
 
 def simulate_file(options: argparse.Namespace) -> None:
     """How good a schedule is, with the costs it was planned with or with others."""
+    check_output(options)
     case = read_case(options.file, options)
     put(case.report(), case.timeline, options)
 

@@ -12,6 +12,8 @@ from typing import Any
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view import render
 
+ABOVE_BOUND = "above bound: than the least possible on the same placement, of what holds no more memory than that schedule"
+
 
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
@@ -90,5 +92,25 @@ def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, b
     content = json.dumps(data) if as_json else before + summary(data, timeline)
     if options.output:
         Path(options.output).write_text(content + "\n", encoding="utf-8")
+        wrote(options.output)
     else:
         print(content)
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Refuse to ``put`` a report into a file that is named as if it were something else, before any work is done.
+
+    Raises:
+        ValueError: the file is not named .json or .txt.
+    """
+    path = options.output
+    if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
+        raise ValueError(
+            f"cannot write {path}: the file name must end in .json or .txt; from a .json file, mpipe export writes .csv and "
+            ".trace.json, and mpipe draw writes .png, .svg and .html"
+        )
+
+
+def wrote(path: str) -> None:
+    """Say that a file is there now."""
+    print(f"wrote {path}")

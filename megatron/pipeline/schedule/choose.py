@@ -7,6 +7,7 @@ schedule = choose(planned).best.schedule
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.schedule.verify import verify
 
+AUTO = "auto"  # where a user names a schedule: the best of all
 NEAR = 1.001  # schedules this close to the shortest are as short: costs are not known better than that
 MOST_CHUNKS = 4  # per rank, where nobody says: the bubble of more is hardly shorter, and each sends its activations too
 
@@ -53,14 +55,25 @@ def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[in
     """
     found = []
     for name in families.FAMILIES if names is None else dict.fromkeys(names):
-        if name not in families.FAMILIES:
-            raise ValueError(f"unknown schedule {name!r}; known are {', '.join(families.FAMILIES)}")
+        check_name(name)
         family = families.FAMILIES[name]
         numbers: Iterable[int | None] = [None]
         if family.any_chunks:
             numbers = range(family.chunks, MOST_CHUNKS + 1) if chunks is None else dict.fromkeys(chunks)
         found += [Variant(name, number, group) for number in numbers for group in _groups(name, ranks)]
     return found
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no family has.
+
+    Raises:
+        ValueError: the name is unknown; the message says which one it may be meant to be.
+    """
+    if name not in families.FAMILIES:
+        near = difflib.get_close_matches(name.lower(), [*families.FAMILIES, AUTO])
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(families.FAMILIES)}{meant}")
 
 
 def _groups(name: str, ranks: int) -> Iterator[int | None]:
@@ -147,19 +160,22 @@ class Candidate:
         return self.expected.span if self.problem.objective is Objective.SPAN else self.expected.makespan
 
     @cached_property
+    def peak(self) -> float:
+        """The most that a rank holds, in the costs' unit."""
+        return max(activation_peaks(self.schedule, self.problem.costs))
+
+    @cached_property
     def bound(self) -> float:
-        """What no schedule of this problem can beat, in the nominal case."""
-        return lower_bound(self.problem)
+        """What no schedule can beat, in the nominal case, on this placement and where no rank holds more than ``peak``.
+
+        Every schedule is held against its own memory, whatever limit it was planned for, so that their gaps compare.
+        """
+        return lower_bound(replace(self.problem, limits=(self.peak,) * self.problem.ranks))
 
     @property
     def gap(self) -> float:
         """How far the schedule is above that, as a share of it."""
         return self.problem.value(self.timeline) / self.bound - 1 if self.bound else 0.0
-
-    @cached_property
-    def peak(self) -> float:
-        """The most that a rank holds, in the costs' unit."""
-        return max(activation_peaks(self.schedule, self.problem.costs))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
@@ -16,7 +17,7 @@ from megatron.pipeline.schedule.verify_programs import verify_programs
 
 F, R, B, W, BW = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
 
-__all__ = ["ScheduleError", "per_rank", "verify", "verify_programs"]
+__all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
 
 
 def verify(
@@ -163,17 +164,28 @@ def dependencies_can_be_met(schedule: Schedule) -> None:
 def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> None:
     """No rank ever holds more activation memory than its limit; both in the costs' unit."""
     limits = per_rank(memory_limit, schedule.ranks)
-    for rank, (limit, changes) in enumerate(zip(limits, activation_changes(schedule, costs), strict=True)):
-        held = list(itertools.accumulate(changes))
+    levels = [list(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
+    for rank, (limit, held) in enumerate(zip(limits, levels, strict=True)):
         # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
         limit_with_slack = limit * (1 + 1e-9)
         if max(held, default=0) > limit_with_slack:
             slot = next(slot for slot, level in enumerate(held) if level > limit_with_slack)
+            peaks = [max(held, default=0) for held in levels]
+            fullest = max(range(schedule.ranks), key=peaks.__getitem__)
+            more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * (1 + 1e-9) else ""
             raise ScheduleError(
                 f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
-                f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {max(held):g} there: raise the limit, or "
-                "take a schedule that holds less"
+                f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {rounded_up(peaks[rank])} there{more}: raise "
+                f"the limit to {rounded_up(peaks[fullest])}, or take a schedule that holds less"
             )
+
+
+def rounded_up(amount: float) -> str:
+    """An amount of memory with six digits, never less than it is: a limit that someone takes from a message suffices."""
+    text = f"{amount:g}"
+    if float(text) * (1 + 1e-9) >= amount:
+        return text
+    return f"{amount + 10.0 ** (math.floor(math.log10(amount)) - 5):g}"
 
 
 def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:

@@ -17,7 +17,7 @@ Box = tuple[float, float, float, float]  # left, bottom, right, top
 
 
 class Point(NamedTuple):
-    """One schedule: its name, its bubble rate (0..1), and the most activations that a rank holds, in microbatches."""
+    """One schedule: its name, its bubble rate (0..1), and the most activations that a rank holds, in any unit."""
 
     title: str
     bubble: float
@@ -33,14 +33,17 @@ def frontier(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def draw_pareto(points: Sequence[Point], path: str | Path, reference: float | None = None, title: str = "") -> None:
+def draw_pareto(
+    points: Sequence[Point], path: str | Path, reference: float | None = None, title: str = "", unit: str = "microbatches"
+) -> None:
     """Draw the bubble of schedules against their memory, and the frontier: the least bubble at every amount of memory.
 
     Args:
         points: the schedules. Those at the same place share a marker and a label.
         path: where the picture goes; its suffix, .png or .svg, is the format.
-        reference: the memory of 1F1B in microbatches; adds an axis in multiples of it.
+        reference: the memory of 1F1B, in the same unit; adds an axis in multiples of it.
         title: of the plot, such as the shape and the costs.
+        unit: of memory, for the axis.
 
     Raises:
         ValueError: there is nothing to draw, the suffix is another one, or the reference is not positive.
@@ -53,7 +56,7 @@ def draw_pareto(points: Sequence[Point], path: str | Path, reference: float | No
     if Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"cannot draw {path}: the file name must end in .png or .svg")
     if reference is not None and not reference > 0:
-        raise ValueError(f"the memory of 1F1B must be more than 0 microbatches, got {reference:g}")
+        raise ValueError(f"the memory of 1F1B must be more than 0, got {reference:g}")
     figure = Figure(figsize=(_WIDTH, _HEIGHT), facecolor="white", dpi=160)
     axes = figure.add_axes((0.08, 0.11, 0.89, 0.74))
     most, widest = max(point.memory for point in points), max(point.bubble for point in points)
@@ -93,7 +96,7 @@ def draw_pareto(points: Sequence[Point], path: str | Path, reference: float | No
             color=_INK,
             arrowprops={"arrowstyle": "-", "color": _FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
         )
-    axes.set_xlabel("peak activation memory of a rank (microbatches)", fontsize=_FONT, color=_INK)
+    axes.set_xlabel(f"peak activation memory of a rank ({unit})", fontsize=_FONT, color=_INK)
     axes.set_ylabel("bubble (idle share of the time)", fontsize=_FONT, color=_INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}" if widest < 0.05 else f"{value:.0%}")
     axes.grid(color="#E8E8E8", linewidth=0.6)

@@ -36,8 +36,7 @@ function fillLegend(kinds, panels, lightest) {
     if (panels.some((panel) => panel.kinds.includes(index))) add(kind.colour, `${kind.name} ${kind.meaning}`);
   });
   const chunks = Math.max(...panels.map((panel) => panel.chunkCount));
-  if (chunks > 1) add(shade("#777777", 0, chunks, lightest), "chunk 0");
-  if (chunks > 1) add(shade("#777777", chunks - 1, chunks, lightest), `chunk ${chunks - 1}`);
+  for (let chunk = 0; chunks > 1 && chunk < chunks; chunk++) add(shade("#777777", chunk, chunks, lightest), `chunk ${chunk}`);
   add("var(--idle)", "idle");
   element("li", "", legend).id = "density";
 }
