@@ -126,6 +126,8 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
         (["tell"], "invalid choice: 'tell'"),
         (["plan"], "required: --schedule, --pp, --microbatches"),
         ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
+        ([*PLAN, "--schedule", "zb_h1"], "chimera; did you mean zb-h1"),
+        ([*PLAN, "--schedule", "Auot"], "chimera; did you mean auto or v-auto?"),
         ([*PLAN, "--schedule", ""], "unknown schedule ''"),
         ([*PLAN, "--pp", "0"], "at least 1 rank, got 0"),
         ([*PLAN, "--pp", "two"], "invalid int value: 'two'"),
@@ -146,9 +148,12 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
         ([*PLAN, "--activation", "B=0"], "B=0,W=0: F must allocate"),
         ([*PLAN, "--memory-limit", "3"], "rank 0: F3.0 brings the activation memory of zb-h1 to 4, above the limit of 3"),
         ([*PLAN, "--memory-limit", "nan"], "'nan': expected a number of microbatches"),
-        ([*PLAN, "-o", "/nowhere/at/all"], "No such file or directory: /nowhere/at/all"),
+        ([*PLAN, "-o", "/nowhere/at/all.json"], "No such file or directory: /nowhere/at/all.json"),
         (["verify", "/nowhere/at/all"], "No such file or directory: /nowhere/at/all"),
         (["simulate", "/"], "Is a directory: /"),
+        ([*PLAN, "-o", "plan.svg"], "plan.svg: the file name must end in .json or .txt; from a .json file, mpipe export writes"),
+        ([*PLAN, "-o", "plan"], "cannot write plan: the file name must end in .json or .txt"),
+        (["simulate", "plan.json", "-o", "x.trace.json"], "cannot write x.trace.json: the file name must end in .json or .txt"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -282,7 +282,7 @@ def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
     draw_pareto([Point("only", 0.0, 0.0)], tmp_path / "p.png")
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_pareto([], tmp_path / "p.svg")
-    with pytest.raises(ValueError, match="more than 0 microbatches, got 0"):
+    with pytest.raises(ValueError, match="more than 0, got 0"):
         draw_pareto(points, tmp_path / "p.svg", reference=0)
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw_pareto(points, tmp_path / "p.gif")
@@ -290,9 +290,17 @@ def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
 
 def test_a_robustness_plot_names_schedules_and_jitter(tmp_path: Path) -> None:
     spans = {"1f1b": {0.0: [30.0], 0.1: [31.0, 32.0, 33.0]}, "zb-h1": {0.0: [27.0], 0.3: [28.0, 34.0]}}
-    draw_robustness(spans, tmp_path / "r.svg", unit="ms")
+    draw_robustness(spans, tmp_path / "r.svg", unit="ms", title="4 ranks", measured="makespan")
     text = (tmp_path / "r.svg").read_text()
-    for label in ("1f1b", "zb-h1", "no jitter", "jitter 10%", "jitter 30%", "span (ms)"):
+    for label in (
+        "1f1b",
+        "zb-h1",
+        "no jitter",
+        "jitter 10%",
+        "jitter 30%",
+        "4 ranks",
+        "makespan (ms): the dot is the mean, the bar spans nine of ten runs",
+    ):
         assert f"<!-- {label} -->" in text
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_robustness({}, tmp_path / "r.svg")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import least_limit
+from megatron.pipeline.schedule.bound import least_limit, lower_bound
 from megatron.pipeline.schedule.choose import Candidate, Request, Variant, candidate, candidates, choose, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.placement import Placement
@@ -113,6 +113,10 @@ def test_what_is_tried() -> None:
     assert {each.name for each in variants(4)} == set(families.FAMILIES)
     with pytest.raises(ValueError, match="unknown schedule 'zb'; known are 1f1b"):
         variants(4, ["zb"])
+    with pytest.raises(ValueError, match=r"; did you mean v-half\?"):
+        variants(4, ["v-hafl"])
+    with pytest.raises(ValueError, match=r"chimera$"):
+        variants(4, ["qqqq"])
     for ranks in range(1, 9):
         assert not candidates(Request(ranks, 3, equal), variants(ranks, ["gis"]))[1], "every group that is tried exists"
 
@@ -157,6 +161,7 @@ def test_with_jitter_the_expected_case_decides() -> None:
         makespan = candidate(replace(request, objective=Objective.MAKESPAN), each.variant)
         assert makespan.value == each.expected.makespan
         assert each.gap == each.timeline.span / each.bound - 1
+        assert each.bound == lower_bound(replace(each.problem, limits=(each.peak,) * 4))
     assert candidate(replace(request, jitter=0), Variant("zb-h2")).expected is None
 
 

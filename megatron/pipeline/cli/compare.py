@@ -156,7 +156,7 @@ def _plot(
         timeline = candidate.timeline
         rate = timeline.makespan_bubble_rate if makespan else timeline.bubble_rate
         points.append(Point(str(candidate.variant), rate, candidate.peak))
-    unit = "in the unit of --costs" if options.costs else "microbatches"
+    unit = "in the costs file's unit" if options.costs else "microbatches"
     draw_pareto(points, options.output, whole or None, f"{title}, {objective}", unit)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron.pipeline.cli.arguments import MOST_RANKS
 from megatron.pipeline.cli.summary import unit_of
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import Refusal
@@ -61,8 +62,10 @@ def _named(labels: Sequence[str]) -> str:
 def _other_stages(options: argparse.Namespace, refusal: Refusal) -> int:
     """Of how many stages costs are needed, where ``--costs`` has those of another number; else 0."""
     variant = refusal.variant
+    if not options.costs or options.pp > MOST_RANKS:
+        return 0
     try:
         stages = families.placement(variant.name, options.pp, variant.chunks).last_stage + 1
     except ValueError:
         return 0  # there is no such placement at all
-    return stages if options.costs and stages != len(options.costs.stages) else 0
+    return stages if stages != len(options.costs.stages) else 0
