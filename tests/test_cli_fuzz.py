@@ -250,7 +250,7 @@ def test_any_damage_to_a_recorded_timeline_is_answered(tmp_path: Path, content: 
         assert code == 2 or use == "draw", "a timeline is no schedule"
         return
     code, text = run("draw" if use in ("svg", "html") else "export", str(path), "-o", str(output))
-    assert text == ""
+    assert text == (f"wrote {output}\n" if code == 0 else "")
     assert output.exists() == (code == 0)
     if code == 0 and use == "trace":
         json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

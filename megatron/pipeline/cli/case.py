@@ -188,7 +188,7 @@ def _number(told: Mapping[str, Any], field: str) -> float | None:
     value = told.get(field)
     if value is None or (type(value) in (int, float) and (0 <= value <= 1e100 or value == math.inf)):
         return value
-    raise ValueError(f"{field} must be a number between 0 and 1e100, got {str(value)[:40]}")
+    raise ValueError(f"{field} must be a number between 0 and 1e100, got {repr(value)[:40]}")
 
 
 def _all_run(schedule: Schedule, kind: Kind) -> frozenset[int]:
