@@ -97,12 +97,12 @@ def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str
     table, page = tmp_path / "table.json", tmp_path / "page.html"
     assert printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {table}") == f"wrote {table}\n"
     assert [row["schedule"] for row in json.loads(table.read_text())["schedules"]] == ["zb-h1", "1f1b"]
-    table = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {page}")
-    assert table.startswith("schedule ") and table.endswith(f"\nwrote {page}\n")
+    shown = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1 -o {page}")
+    assert shown.startswith("schedule ") and shown.endswith(f"\nwrote {page}\n")
     assert "zb-h1" in page.read_text()
     plot = tmp_path / "pareto.svg"
-    table = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 6 -o {plot}")
-    assert "zb-h2: needs 7" in table and table.endswith(f"\nwrote {plot}\n")
+    shown = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 6 -o {plot}")
+    assert "zb-h2: needs 7" in shown and shown.endswith(f"\nwrote {plot}\n")
     assert "<!-- zb-h1 -->" in plot.read_text() and "a rank (microbatches) -->" in plot.read_text()
 
 
