@@ -8,6 +8,7 @@ Every wait has a timeout; when it strikes, the error shows where every rank was,
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -152,6 +153,8 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
         if megatron is not None:
             megatron.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+        # Models and hooks refer to each other and to process groups, whose gloo threads wake up a hundred times a second.
+        gc.collect()
 
 
 def _free_port() -> int:
