@@ -31,7 +31,7 @@ _NEAR = 1.02  # a plan this much longer than the best is worth squeezing, and at
 _HOPELESS = 1.01  # a level whose best seed is this much longer than another level's plan is not searched further
 
 
-def search(problem: Problem, known: Known = lambda problem: (), effort: float = 1.0) -> Order:
+def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     """The best order that is found; never worse than what is known and fits into the limits.
 
     More memory does not make it worse: levels of memory below the limit are searched too, unless their lower bound says that
@@ -39,8 +39,7 @@ def search(problem: Problem, known: Known = lambda problem: (), effort: float = 
     has no bound.
 
     Args:
-        known: from a problem to orders of it that are worth to begin with.
-        effort: multiplies the number of plans that are tried.
+        known: from a problem to orders of it that are worth to begin with, whatever its limits are.
 
     Raises:
         ValueError: a limit leaves no room for one microbatch.
@@ -52,24 +51,29 @@ def search(problem: Problem, known: Known = lambda problem: (), effort: float = 
                 f"rank {rank}: a memory limit of {problem.limits[rank]:g} is less than the {least:g} that one microbatch needs "
                 f"there; give at least {least:g}"
             )
-    instance = Instance(problem)
-    best = min(_known_plans(instance, known, _room(instance)), key=_value, default=None)
-    for level in _levels(problem):
-        if best is not None and lower_bound(level) >= best.value * (1 - SLACK):
+    whole, short = Instance(problem), _cut_down(problem)
+    plans = _read(whole, known)
+    small = whole if short is problem else Instance(short)
+    small_plans = plans if small is whole else _read(small, known)
+    levels = _levels(whole)
+    best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
+    for limits in levels:
+        if best is not None and lower_bound(_limited(problem, limits)) >= best.value * (1 - SLACK):
             break  # nor can levels with less memory win
-        found = _search_level(level, known, effort, best.value * _HOPELESS if best else np.inf)
+        found = _search_level(whole, small, small_plans, limits, best.value * _HOPELESS if best else np.inf)
         if found is not None and (best is None or found.value < best.value * (1 - SLACK)):
             best = found
     assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
-    return instance.passes(best)
+    return whole.passes(best)
 
 
-def _levels(problem: Problem) -> list[Problem]:
-    """The problem with its own limits, then with less and less memory, by chunks, or for many ranks by several.
+def _levels(instance: Instance) -> list[Array]:
+    """Limits of all ranks: the problem's own, then less and less memory, by chunks, or for many ranks by several.
 
     Where all stages hold the same, only whole chunks count: limits in between are those below.
     """
-    most = _room(Instance(problem))
+    problem = instance.problem
+    most = _room(instance, np.array(np.inf if problem.limits is None else problem.limits))
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
@@ -79,42 +83,50 @@ def _levels(problem: Problem) -> list[Problem]:
     levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
     levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
     searched = not problem.jitter and problem.microbatches * (problem.placement.last_stage + 1) <= _LONG
-    limits = [most, *(np.minimum(most, level) for level in levels if searched)]
-    return [replace(problem, limits=tuple(each.tolist())) for each in limits]
+    return [most, *(np.minimum(most, level) for level in levels if searched)]
 
 
-def _room(instance: Instance) -> Array:
+def _limited(problem: Problem, limits: Array) -> Problem:
+    return replace(problem, limits=tuple(limits.tolist()))
+
+
+def _room(instance: Instance, limits: Array) -> Array:
     """The memory that every rank can make use of: its limit, or room for all microbatches at once."""
     everything = np.zeros(len(instance.lengths))
     held = np.maximum(instance.allocated, 0).sum(axis=0)
     np.add.at(everything, instance.home, held * instance.counts)
-    limits = instance.problem.limits
-    return everything if limits is None else np.minimum(everything, limits)
+    return np.minimum(everything, limits)
 
 
-def _known_plans(instance: Instance, known: Known, limits: Array) -> list[Plan]:
-    plans = [instance.read(order) for order in known(instance.problem)]
-    return [plan for plan in plans if plan is not None and instance.within(plan, limits)]
+def _read(instance: Instance, known: Known) -> list[Plan]:
+    plans = map(instance.read, known(instance.problem))
+    return [plan for plan in plans if plan is not None]
 
 
-def _search_level(problem: Problem, known: Known, effort: float, hopeless: float) -> Plan | None:
-    """The best plan found within exactly these limits; None if that is not much better than ``hopeless``."""
-    small = Instance(_cut_down(problem))
-    budget = int(min(_MOST, max(_FEWEST, _PASSES / small.lengths.sum())) * effort)
-    limits = _room(small)
-    goal = lower_bound(small.problem) * (1 + SLACK) if not problem.jitter else 0.0
-    begin = _begin(small, known, limits, budget // 2, goal)
-    more = problem.microbatches - small.problem.microbatches
+def _fitting(instance: Instance, plans: Iterable[Plan], limits: Array) -> list[Plan]:
+    return [plan for plan in plans if instance.within(plan, limits)]
+
+
+def _search_level(whole: Instance, small: Instance, known: list[Plan], limits: Array, hopeless: float) -> Plan | None:
+    """The best plan found within exactly these limits; None if that is not much better than ``hopeless``.
+
+    Args:
+        small: the instance with fewer microbatches that is planned first, or ``whole`` itself.
+        known: plans of ``small``.
+    """
+    budget = int(min(_MOST, max(_FEWEST, _PASSES / small.lengths.sum())))
+    room = _room(small, limits)
+    goal = lower_bound(_limited(small.problem, limits)) * (1 + SLACK) if not small.problem.jitter else 0.0
+    begin = _begin(small, known, room, budget // 2, goal)
+    more = whole.problem.microbatches - small.problem.microbatches
     if not begin or begin[0].value + more * period_and_unit(small)[0] > hopeless:
         return None
-    improved = [_improve(small, plan, limits, budget // 2 // _STARTS, goal) for plan in begin]
-    return _whole(problem, small, improved, budget) if more else min(improved, key=_value)
+    improved = [_improve(small, plan, room, budget // 2 // _STARTS, goal) for plan in begin]
+    return _whole(whole, small, improved, _room(whole, limits), budget) if more else min(improved, key=_value)
 
 
-def _whole(problem: Problem, small: Instance, plans: list[Plan], budget: int) -> Plan | None:
+def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array, budget: int) -> Plan | None:
     """A plan for all microbatches: the plans for fewer repeat their middle, and building blocks are tried at full length."""
-    whole = Instance(problem)
-    room = _room(whole)
     found: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
     for plan in sorted(plans, key=_value)[:2]:
         for block in _BLOCKS:
@@ -126,9 +138,9 @@ def _whole(problem: Problem, small: Instance, plans: list[Plan], budget: int) ->
     return min((squeeze(whole, plan, room) for plan in begin), key=_value, default=None)
 
 
-def _begin(instance: Instance, known: Known, limits: Array, most: int, goal: float) -> list[Plan]:
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float) -> list[Plan]:
     """The best plans to begin with, squeezed, best first; only one if it is as short as the goal."""
-    plans = itertools.chain(_known_plans(instance, known, limits), starts(instance, limits, most))
+    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most))
     best: list[Plan] = []
     for number in (_GLANCE, most):  # a glance at the most promising is often enough
         some = sorted(itertools.islice(plans, number), key=_value)[:_SQUEEZED]
