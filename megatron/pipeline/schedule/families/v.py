@@ -17,6 +17,8 @@ is given; ``zb-v`` uses more than p if it may.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -48,39 +50,20 @@ def _known(problem: Problem) -> Iterator[Order]:
 
 def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
     """ZB-V in closed form: optimal for equal costs. Planned for at least 2p-1 microbatches, of which the surplus is dropped."""
-    planned = max(microbatches, 2 * ranks - 1)
-    row: list[Pass] = []
-    done: dict[tuple[Kind, int], int] = dict.fromkeys(((kind, chunk) for kind in (Kind.F, Kind.B, Kind.W) for chunk in (0, 1)), 0)
-
-    def add(kind: Kind, chunk: int) -> None:
-        number = done[kind, chunk]
-        done[kind, chunk] = number + 1
-        if number < min(planned, microbatches):
-            row.append(Pass(kind, number, chunk))
-
-    for _ in range(2 * (ranks - rank) - 1):
-        add(Kind.F, 0)
-    for _ in range(rank):
-        add(Kind.F, 1)
-        add(Kind.F, 0)
-    for _ in range(ranks - rank):
-        add(Kind.F, 1)
-        add(Kind.B, 1)
-        add(Kind.W, 1)
-    while done[Kind.F, 1] < planned:
-        for chunk in (0, 1):
-            for kind in (Kind.F, Kind.B, Kind.W):
-                add(kind, chunk)
-    for _ in range(rank):
-        add(Kind.B, 0)
-        add(Kind.B, 1)
-    for _ in range(ranks - rank):
-        add(Kind.B, 0)
-        add(Kind.W, 0)
-    for chunk in (1, 0):
-        while done[Kind.W, chunk] < planned:
-            add(Kind.W, chunk)
-    return tuple(row)
+    planned, behind = max(microbatches, 2 * ranks - 1), ranks - rank
+    order = (
+        (2 * behind - 1, "F0"),
+        (rank, "F1 F0"),
+        (behind, "F1 B1 W1"),
+        (planned - ranks, "F0 B0 W0 F1 B1 W1"),
+        (rank, "B0 B1"),
+        (behind, "B0 W0"),
+        (rank, "W1"),
+        (rank, "W0"),
+    )
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+    row = [(text, next(numbers[text])) for times, texts in order for text in times * texts.split()]
+    return tuple(Pass(Kind(text[0]), number, int(text[1])) for text, number in row if number < microbatches)
 
 
 FAMILIES = (
