@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.layers import (
     LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
 )
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 try:
@@ -61,16 +62,48 @@ def split_weights(chunk: torch.nn.Module) -> list[str]:
             if uses[weight] > 1:
                 fused.append(f"{name}: shares its weight with another module of this stage")
             else:
-                weight.skip_backward_post_hook = True
-                setattr(weight, _HOOKS, [])
+                _prepare(weight)
+        elif isinstance(module, GroupedMLP):
+            for parameter in module.parameters(recurse=False):
+                _prepare(parameter)
         elif isinstance(module, torch.nn.Linear):
             fused.append(f"{name}: {type(module).__name__} is not a megatron-core linear")
     return fused
 
 
+def _prepare(weight: torch.nn.Parameter) -> None:
+    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+    setattr(weight, _HOOKS, [])
+
+
+def is_prepared(weight: torch.Tensor | None) -> bool:
+    """Whether W computes the gradient of a weight."""
+    return hasattr(weight, _HOOKS)
+
+
 def register_hook(module: torch.nn.Module, hook: Callable[[], None]) -> None:
-    """Call ``hook`` whenever a microbatch has added its gradient to the weight of a prepared linear."""
-    getattr(module.weight, _HOOKS).append(hook)
+    """Call ``hook`` whenever a microbatch has added its gradient to a prepared weight of a module.
+
+    DDP asks for each weight without saying for which, in the order of the module's parameters.
+    """
+    prepared = [getattr(weight, _HOOKS) for weight in module.parameters(recurse=False) if is_prepared(weight)]
+    min(prepared, key=len).append(hook)
+
+
+def notify(weight: torch.nn.Parameter) -> None:
+    """Tell whoever waits for a prepared weight that it has its gradient of one microbatch.
+
+    Raises:
+        RuntimeError: the weight is in DDP's buffers, but nobody waits.
+    """
+    hooks = getattr(weight, _HOOKS)
+    if not hooks and hasattr(weight, "main_grad"):
+        raise RuntimeError(
+            "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
+            "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
+        )
+    for hook in hooks:
+        hook()
 
 
 class WeightTask(Protocol):
@@ -130,14 +163,7 @@ class WeightGradient:
             total_input = self._gathered
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
         _accumulate(self._weight, grad_output, total_input)
-        hooks = getattr(self._weight, _HOOKS)
-        if not hooks and hasattr(self._weight, "main_grad"):
-            raise RuntimeError(
-                "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
-                "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
-            )
-        for hook in hooks:
-            hook()
+        notify(self._weight)
 
 
 def _accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
@@ -203,7 +229,7 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input, _), weight = ctx.saved_tensors, ctx.weight
-        if not hasattr(weight, _HOOKS) or ctx.grad_output_buffer is not None:
+        if not is_prepared(weight) or ctx.grad_output_buffer is not None:
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
         task = WeightGradient(weight, input, grad_output, ctx.tp_group if ctx.sequence_parallel else None)
         deferred = _deferred is not None and not ctx.recomputed

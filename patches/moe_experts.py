@@ -1,0 +1,34 @@
+"""megatron.core.transformer.moe.experts: local grouped experts whose backward can be split.
+
+``gg``: the module's view of the package grouped_gemm. Its ``ops.gmm`` becomes one that makes the weight gradient a task of W,
+and that works without the package too. ``GroupedMLP.forward`` uses it for a microbatch without tokens as well.
+``GroupedMLP`` gains ``register_wgrad_accumulation_and_reduce_hooks``, as the linears do (``tensor_parallel_layers.py``).
+
+Known versions: see ``upstream.KNOWN_VERSIONS``.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from megatron.pipeline.patches import upstream
+
+
+def install() -> None:
+    """Replace the grouped product, once.
+
+    Raises:
+        RuntimeError: megatron-core's version or one of its symbols is unknown.
+    """
+    experts = upstream.require(
+        "megatron.core.transformer.moe.experts", ("gg.ops", "gg.assert_grouped_gemm_is_available", "GroupedMLP.forward")
+    )
+    from megatron.pipeline.model import grouped_experts, split_linear
+
+    if hasattr(experts.GroupedMLP, "register_wgrad_accumulation_and_reduce_hooks"):
+        return
+    experts.gg = SimpleNamespace(  # type: ignore[attr-defined]
+        ops=SimpleNamespace(gmm=grouped_experts.gmm), assert_grouped_gemm_is_available=lambda: None
+    )
+    experts.GroupedMLP.forward = grouped_experts.patched_forward(experts.GroupedMLP.forward)
+    experts.GroupedMLP.register_wgrad_accumulation_and_reduce_hooks = split_linear.register_hook
