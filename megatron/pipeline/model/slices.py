@@ -1,0 +1,272 @@
+"""Microbatches in slices along the sequence: the model computes one slice at a time, with the numbers of the whole.
+
+The schedule runs a microbatch's slices forwards in order and backwards in reverse (``Schedule.splits``). Whoever runs its
+passes makes a ``Slices`` per iteration and runs every pass in ``around``; in there
+
+* the user's forward step sees the whole microbatch (``iterator`` hands it out once per slice), and the model cuts its slice
+  from what it is called with;
+* positions start where the slice does;
+* attention sees the keys and values of the slices before, kept until the microbatch's last backward;
+* the last stage returns losses as long as the microbatch: those of earlier slices without their graph, the slice's own, and
+  zeros. A loss function that is linear in the losses (all that mask, add up and divide are) so gives every slice the
+  gradient of its share, and the last slice the value and the report of the whole microbatch.
+
+All of that hangs on the modules as hooks while a pass runs; between passes the model knows nothing of slices.
+Dropout masks follow from the pass's number, which counts slices, so they differ from those of the whole microbatch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import unwrap_model
+
+from megatron.pipeline.schedule.passes import Kind, Pass
+
+_INPUTS = tuple(inspect.signature(GPTModel.forward).parameters)[1:]
+_BY_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")  # [batch, sequence]
+
+
+def check_slices(args: Namespace, splits: int) -> None:
+    """Refuse flags under which microbatches cannot be cut into slices.
+
+    Switches the fused masked softmax off: its kernel has causal masks for as many keys as queries only.
+
+    Args:
+        args: flags that have gone through the other checks of ``validate``.
+        splits: slices per microbatch.
+
+    Raises:
+        ValueError: the sequence cannot be cut so, or a setting works on whole sequences only.
+    """
+    if splits == 1:
+        return
+    unit = splits * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    if args.seq_length % unit:
+        below = args.seq_length // unit * unit
+        ranks = f" over {args.tensor_model_parallel_size} ranks of --sequence-parallel" if unit > splits else ""
+        raise ValueError(
+            f"--seq-length {args.seq_length} cannot be cut into {splits} equal slices{ranks}: it must be a multiple of {unit}, "
+            f"such as {f'{below} or ' if below else ''}{below + unit}; or choose another number of slices"
+        )
+    balancing = getattr(args, "moe_aux_loss_coeff", None)
+    whole_only = {
+        f"--context-parallel-size {args.context_parallel_size}": args.context_parallel_size > 1,
+        "--transformer-impl transformer_engine": args.transformer_impl == "transformer_engine",
+        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
+        # Means over the tokens that a router sees at once: a slice is not a microbatch.
+        "--moe-aux-loss-coeff": any(balancing) if isinstance(balancing, list) else balancing,
+        "--moe-z-loss-coeff": getattr(args, "moe_z_loss_coeff", None),
+        "--moe-expert-capacity-factor": getattr(args, "moe_expert_capacity_factor", None),
+    }
+    for flag, used in whole_only.items():
+        if used:
+            fix = "use local" if "impl" in flag else "leave it out"
+            raise ValueError(
+                f"{flag} needs whole sequences, and the schedule cuts every microbatch into {splits} slices: {fix}, or choose a "
+                "schedule without slices"
+            )
+    args.masked_softmax_fusion = False
+
+
+class Slices:
+    """What is known of the microbatches that are in flight on one rank, in slices. One iteration owns it.
+
+    Args:
+        chunks: this rank's, wrapped or not.
+        splits: slices per microbatch; with 1 everything here does nothing.
+        keep_graphs: False for iterations without backwards: then a microbatch ends with its last forward.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], splits: int, keep_graphs: bool = True) -> None:
+        self.splits = splits
+        self._ends_in = (Kind.B, Kind.BW) if keep_graphs else (Kind.F,)
+        self._models = unwrap_model(list(chunks))
+        self._rotary, self._attention = (
+            [[module for module in model.modules() if isinstance(module, kind)] for model in self._models]
+            for kind in (RotaryEmbedding, DotProductAttention)
+        )
+        self._in_flight: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
+
+    @contextmanager
+    def around(self, work: Pass) -> Iterator[None]:
+        """The context that a pass runs in: forwards, and backwards as well, since they may recompute forwards."""
+        if self.splits == 1 or work.kind is Kind.W:
+            yield
+            return
+        current = self._slice(work)
+        model = self._models[work.chunk]
+        with ExitStack() as hooks:
+            hooks.enter_context(model.register_forward_pre_hook(current.cut_inputs, with_kwargs=True))
+            hooks.enter_context(model.register_forward_hook(current.complete_losses, with_kwargs=True))
+            for module in self._rotary[work.chunk]:
+                hooks.enter_context(module.register_forward_pre_hook(current.shift_positions, with_kwargs=True))
+            for module in self._attention[work.chunk]:
+                hooks.enter_context(module.register_forward_pre_hook(current.attend_to_earlier, with_kwargs=True))
+            yield
+        if work.kind in self._ends_in and current.part == (self.splits - 1 if work.kind is Kind.F else 0):
+            del self._in_flight[work.chunk, work.microbatch // self.splits]
+
+    def iterator(self, work: Pass, source: Iterator[Any] | None) -> Iterator[Any] | None:
+        """The data for a forward: what the microbatch's first slice reads from ``source``, for every one of its slices."""
+        return source if self.splits == 1 or source is None else _Replay(source, self._slice(work))
+
+    def completes(self, work: Pass) -> bool:
+        """Whether a forward is its microbatch's last: then its report and number of tokens are the microbatch's."""
+        return work.microbatch % self.splits == self.splits - 1
+
+    def _slice(self, work: Pass) -> _Slice:
+        microbatch, part = divmod(work.microbatch, self.splits)
+        return _Slice(self._in_flight[work.chunk, microbatch], part, self.splits)
+
+
+class _Microbatch:
+    """What the slices of one microbatch on one chunk leave for each other.
+
+    Attributes:
+        data: what the forward step of the first slice read, until the last slice has read it.
+        losses: of the slices so far, each [batch, slice], without their graphs.
+        remembered: the keys and the values, by attention module.
+    """
+
+    def __init__(self) -> None:
+        self.data: list[Any] = []
+        self.losses: list[torch.Tensor] = []
+        self.remembered: dict[torch.nn.Module, tuple[_Remembered, _Remembered]] = {}
+
+
+class _Slice:
+    """One slice of a microbatch: what the modules do differently for it. The methods are hooks of torch's modules."""
+
+    def __init__(self, microbatch: _Microbatch, part: int, splits: int) -> None:
+        self.microbatch, self.part, self.splits = microbatch, part, splits
+
+    @property
+    def is_last(self) -> bool:
+        return self.part == self.splits - 1
+
+    def cut_inputs(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before GPTModel: whole tensors in, the slice's part of them on.
+
+        Masks are causal: what would let a slice attend to later ones is cut off.
+
+        Raises:
+            ValueError: a tensor has no length that can be cut equally, an input cannot be cut, or the last stage is to
+                return logits, whose loss cannot be added up over slices.
+        """
+        inputs = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
+        for name, value in inputs.items():
+            if name in _BY_TOKEN and value is not None:
+                inputs[name] = value[:, self._columns(name, value.size(1))]
+            elif name == "attention_mask" and value is not None:
+                columns = self._columns(name, value.size(-1))
+                rows = columns if value.size(-2) > 1 else slice(None)
+                inputs[name] = value[..., rows, : columns.stop]
+            elif name != "runtime_gather_output" and value is not None:
+                raise ValueError(
+                    f"{name} cannot be cut into {self.splits} slices: call the model without it, or choose a schedule without "
+                    "slices"
+                )
+        if model.post_process and inputs.get("labels") is None:
+            raise ValueError("the model needs labels under a schedule with slices: losses of slices add up, logits do not")
+        return (), inputs
+
+    def complete_losses(self, model: Any, _args: Any, _kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+        """After GPTModel: on the last stage the losses of the whole microbatch, with the slice's graph alone."""
+        if not model.post_process:
+            return output
+        earlier, later = self.microbatch.losses, self.splits - 1 - self.part
+        whole = torch.cat([*earlier, output, *[torch.zeros_like(output)] * later], dim=1)
+        earlier.append(output.detach())
+        return whole
+
+    def shift_positions(self, _: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before the rotary embedding, which is asked for as many positions as the slice has."""
+        return args, {**kwargs, "offset": self.part * args[0]}
+
+    def attend_to_earlier(self, attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Before the attention core: the keys and values of the slices so far, and the mask's rows of this one."""
+        query, key, value, mask, *rest = args
+        length, remembered = key.size(0), self.microbatch.remembered
+        if attention not in remembered:
+            remembered[attention] = _Remembered(key, self.splits), _Remembered(value, self.splits)
+        keys, values = remembered[attention]
+        start = self.part * length
+        if mask is None and self.part > 0:
+            mask = torch.ones(length, start + length, dtype=torch.bool, device=key.device).triu(start + 1)
+        return (query, _Extend.apply(key, keys, start), _Extend.apply(value, values, start), mask, *rest), kwargs
+
+    def _columns(self, name: str, size: int) -> slice:
+        length, rest = divmod(size, self.splits)
+        if rest:
+            raise ValueError(f"{name} has {size} tokens, which cannot be cut into {self.splits} equal slices: pad the microbatch")
+        return slice(self.part * length, (self.part + 1) * length)
+
+
+class _Replay:
+    """Iterates over what the first slice read, and on, remembering it for the slices that follow."""
+
+    def __init__(self, source: Iterator[Any], reader: _Slice) -> None:
+        self._source = source
+        self._data = reader.microbatch.data
+        self._reads_anew = reader.part == 0
+        self._again = iter(tuple(self._data))
+        if reader.is_last:
+            self._data.clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._reads_anew:
+            return next(self._again)
+        self._data.append(next(self._source))
+        return self._data[-1]
+
+
+class _Remembered:
+    """The keys, or the values, of one microbatch in one layer, and the gradients that later slices left for them.
+
+    Memory for the whole microbatch is there from the first slice on: every slice writes its part and attends to the
+    beginning, so nothing is copied again for later slices. A slice that is recomputed writes what is there already.
+    """
+
+    def __init__(self, first: torch.Tensor, splits: int) -> None:
+        self._whole = first.new_empty(first.size(0) * splits, *first.shape[1:])
+        self._gradient: torch.Tensor | None = None
+
+    def extend(self, own: torch.Tensor, start: int) -> torch.Tensor:
+        """Write a slice's part, [slice, ...]; everything up to its end."""
+        end = start + own.size(0)
+        self._whole[start:end] = own
+        # Not a view that autograd tracks: what comes behind it may be written while a backward needs it.
+        return self._whole[:end].data
+
+    def collect(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
+        """Add a slice's gradient of all it attended to; what its own part now has in total, no earlier backward to come."""
+        if self._gradient is not None:
+            gradient = gradient + self._gradient
+        self._gradient = gradient[:start] if start else None
+        return gradient[start:]
+
+
+class _Extend(torch.autograd.Function):
+    """From a slice's keys (values) to those of all slices so far; in the backward, to the gradient from all later ones."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, remembered: _Remembered, start: int) -> torch.Tensor:
+        ctx.remembered, ctx.start = remembered, start
+        return remembered.extend(own, start)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.remembered.collect(gradient, ctx.start), None, None
