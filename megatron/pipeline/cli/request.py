@@ -9,8 +9,8 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Stages, check_size
 from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of
-from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates, check_name
-from megatron.pipeline.schedule.families import FAMILIES
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective
 
@@ -29,7 +29,6 @@ def plan_one(options: argparse.Namespace, variant: Variant) -> Candidate:
     Raises:
         ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
     """
-    check_name(variant.name)
     _check(options, variant)
     return candidate(_request(options), variant)
 
@@ -61,11 +60,9 @@ def row(planned: Candidate) -> dict[str, Any]:
 
 
 def _check(options: argparse.Namespace, variant: Variant) -> None:
-    """Refuse what would take hours, before anything is made of it."""
-    family = FAMILIES.get(variant.name)
-    chunks = variant.chunks or (family.chunks if family else 1)
-    splits = variant.splits or (family.splits if family else 1)
-    check_size(options.pp, options.microbatches, chunks, splits)
+    """Refuse a name that no family has, and what would take hours, before anything is made of it."""
+    family = families.named(variant.name)
+    check_size(options.pp, options.microbatches, variant.chunks or family.chunks, variant.splits or family.splits)
 
 
 def _request(options: argparse.Namespace) -> Request:

@@ -7,7 +7,6 @@ schedule = choose(planned).best.schedule
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.schedule.verify import verify
 
-AUTO = "auto"  # where a user names a schedule: the best of all
+AUTO = families.AUTO
 NEAR = 1.001  # schedules this close to the shortest are as short: costs are not known better than that
 MOST_CHUNKS = 4  # per rank, where nobody says: the bubble of more is hardly shorter, and each sends its activations too
 
@@ -55,25 +54,12 @@ def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[in
     """
     found = []
     for name in families.FAMILIES if names is None else dict.fromkeys(names):
-        check_name(name)
-        family = families.FAMILIES[name]
+        family = families.named(name)
         numbers: Iterable[int | None] = [None]
         if family.any_chunks:
             numbers = range(family.chunks, MOST_CHUNKS + 1) if chunks is None else dict.fromkeys(chunks)
         found += [Variant(name, number, group) for number in numbers for group in _groups(name, ranks)]
     return found
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that no family has.
-
-    Raises:
-        ValueError: the name is unknown; the message says which one it may be meant to be.
-    """
-    if name not in families.FAMILIES:
-        near = difflib.get_close_matches(name.lower(), [*families.FAMILIES, AUTO])
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(families.FAMILIES)}{meant}")
 
 
 def _groups(name: str, ranks: int) -> Iterator[int | None]:

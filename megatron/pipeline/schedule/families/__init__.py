@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
@@ -24,7 +25,7 @@ from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.transform import fuse, recompute
 from megatron.pipeline.schedule.verify import memory_stays_within, per_rank
 
-__all__ = ["FAMILIES", "Family", "placement", "plan", "problem", "solve"]
+__all__ = ["AUTO", "FAMILIES", "Family", "named", "placement", "plan", "problem", "solve"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -43,6 +44,20 @@ FAMILIES: dict[str, Family] = {
         chimera.FAMILY,
     )
 }
+AUTO = "auto"  # where a user names a schedule: the best of all (``choose``)
+
+
+def named(name: str) -> Family:
+    """The family of a name.
+
+    Raises:
+        ValueError: the name is unknown; the message says which one it may be meant to be.
+    """
+    if name not in FAMILIES:
+        near = difflib.get_close_matches(name.lower(), [*FAMILIES, AUTO])
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(FAMILIES)}{meant}")
+    return FAMILIES[name]
 
 
 def plan(
@@ -94,8 +109,7 @@ def problem(
     Raises:
         ValueError: the name is unknown, or a number is out of range or not for this family.
     """
-    home = placement(name, ranks, chunks)
-    family = FAMILIES[name]
+    home, family = placement(name, ranks, chunks), named(name)
     if splits is not None and splits != family.splits and family.splits == 1:
         raise ValueError(f"{name} does not cut microbatches into slices: leave splits out")
     if group is not None and not family.grouped:
@@ -156,9 +170,7 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     Raises:
         ValueError: the name is unknown, or the family does not come with that many ranks or chunks.
     """
-    if name not in FAMILIES:
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
+    family = named(name)
     if ranks < 1:
         raise ValueError(f"a pipeline needs at least 1 rank, got {ranks}")
     if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
