@@ -23,7 +23,7 @@ from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.transform import fuse, recompute
-from megatron.pipeline.schedule.verify import memory_stays_within, per_rank
+from megatron.pipeline.schedule.verify import memory_stays_within, per_rank, rounded_up
 
 __all__ = ["AUTO", "FAMILIES", "Family", "named", "placement", "plan", "problem", "solve"]
 
@@ -145,8 +145,8 @@ def _limits(
     if family.memory_is != "default" and min(given) < own[0] * (1 - 1e-9):
         raise ValueError(
             f"{family.name} on {placement.ranks} ranks is the schedule with room for {count:g} microbatches, {own[0]:g} on every "
-            f"rank, and the limit is {min(given):g}: give at least {own[0]:g}, or take v-auto, which plans for any limit from "
-            f"{microbatch:g} up"
+            f"rank, and the limit is {min(given):g}: give at least {rounded_up(own[0])}, or take v-auto, which plans for any "
+            f"limit from {rounded_up(microbatch)} up"
         )
     return own if family.memory_is == "fixed" else given
 

@@ -16,6 +16,7 @@ from megatron.pipeline.schedule.search.engine import DOWN, SLACK
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
+from megatron.pipeline.schedule.verify import rounded_up
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 
@@ -49,7 +50,7 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
         if problem.limits is not None and problem.limits[rank] < least * (1 - SLACK):
             raise ValueError(
                 f"rank {rank}: a memory limit of {problem.limits[rank]:g} is less than the {least:g} that one microbatch needs "
-                f"there; give at least {least:g}"
+                f"there; give at least {rounded_up(least)}"
             )
     whole, short = Instance(problem), _cut_down(problem)
     plans = _read(whole, known)
