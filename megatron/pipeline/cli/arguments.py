@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.costs import COST_RANGE, Costs, is_cost
 from megatron.pipeline.schedule.problem import Objective
 
 Numbers: TypeAlias = dict[str, float]
@@ -145,14 +145,13 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
     Raises:
         ValueError: not a table of numbers, an unknown name, or a number out of range.
     """
-    # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
-    allowed = f"allowed are {', '.join(names)}, each 0 or between 1e-100 and 1e100"
+    allowed = f"allowed are {', '.join(names)}, each {COST_RANGE}"
     if not isinstance(given, dict):
         raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
     for name, value in given.items():
         if name not in names:
             raise ValueError(f"unknown cost {name!r}; {allowed}")
-        if type(value) not in (int, float) or not (value == 0 or 1e-100 <= value <= 1e100):
+        if not is_cost(value):
             raise ValueError(f"{name}={value}; {allowed}")
     return {name: float(value) for name, value in given.items()}
 
@@ -164,15 +163,11 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
         given: Numbers = {}
         for item in text.split(","):
             name, equals, value = (part.strip() for part in item.partition("="))
-            try:
-                number = float(value)
-            except ValueError:
-                number = math.nan
             if not equals or name in given:
                 raise argparse.ArgumentTypeError(
                     f"{text!r}: expected each of {', '.join(names)} at most once, as in {names[0]}=1"
                 )
-            given[name] = number
+            given[name] = _float(value)
         try:
             return checked(given, names)
         except ValueError as error:
@@ -183,10 +178,7 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 
 def limit(text: str) -> float:
     """An argument type for a memory limit in microbatches."""
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = math.nan
+    limit = _float(text)
     if not limit >= 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of microbatches of at least 0")
     return limit
@@ -194,10 +186,7 @@ def limit(text: str) -> float:
 
 def jitter(text: str) -> float:
     """An argument type for how much pass times vary."""
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
+    share = _float(text)
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a share of a pass's time between 0 and 1, such as 0.1 for 10 %")
     return share
@@ -210,13 +199,18 @@ def jitters(text: str) -> list[float]:
 
 def seconds(text: str) -> float:
     """An argument type for how long something may take."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = _float(text)
     if not 0 < seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0, at most 86400")
     return seconds
+
+
+def _float(text: str) -> float:
+    """A number; NaN, which is in no range, for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def read_text(path: str) -> str:

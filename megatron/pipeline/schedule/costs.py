@@ -9,6 +9,9 @@ from typing import Any
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement
 
+# The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
+COST_RANGE = "0 or between 1e-100 and 1e100"
+
 
 @dataclass(frozen=True)
 class StageCosts:
@@ -164,10 +167,14 @@ class Costs:
         return cls(tuple(stages), float(hop))
 
 
+def is_cost(value: object) -> bool:
+    """Whether what a user gives can be seconds or bytes: a number in ``COST_RANGE``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or 1e-100 <= value <= 1e100)
+
+
 def _check_number(name: str, value: object) -> None:
-    # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or 1e-100 <= value <= 1e100):
-        raise ValueError(f"{name} must be a number, 0 or between 1e-100 and 1e100, got {value!r}")
+    if not is_cost(value):
+        raise ValueError(f"{name} must be a number, {COST_RANGE}, got {value!r}")
 
 
 def uniform(
