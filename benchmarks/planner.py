@@ -33,7 +33,7 @@ from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Problem
-from megatron.pipeline.schedule.search.engine import DOWN, POST, UP
+from megatron.pipeline.schedule.search import seeds
 from megatron.pipeline.schedule.search.instance import Instance, Seed
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
@@ -113,11 +113,8 @@ def greedy(problem: Problem) -> float:
     No look-ahead but one: what the oldest microbatch needs stays free, without which it would get stuck.
     """
     instance = Instance(problem)
-    targets = np.zeros(instance.shape)
-    for turn, kind in enumerate((UP, DOWN, POST)):
-        targets[kind] = turn * problem.microbatches + np.arange(problem.microbatches)
     assert problem.limits is not None
-    plan = instance.construct(Seed(targets), np.array(problem.limits))
+    plan = instance.construct(Seed(seeds.greedy(instance)), np.array(problem.limits))
     assert plan is not None, "there is room for one microbatch"
     return plan.value
 
