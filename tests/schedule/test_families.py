@@ -15,12 +15,15 @@ from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
 
 
-@settings(max_examples=300)
-@given(st.sampled_from(sorted(families.FAMILIES)), st.integers(1, 14), st.data())
-def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, microbatches: int, data: st.DataObject) -> None:
+@settings(max_examples=250)
+@given(st.sampled_from(sorted(families.FAMILIES)), st.data())
+def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, data: st.DataObject) -> None:
     family = families.FAMILIES[name]
-    ranks = data.draw(st.sampled_from(range(family.least_ranks, 7, 2 if family.even_ranks else 1)))
-    chunks = data.draw(st.integers(family.least_chunks, 4)) if family.any_chunks else family.chunks
+    # What searches takes a second and more where it is large, and has a test of its own, with limits, R and BW.
+    most_ranks, most_chunks, most_microbatches = (6, 4, 14) if family.memory is None else (3, 3, 6)
+    microbatches = data.draw(st.integers(1, most_microbatches))
+    ranks = data.draw(st.sampled_from(range(family.least_ranks, most_ranks + 1, 2 if family.even_ranks else 1)))
+    chunks = data.draw(st.integers(family.least_chunks, most_chunks)) if family.any_chunks else family.chunks
     splits = data.draw(st.integers(1, 4)) if family.splits > 1 else None
     group = data.draw(st.integers((ranks + 1) // 2, ranks)) if family.grouped else None
     costs = data.draw(costs_of(families.placement(name, ranks, chunks)))

@@ -80,6 +80,7 @@ def test_any_problem_is_planned_within_the_rules_and_its_limits(case: tuple[str,
     name, problem = case
     schedule = families.solve(name, problem)
     verify(schedule, problem.costs, problem.limits)
+    verify(schedule.forward_only(), problem.costs, forward_only=True)
     verify_programs(schedule, lower(schedule, problem.costs))
     assert value(problem, schedule) * SLACK >= lower_bound(searched(name, problem))
     run = {(problem.placement.stage(rank, work.chunk), work.kind) for rank, row in enumerate(schedule.passes) for work in row}
