@@ -1,36 +1,150 @@
-"""A rank that raises, dies or hangs ends every rank soon, with its name and its pass in the message."""
+"""A rank that raises, dies, stops or gets stuck ends every rank soon, with its name and its pass in the message."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from megatron.pipeline.runtime.situation import Situation, View, diagnose, list_ranks
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.program import Compute, Wait
+
 SCRIPT = Path(__file__).with_name("failing_ranks.py")
+
+
+def fail(how: str, rank: int, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, str(SCRIPT), how, str(rank)]
+    return subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def reason(stderr: str, rank: int) -> str:
+    """Why a rank says that it ends; the process and host are cut out."""
+    lines = [line for line in stderr.splitlines() if line.startswith(f"rank {rank} ends because ")]
+    assert len(lines) == 1, stderr
+    return re.sub(r" \(process \d+ on \S+\)", "", lines[0].partition(" ends because ")[2])
+
+
+def own(stderr: str, rank: int) -> str:
+    """Where a rank says that it was itself."""
+    return stderr.partition(f"\n    rank {rank} was in ")[2].partition("\n")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "failing", "message"),
     [
-        ("raise", "rank 2 failed in Compute F3.0 of iteration 1: RuntimeError: out of luck"),
-        ("die", "rank 2 died: it has been silent for 2 s, and was last in "),
-        ("hang", "nothing has moved on rank "),
+        ("raise", 2, r"rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
+        # Of a silent rank only what it said last is known. Rank 0 keeps the rendezvous store.
+        ("stop", 0, r"rank 0 is silent: killed, stopped or cut off. It was last in .*"),
+        ("stop", 2, r"rank 2 is silent: .* It was last in .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
+        ("stuck", 2, r"rank 2 is slow or stuck in Compute F3.0 .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
     ],
 )
-def test_every_rank_names_the_failed_one(how: str, message: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(SCRIPT), how]
-    started = time.monotonic()
-    ended = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=90, check=False
-    )
+def test_every_rank_names_the_culprit(how: str, failing: int, message: str) -> None:
+    ended = fail(how, failing)
+    for rank, code in enumerate(json.loads(ended.stdout)):
+        assert code != 0
+        if (how, rank) != ("stop", failing):
+            assert re.fullmatch(message, reason(ended.stderr, rank))
+    if how == "stuck":
+        assert re.fullmatch(
+            r"Wait gradient of microbatch 2 from stage 2, for B2.0 after iteration 1, waiting for rank 2; "
+            r"last finished: B0.0 F3.0 B1.0 W0.0",
+            own(ended.stderr, 1),
+        )
+        assert own(ended.stderr, 3).startswith("Wait activation of microbatch 3 from stage 2, for F3.0 after iteration 1, wait")
+        assert re.search(r" \(at .*failing_ranks.py:\d+ in failing\)$", own(ended.stderr, 2))
+
+
+@pytest.mark.slow
+def test_a_killed_rank_under_torchrun() -> None:
+    ended = fail("kill", 2, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"])
     assert ended.returncode != 0
-    if how == "hang":
-        assert "rank 2 in Compute F3.0 of iteration 1" in ended.stderr
-    survivors = [rank for rank in range(4) if how != "die" or rank != 2]
-    for rank in survivors:
-        assert f"rank {rank} ends because {message}" in ended.stderr, f"after {time.monotonic() - started:.0f} s\n{ended.stderr}"
+    for rank in (0, 1, 3):
+        assert reason(ended.stderr, rank).startswith("rank 2 is silent: killed, stopped or cut off. It was last in ")
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_left_alone() -> None:
+    ended = fail("slow", 2)
+    assert json.loads(ended.stdout) == [0, 0, 0, 0], ended.stderr
+    assert "ends because" not in ended.stderr
+
+
+def waits(rank: int) -> Situation:
+    return Situation("Wait", in_iteration=True, waits_for=rank)
+
+
+COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
+
+
+@pytest.mark.parametrize(
+    ("situations", "silent", "culprits", "waiting", "in_iteration"),
+    [
+        ([waits(1), waits(2), COMPUTES, waits(2)], set(), (2,), (0, 1, 3), True),
+        ([COMPUTES, waits(2), COMPUTES, waits(2)], set(), (2,), (1, 3), True),  # the one that most others wait for
+        ([waits(1), COMPUTES, COMPUTES, waits(2)], set(), (1, 2), (0, 3), True),
+        ([waits(1), waits(2), waits(1), waits(2)], set(), (1, 2), (0, 3), True),  # a circle
+        ([waits(1), waits(2), waits(3), COMPUTES], {2}, (2,), (0, 1), True),
+        ([OUTSIDE, waits(0), waits(1), OUTSIDE], set(), (0,), (1, 2), False),  # saves a checkpoint
+        ([OUTSIDE, waits(0), waits(1), COMPUTES], set(), (3,), (), True),  # one saves, another is stuck
+        ([OUTSIDE, waits(0)], {0}, (0,), (1,), True),  # was outside when it was last heard of
+        ([OUTSIDE, OUTSIDE], set(), (0, 1), (), False),
+    ],
+)
+def test_diagnosis(
+    situations: list[Situation], silent: set[int], culprits: tuple[int], waiting: tuple[int], in_iteration: bool
+) -> None:
+    found = diagnose(situations, silent)
+    assert (found.culprits, found.waiting, found.in_iteration) == (culprits, waiting, in_iteration)
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    assert list_ranks([3]) == "rank 3"
+    assert list_ranks(range(64)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
+    text = str(diagnose([OUTSIDE] * 64, set()))
+    assert text.endswith("and 56 more ranks")
+
+
+def test_situation_in_a_program() -> None:
+    """Whom a wait waits for and what is finished, from the program alone; and the same once it was told to another rank."""
+    schedule = families.plan("zb-h1", 2, 3)
+    program = lower(schedule, uniform(schedule.placement))[1]
+    index = max(index for index, one in enumerate(program) if isinstance(one, Wait))
+    needed = next(one for one in program[index:] if isinstance(one, Compute)).work
+    before = [str(one.work) for one in program[:index] if isinstance(one, Compute)]
+    here = Situation.in_program(program, program[index], index + 1, (7, index), to_world=lambda rank: 10 + rank)
+    assert here.place == f"Wait {program[index][0]}, for {needed}"
+    assert isinstance(needed, Pass)
+    assert (here.waits_for, here.finished) == (10, tuple(before[-4:]))
+    assert Situation.from_text(here.to_text()) == here
+    done = Situation.in_program(program, program[-1], len(program) + 1, (7, 0), to_world=int)
+    assert done.finished[-1] == str(schedule.passes[1][-1])
+
+
+def test_what_is_seen_of_others_does_not_age_while_this_process_sleeps() -> None:
+    view = View(2, longest_gap=1.0)
+
+    def look(now: float, beats: tuple[int, int], progress: int) -> None:
+        others = Situation("Compute", (progress,))
+        view.look([f"{beat}|{others.to_text()}" for beat in beats], 0, Situation("Compute", (0,)), now)
+
+    look(0.0, (1, 1), 0)
+    look(0.5, (2, 2), 1)
+    assert (view.silent(0.5), view.still) == (set(), 0.0)
+    look(1.0, (3, 2), 1)
+    assert (view.silent(0.5), view.still) == ({1}, 0.5)
+    look(500.0, (4, 2), 1)  # this process was suspended
+    assert (view.silent(1.5), view.silent(2.0), view.still) == ({1}, set(), 1.5)

@@ -40,6 +40,8 @@ def test_derived_values() -> None:
     assert args.max_position_embeddings == 32
     assert args.lr_decay_iters == 10
     assert args.split == "969,30,1"
+    assert args.pipeline_timeout == 300
+    assert checked("--distributed-timeout-minutes 2").pipeline_timeout == 60
     assert checked("--swiglu").ffn_hidden_size == 128
     assert checked("--num-virtual-stages-per-pipeline-rank 1").virtual_pipeline_model_parallel_size is None
 
@@ -122,6 +124,7 @@ def test_bad_flags(flags_given: str, message: str) -> None:
         ("--save-interval 5", 4, "--save-interval 5 needs --save DIR"),
         ("--distributed-backend nccl", 4, "needs a CUDA device"),
         ("--context-parallel-size 2", 4, "needs --transformer-impl transformer_engine"),
+        ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
         ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
     ],
 )

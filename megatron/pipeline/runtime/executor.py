@@ -53,7 +53,7 @@ class Executor:
         around: Callable[[Pass], AbstractContextManager[None]],
         keep_graphs: bool = True,
     ) -> None:
-        self._program = program
+        self.program = program
         self._placement = placement
         self._rank = rank
         self._stages = stages
@@ -69,7 +69,7 @@ class Executor:
         self.begun = 0  # operations, so that two that look alike can be told apart
 
     def run(self) -> None:
-        for operation in self._program:
+        for operation in self.program:
             self.position = operation
             self.begun += 1
             match operation:
@@ -83,7 +83,10 @@ class Executor:
                     with self._around(work), self._recorder.measure(work):
                         self._compute(work)
                     self._links.sweep()
-        self._links.drain()
+        for sending in self._links.unsent():
+            self.position = sending
+            self.begun += 1
+            self._links.finish(sending.message)
         self.position = None
 
     def _compute(self, work: Pass) -> None:

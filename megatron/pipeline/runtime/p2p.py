@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from megatron.pipeline.schedule.program import Flow, Message
+from megatron.pipeline.schedule.program import Flow, Message, Send
 
 Tensors = list[torch.Tensor | None]
 Shape = Sequence[int]
@@ -106,11 +106,9 @@ class Links:
                     queue.popleft().finish()
                 queue.popleft().finish()
 
-    def drain(self) -> None:
-        """Wait for every send. Called once, at the end of the iteration."""
-        for queue in self._sends.values():
-            while queue:
-                queue.popleft().finish()
+    def unsent(self) -> list[Send]:
+        """Every send that may not be over, in the order to ``finish`` them at the end of the iteration."""
+        return [Send(sending.message, peer) for (peer, _), queue in self._sends.items() for sending in queue]
 
     def _is_next(self, peer: int) -> bool:
         """megatron-core's communicator knows the neighbours of a ring only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
+from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
@@ -133,17 +135,16 @@ class Pipeline:
         return forward_backward.run(plan, recorder, started, **kwargs)
 
     @property
-    def position(self) -> str:
-        """What this rank is doing now, for whoever reports a failure."""
-        operation = self._executor.position if self._executor else None
-        if operation is None:
-            return "outside the pipeline"
-        return f"{type(operation).__name__} {operation[0]}"
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """A value that changes whenever this rank begins an iteration or an operation of one."""
-        return self._iterations, self._executor.begun if self._executor else 0
+    def situation(self) -> Situation:
+        """Where this rank is, for whoever reports a failure."""
+        executor = self._executor
+        position = executor.position if executor else None
+        progress = self._iterations, executor.begun if executor else 0
+        if executor is None or position is None:
+            return Situation("the steps around the pipeline", progress)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        to_world = partial(torch.distributed.get_global_rank, group)
+        return Situation.in_program(executor.program, position, executor.begun, progress, to_world)
 
     def report(self) -> Report | None:
         """Gather what the last training iteration did; a collective over the pipeline group.

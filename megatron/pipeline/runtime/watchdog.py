@@ -1,8 +1,9 @@
-"""One failed rank ends all of them, soon, with a message on every rank that names it and the pass it was in.
+"""A failed, lost or stuck rank ends all of them, soon, with a message on every rank that names it and the pass it was in.
 
-Each rank's watchdog thread tells a shared store where its rank is, twice a second, and looks there for bad news: a rank
-that reported an exception, or one that has fallen silent because its process is gone. It then prints the news and ends
-its own process, which is likely blocked in a collective that nobody will complete.
+Each rank says where it is and hears where the others are (``board.py``), twice a second. Its watchdog judges what it heard
+(``situation.py``): a rank reported an exception, has fallen silent, or holds up a pipeline in which nothing moves any more.
+It then prints the news and where its own rank is, and ends the process, which is likely blocked in a wait for somebody who
+will not come.
 """
 
 from __future__ import annotations
@@ -13,58 +14,52 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from types import TracebackType
 
 import torch
 
+from megatron.pipeline.runtime.board import Board
+from megatron.pipeline.runtime.situation import Situation, View, diagnose
+
 _INTERVAL = 0.5  # seconds between two looks
-_FAILED = "failed"
+_RANKS_PER_INTERVAL = 64  # larger worlds look less often: what the store sends grows with the square of the ranks
+_SILENT_LOOKS = 4  # looks without a word after which a rank that is under suspicion counts as silent
 
 
 class Watchdog:
     """A context around training. Entering and leaving it without error is collective.
 
     Args:
-        where: says what this rank is doing, such as ``"Compute B3.0 of iteration 12"``; called from another thread.
-        silence_seconds: a rank that has not reported for so long counts as dead.
-        stuck_seconds: a rank that has not moved for so long counts as stuck; None to leave that to the communication
-            backend's own timeout.
-        progress: a value that changes whenever this rank moves; ``where`` if not given.
+        situation: says where this rank is; called from other threads.
+        pipeline_timeout: seconds that an iteration may go without a pass on any rank.
+        stuck_seconds: the same where ranks are outside their iteration, as at the start, in a save, and under stock schedules.
+        silence_seconds: a rank that has said nothing for so long is lost.
     """
 
     def __init__(
         self,
-        where: Callable[[], str],
+        situation: Callable[[], Situation],
+        pipeline_timeout: float = 300.0,
+        stuck_seconds: float = 600.0,
         silence_seconds: float = 20.0,
-        stuck_seconds: float | None = None,
-        progress: Callable[[], object] | None = None,
     ) -> None:
-        self._where = where
-        self._progress = progress or where
-        self._moved: tuple[object, float] = (None, 0.0)  # the last progress, and when it changed
-        self._silence = silence_seconds
+        world = torch.distributed.get_world_size()
+        self._situation = situation
+        self._interval = _INTERVAL * max(1.0, world / _RANKS_PER_INTERVAL)
+        self._pipeline_timeout = pipeline_timeout
         self._stuck = stuck_seconds
+        self._silence = max(silence_seconds, 2 * _SILENT_LOOKS * self._interval)
         self._rank = torch.distributed.get_rank()
-        self._world = torch.distributed.get_world_size()
+        self._view = View(world, longest_gap=2 * self._interval)
         self._ended = threading.Event()
-        self._seen: dict[int, tuple[str, float]] = {}  # what each rank last said, and when that changed
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        # A connection of its own: the process group's may be blocked by the main thread.
-        server = torch.distributed.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=self._silence),
-        )
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = torch.distributed.PrefixStore(f"megatron-pipeline-watchdog/{restart}", server)
-        self._report()
+        self._board = Board(lambda: self._situation().to_text(), self._interval, timeout=self._silence)
         torch.distributed.barrier()
+        self._board.open()
         self._thread.start()
         return self
 
@@ -77,69 +72,73 @@ class Watchdog:
             # The launcher of a dead rank now ends the others: they have something to say first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self._end(self._cause(error))
+        self._board.close()
 
     def _watch(self) -> None:
-        try:
-            while not self._ended.wait(_INTERVAL):
-                self._report()
-                news = self._news(self._silence) or self._stuck_here()
-                if news:
-                    self._end(news)
-        except Exception as error:  # the store is gone, and with it the rank or agent that kept it
-            if not self._ended.is_set():
-                self._end(f"the rank or launcher that keeps the rendezvous store is gone ({error})")
+        while not self._ended.wait(self._interval):
+            news = self._judge(self._silence)
+            if news:
+                self._end(news)
 
-    def _report(self) -> None:
-        self._store.set(str(self._rank), f"{time.monotonic()}|{self._where()}")
+    def _judge(self, silence: float) -> str | None:
+        """What has gone wrong, if anything. Ranks that have said nothing for ``silence`` seconds are lost."""
+        board, view = self._board, self._view
+        if board.news:
+            return board.news
+        if board.lost:
+            return f"the rank or launcher that keeps the rendezvous store is gone ({board.lost})"
+        mine = self._situation()
+        view.look(board.heard, self._rank, mine, time.monotonic())
+        lost = self._silent(silence)
+        if lost:
+            return str(diagnose(view.situations, lost))
+        suspicious = _SILENT_LOOKS * self._interval
+        if board.keeper is None and self._rank in view.silent(suspicious):
+            # The launcher may have been stopped on purpose: nothing is lost as long as this rank moves.
+            found, passes = "the launcher, which keeps the rendezvous store, is silent", mine.in_iteration
+        else:
+            diagnosis = diagnose(view.situations, self._silent(suspicious))
+            found, passes = str(diagnosis), diagnosis.in_iteration
+        limit = self._pipeline_timeout if passes else self._stuck
+        return f"{found}. No pass has finished for {view.still:.0f} s" if view.still >= limit else None
 
-    def _news(self, silence: float) -> str | None:
-        """What has gone wrong elsewhere, if anything."""
-        if self._store.check([_FAILED]):
-            return self._store.get(_FAILED).decode()
-        now = time.monotonic()
-        others = [rank for rank in range(self._world) if rank != self._rank]
-        for rank, said in zip(others, self._store.multi_get([str(rank) for rank in others]), strict=True):
-            text = said.decode()
-            if rank not in self._seen or self._seen[rank][0] != text:
-                self._seen[rank] = text, now
-            elif now - self._seen[rank][1] > silence:
-                return f"rank {rank} died: it has been silent for {silence:.0f} s, and was last in {text.split('|', 1)[1]}"
-        return None
-
-    def _stuck_here(self) -> str | None:
-        progress, now = self._progress(), time.monotonic()
-        last, since = self._moved
-        if progress != last:
-            self._moved = progress, now
-        elif self._stuck is not None and now - since > self._stuck:
-            said = self._store.multi_get([str(rank) for rank in range(self._world)])
-            everyone = "; ".join(f"rank {rank} in {text.decode().split('|', 1)[1]}" for rank, text in enumerate(said))
-            return f"nothing has moved on rank {self._rank} for {now - since:.0f} s. The ranks are stuck: {everyone}"
-        return None
+    def _silent(self, seconds: float) -> set[int]:
+        """Ranks that have said nothing for so long. A store that answers nobody, not even this rank, accuses its keeper alone."""
+        silent = self._view.silent(seconds)
+        if self._rank not in silent:
+            return silent
+        return set() if self._board.keeper is None else {self._board.keeper}
 
     def _cause(self, error: BaseException) -> str:
-        """Who is to blame for an exception on this rank: itself, unless another rank failed or died just before."""
-        mine = f"rank {self._rank} failed in {self._where()}: {type(error).__name__}: {error}"
+        """Who is to blame for an exception on this rank: itself, unless another rank failed or was lost just before."""
+        mine = f"rank {self._rank} failed in {self._situation().place}: {type(error).__name__}: {error}"
         lost_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
-        patience = 4.0 if lost_peer else 0.0
-        try:
-            deadline = time.monotonic() + patience
-            while time.monotonic() < deadline:
-                self._report()
-                news = self._news(silence=4 * _INTERVAL)
-                if news:
-                    return news
-                time.sleep(_INTERVAL / 2)
-            return self._store.compare_set(_FAILED, "", mine).decode()
-        except Exception:
-            return mine
+        deadline = time.monotonic() + 2 * _SILENT_LOOKS * self._interval * lost_peer
+        while time.monotonic() < deadline:
+            news = self._judge(_SILENT_LOOKS * self._interval)
+            if news:
+                return news
+            time.sleep(self._interval / 2)
+        return mine
 
     def _end(self, news: str) -> None:
-        with suppress(Exception):  # nobody may be left to tell
-            news = self._store.compare_set(_FAILED, "", news).decode() or news
-        print(f"rank {self._rank} ends because {news}", file=sys.stderr, flush=True)
+        news = self._board.announce(news)
+        self._board.close()  # the rank that keeps the store may be gone before the next exchange
+        mine = self._situation()
+        at = "" if mine.waits_for is not None else _line_of_main_thread()
+        # One write, newline included: ranks share a stream.
+        sys.stderr.write(f"rank {self._rank} ends because {news}\n    rank {self._rank} was in {mine}{at}\n")
+        sys.stderr.flush()
         # A launcher kills all ranks when the first one ends: let the others read the news before.
-        time.sleep(3 * _INTERVAL)
+        time.sleep(3 * self._interval)
         for child in multiprocessing.active_children():  # megatron-core's checkpoint writer keeps one
             child.kill()
         os._exit(1)
+
+
+def _line_of_main_thread() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ""
+    innermost = traceback.extract_stack(frame, limit=1)[-1]
+    return f" (at {innermost.filename}:{innermost.lineno} in {innermost.name})"

@@ -54,6 +54,10 @@ def _minutes(text: str) -> float:
     return float(_number(text, float, "a number of minutes above 0, of at most a year", 0, 366 * 24 * 60, open_end=True))
 
 
+def _pass_seconds(text: str) -> float:
+    return float(_number(text, float, "a number of seconds of at least 5", 5))
+
+
 def _probability(text: str) -> float:
     return float(_number(text, float, "a number from 0 to 1", 0, 1))
 
@@ -69,6 +73,8 @@ def _schedule(group: argparse._ArgumentGroup) -> None:
     )
     add("--pipeline-memory-limit", metavar="X", help="activation memory per rank; 1.0 is 1F1B's peak; or bytes: 12GiB")
     add("--pipeline-costs", metavar="FILE", help="JSON file with the seconds and bytes of every pass, to plan with")
+    add("--pipeline-timeout", type=_pass_seconds, metavar="SECONDS",
+        help="end all ranks when no pass ends for so long; 300, or half the distributed timeout if less")  # fmt: skip
     add("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
     add("--metrics", metavar="FILE", help="append one JSON object per iteration here")
 

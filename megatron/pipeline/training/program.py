@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.timers import Timers
 
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
@@ -73,17 +75,18 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
     """Build, load and train, on every rank of a world that exists.
 
     Args:
-        guard: the context to train in; it is told how to find out where this rank is.
+        guard: the context to train in; it is told how to find out where this rank is, and how long it may be there.
     """
     training: Training | None = None
 
-    def where() -> str:
-        return f"{pipeline.position} of iteration {training.iteration + 1}" if training else "the start-up"
+    def situation() -> Situation:
+        if training is None:
+            return Situation("the start-up")
+        here, iteration = pipeline.situation, training.iteration
+        # What goes on belongs to the next iteration, or to an evaluation or a checkpoint after this one.
+        return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
 
-    def progress() -> object:
-        return pipeline.progress, training and training.iteration
-
-    guarded = guard(where, stuck_seconds=60 * args.distributed_timeout_minutes, progress=progress)
+    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=60 * args.distributed_timeout_minutes)
     with _megatron_state(args), guarded:
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None

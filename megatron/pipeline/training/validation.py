@@ -32,6 +32,7 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_recompute(args)
     _check_data(args)
     _check_checkpoints(args)
+    _check_timeouts(args)
     _check_outputs(args)
 
 
@@ -253,6 +254,18 @@ def _check_split(split: str) -> None:
     if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] <= 0:
         raise ValueError(
             f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}"
+        )
+
+
+def _check_timeouts(args: Namespace) -> None:
+    """The hang report must come before the communication backend gives up without one."""
+    backend = 60 * args.distributed_timeout_minutes
+    if args.pipeline_timeout is None:
+        args.pipeline_timeout = min(300.0, backend / 2)
+    if args.pipeline_timeout >= backend:
+        raise ValueError(
+            f"--pipeline-timeout {args.pipeline_timeout:g} seconds must be less than --distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes:g} = {backend:g} seconds, when the backend gives up: lower it or raise the other"
         )
 
 

@@ -1,0 +1,92 @@
+"""What the ranks tell each other through the rendezvous store: where each one is, and the first bad news."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+
+_NEWS = "news"
+_PATIENCE = 2.0  # seconds for the store to take bad news; one that has stopped never answers
+
+
+class Board:
+    """Reads and writes on a thread of its own, because a store whose process is stopped does not answer and never will.
+
+    Args:
+        mine: what this rank says; called from that thread.
+        interval: seconds between two exchanges.
+        timeout: seconds to wait for the store, where it can be told to wait.
+
+    Attributes:
+        heard: what every rank said last, by rank. What a rank says changes with every exchange.
+        news: what went wrong first, as the ranks agreed; None while all is well.
+        lost: why the store is gone; None while it is there.
+    """
+
+    def __init__(self, mine: Callable[[], str], interval: float, timeout: float) -> None:
+        self.heard: list[str] = []
+        self.news: str | None = None
+        self.lost: Exception | None = None
+        self._mine = mine
+        self._interval = interval
+        self._rank = torch.distributed.get_rank()
+        self._keys = [str(rank) for rank in range(torch.distributed.get_world_size())]
+        self._exchanges = 0
+        self._closed = threading.Event()
+        # A connection of its own: the process group's may be blocked by the main thread.
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        server = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = torch.distributed.PrefixStore(f"megatron-pipeline-board/{restart}", server)
+        self._say()
+
+    @property
+    def keeper(self) -> int | None:
+        """The rank whose process keeps the store; None if the launcher does, as torchrun's."""
+        return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+    def open(self) -> None:
+        """Start exchanging. Every rank has made its board by now."""
+        self._exchange()
+        threading.Thread(target=self._run, name="board", daemon=True).start()
+
+    def close(self) -> None:
+        """Exchange no more. An exchange that is under way may still fail, which nobody will hear."""
+        self._closed.set()
+
+    def announce(self, news: str) -> str:
+        """Tell all ranks what went wrong, unless another rank was first; returns what the ranks will read."""
+
+        def write() -> None:
+            with suppress(Exception):  # the store is gone: nobody is left to tell
+                self.news = self._store.compare_set(_NEWS, "", news).decode()
+
+        writer = threading.Thread(target=write, name="news", daemon=True)
+        writer.start()
+        writer.join(_PATIENCE)
+        return self.news or news
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._interval):
+            try:
+                self._exchange()
+            except torch.distributed.DistStoreError:  # it was asked in vain; whoever needs the answer will notice
+                continue
+            except Exception as error:
+                self.lost = error
+                return
+
+    def _exchange(self) -> None:
+        self._say()
+        if self._store.check([_NEWS]):
+            self.news = self._store.get(_NEWS).decode()
+        self.heard = [text.decode() for text in self._store.multi_get(self._keys)]
+
+    def _say(self) -> None:
+        self._exchanges += 1
+        self._store.set(str(self._rank), f"{self._exchanges}|{self._mine()}")

@@ -1,0 +1,204 @@
+"""Where every rank is, and who holds the others up: the facts and the judgement of hang reports, without threads or stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from megatron.pipeline.schedule.program import Compute, Operation, Program, Receive, Send, Wait
+
+_FINISHED = 4  # passes that a report shows
+_NAMED = 8  # ranks that a report lists
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where one rank is. Ranks are those of the world.
+
+    Attributes:
+        place: what the rank does, such as ``"Wait gradient of microbatch 1 from stage 3, for B1.0"``.
+        progress: changes whenever the rank moves.
+        in_iteration: it has begun the operations of its program and not yet ended them.
+        waits_for: the rank that must send or receive a message before this one can go on; None if no message is missing.
+        finished: the last few passes of this iteration, oldest first.
+        process: which one it is, for whoever wants to look at it.
+    """
+
+    place: str
+    progress: tuple[int, ...] = ()
+    in_iteration: bool = False
+    waits_for: int | None = None
+    finished: tuple[str, ...] = ()
+    process: str = field(default_factory=_this_process)
+
+    @classmethod
+    def in_program(
+        cls, program: Program, position: Operation, begun: int, progress: tuple[int, ...], to_world: Callable[[int], int]
+    ) -> Situation:
+        """Of a rank that runs a program.
+
+        Args:
+            position: the operation it runs.
+            begun: operations that it has begun; more than the program has once it only waits for the last sends.
+            to_world: from a pipeline rank to a rank of the world.
+        """
+        place, peer = f"{type(position).__name__} {position[0]}", None
+        if isinstance(position, Wait):
+            peer = next(one.peer for one in program if isinstance(one, Receive) and one.message == position.message)
+            needed = next((one.work for one in program[begun:] if isinstance(one, Compute)), None)
+            place = f"{place}, for {needed}" if needed else place
+        elif isinstance(position, Send):  # does not block, unless sends before it do
+            peer = position.peer
+        done = [str(one.work) for one in program[: begun - 1] if isinstance(one, Compute)]
+        waits_for = None if peer is None else to_world(peer)
+        return cls(place, progress, in_iteration=True, waits_for=waits_for, finished=tuple(done[-_FINISHED:]))
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Situation:
+        values = json.loads(text)
+        return cls(**values | {"progress": tuple(values["progress"]), "finished": tuple(values["finished"])})
+
+    def __str__(self) -> str:
+        waiting = "" if self.waits_for is None else f", waiting for rank {self.waits_for}"
+        finished = f"; last finished: {' '.join(self.finished)}" if self.finished else ""
+        return f"{self.place}{waiting}{finished}"
+
+
+class View:
+    """What one rank has seen of the others, and when.
+
+    Its clock stands still while its own process does, so that a machine that sleeps, or a job that is suspended as a
+    whole, accuses nobody when it goes on.
+    """
+
+    def __init__(self, world: int, longest_gap: float) -> None:
+        self._longest_gap = longest_gap
+        self._looked: float | None = None
+        self._clock = 0.0
+        self._said: list[str] = [""] * world
+        self._said_at = [0.0] * world
+        self._moved_at = 0.0
+        self.situations: list[Situation] = []
+
+    def look(self, heard: Sequence[str], rank: int, mine: Situation, now: float) -> None:
+        """Take note of what every rank said last, at a time of the clock.
+
+        Args:
+            heard: a count that grows, ``|``, and a situation's ``to_text``, of every rank.
+            rank, mine: of this rank's own situation the latest is at hand.
+            now: seconds.
+        """
+        if self._looked is not None:
+            self._clock += min(now - self._looked, self._longest_gap)
+        self._looked = now
+        for other, text in enumerate(heard):
+            if text != self._said[other]:
+                self._said[other], self._said_at[other] = text, self._clock
+        before = [situation.progress for situation in self.situations]
+        self.situations = [Situation.from_text(text.partition("|")[2]) for text in heard]
+        self.situations[rank] = mine
+        if before != [situation.progress for situation in self.situations]:
+            self._moved_at = self._clock
+
+    def silent(self, seconds: float) -> set[int]:
+        """Ranks that have said nothing for so long."""
+        return {rank for rank, at in enumerate(self._said_at) if self._clock - at >= seconds}
+
+    @property
+    def still(self) -> float:
+        """Seconds since any rank moved."""
+        return self._clock - self._moved_at
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Who holds the others up.
+
+    Attributes:
+        culprits: the likely ones; several where the facts do not tell them apart.
+        waiting: ranks that wait for a culprit, directly or through others.
+        in_iteration: whether a culprit is in an iteration, where no pass may take long. Elsewhere are the start, the
+            optimizer's step and checkpoints.
+    """
+
+    culprits: tuple[int, ...]
+    waiting: tuple[int, ...]
+    in_iteration: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagnosis:
+    """Name the ranks that others wait for, directly or through a chain, and that wait for no message themselves.
+
+    A silent rank comes first, for what it last said may be out of date; then one in a pass; then ranks that wait for each
+    other; and last one outside its iteration, as most ranks are now and then.
+    """
+    ranks = range(len(situations))
+    chains = {rank: list(_chain(situations, silent, rank)) for rank in ranks}
+    ends = {chain[-1] for chain in chains.values()}
+    blocked = {rank for rank in ranks if rank not in silent and situations[rank].waits_for is not None}
+    candidates = next(
+        found
+        for found in (
+            set(silent),
+            {rank for rank in ends - blocked if situations[rank].in_iteration},
+            ends & blocked,  # where a chain ends in a rank that waits, it has come back to it
+            ends,
+        )
+        if found
+    )
+    waiting = {rank: {other for other in ranks if rank in chains[other][1:] and other != rank} for rank in candidates}
+    most = max(len(others) for others in waiting.values())
+    culprits = tuple(sorted(rank for rank in candidates if len(waiting[rank]) == most))
+    held_up = tuple(sorted(set().union(*(waiting[rank] for rank in culprits)) - set(culprits)))
+    words = " and ".join(_accuse(situations[rank], rank, rank in silent, rank in blocked) for rank in culprits[:_NAMED])
+    if len(culprits) > _NAMED:
+        words += f" and {len(culprits) - _NAMED} more ranks"
+    if held_up:
+        verb = "waits" if len(held_up) == 1 else "wait"
+        words += f"; {list_ranks(held_up)} {verb} for {'it' if len(culprits) == 1 else 'them'}"
+    # A silent rank may have begun its iteration since: that others wait for its messages is the better sign.
+    signs = (*culprits, *held_up) if silent else culprits
+    return Diagnosis(culprits, held_up, any(situations[rank].in_iteration for rank in signs), words)
+
+
+def _chain(situations: Sequence[Situation], silent: Collection[int], rank: int) -> Iterator[int]:
+    """A rank, the one it waits for, the one that that one waits for, ... up to one that does not wait, or a repetition."""
+    seen: set[int] = set()
+    following: int | None = rank
+    while following is not None:
+        yield following
+        if following in seen:
+            return
+        seen.add(following)
+        following = None if following in silent else situations[following].waits_for
+
+
+def _accuse(situation: Situation, rank: int, silent: bool, blocked: bool) -> str:
+    who = f"rank {rank} ({situation.process})"
+    if silent:
+        return f"{who} is silent: killed, stopped or cut off. It was last in {situation.place}"
+    if blocked:
+        return f"{who} waits in a circle, in {situation.place}"
+    return f"{who} is slow or stuck in {situation.place}"
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1, 3``, or for many ``ranks 0, 1, ..., 7 and 56 more``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"
