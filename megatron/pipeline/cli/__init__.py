@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 
 from megatron.pipeline.cli import compare, draw, export, plan, simulate
 from megatron.pipeline.cli.arguments import Parser, complain
@@ -46,6 +47,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return 0
 
 
+@cache  # to describe all flags takes longer than most commands do, and one process may run many of them
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     commands = parser.add_subparsers(metavar="plan|simulate|verify|draw|compare|export", required=True, parser_class=Parser)
