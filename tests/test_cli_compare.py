@@ -192,7 +192,7 @@ def test_a_recorded_timeline_becomes_a_trace(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_bad_exports(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "must end in .trace.json, .json, .csv" in refusal(capsys, f"export {planned} -o x.yaml")
+    assert "must end in .trace.json, .json or .csv" in refusal(capsys, f"export {planned} -o x.yaml")
     table = tmp_path / "bad.csv"
     table.write_text("0F0,0B0\n1F0,what\n")
     line = refusal(capsys, f"verify {table}")

@@ -23,7 +23,7 @@ from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, plain_table, wrote
+from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, plain_table, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts
@@ -61,9 +61,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    suffix = Path(options.output).suffix if options.output else None
-    if suffix is not None and suffix not in _SUFFIXES:
-        raise ValueError(f"cannot write {options.output}: the file name must end in {' or '.join(_SUFFIXES)}")
+    suffix = check_suffix(options.output, _SUFFIXES)
     if AUTO in (options.schedules or []):
         raise ValueError(
             f"{AUTO} is the best of all schedules: leave --schedules out to compare all, or take mpipe plan --schedule {AUTO}"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
 from megatron.pipeline.cli.case import Case, read_timeline
-from megatron.pipeline.cli.summary import drawing, wrote
+from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
 from megatron.pipeline.schedule.simulate import activation_profile
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view import Entry, draw, write_page
@@ -26,9 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    suffix = Path(options.output).suffix if options.output else None
-    if suffix is not None and suffix not in _SUFFIXES:
-        raise ValueError(f"cannot draw {options.output}: the file name must end in {', '.join(_SUFFIXES)}")
+    suffix = check_suffix(options.output, _SUFFIXES)
     if options.memory and not options.output:
         raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
     timelines: dict[str, Timeline] = {}

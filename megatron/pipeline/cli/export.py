@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
 from megatron.pipeline.cli.case import read_case, read_timeline
-from megatron.pipeline.cli.summary import wrote
+from megatron.pipeline.cli.summary import check_suffix, wrote
 
 _SUFFIXES = (".trace.json", ".json", ".csv")
 
@@ -30,9 +30,8 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    check_suffix(options.output, _SUFFIXES)
     path = Path(options.output)
-    if not path.name.endswith(_SUFFIXES):
-        raise ValueError(f"cannot export to {path}: the file name must end in {', '.join(_SUFFIXES)}")
     if path.name.endswith(".trace.json"):
         from megatron.pipeline.view.chrome_trace import to_trace
 

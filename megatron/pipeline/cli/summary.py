@@ -111,6 +111,18 @@ def check_output(options: argparse.Namespace) -> None:
         )
 
 
+def check_suffix(path: str | None, suffixes: Sequence[str]) -> str | None:
+    """The suffix of a file to write, if there is one to write.
+
+    Raises:
+        ValueError: it is not one of those.
+    """
+    suffix = None if path is None else Path(path).suffix
+    if suffix is not None and suffix not in suffixes:
+        raise ValueError(f"cannot write {path}: the file name must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+    return suffix
+
+
 def wrote(path: str) -> None:
     """Say that a file is there now."""
     print(f"wrote {path}")
