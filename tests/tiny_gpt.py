@@ -16,6 +16,7 @@ def train(
     *,
     pp: int = 1,
     tp: int = 1,
+    cp: int = 1,
     microbatches: int = 4,
     iterations: int = 20,
     flags: tuple[str, ...] = (),
@@ -27,7 +28,7 @@ def train(
         flags: of ``pretrain_gpt.py``, added to a tiny model's.
         inspect: called with (pipeline, chunks) after the last iteration; its result is returned instead.
     """
-    run = Run(schedule, pp=pp, tp=tp, microbatches=microbatches, flags=flags)
+    run = Run(schedule, pp=pp, tp=tp, cp=cp, microbatches=microbatches, flags=flags)
     steps = [run.step(iteration) for iteration in range(iterations)]
     return inspect(run.pipeline, run.chunks) if inspect else steps
 
@@ -35,23 +36,21 @@ def train(
 class Run:
     """A model, its optimizer and its pipeline, ready to step."""
 
-    def __init__(self, schedule: str, *, pp: int, tp: int = 1, microbatches: int = 4, flags: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, schedule: str, *, pp: int, tp: int = 1, cp: int = 1, microbatches: int = 4, flags: tuple[str, ...] = ()
+    ) -> None:
         from megatron.pipeline import patches
 
         patches.install()
-        from megatron.core import parallel_state
-        from megatron.core.distributed import finalize_model_grads
-        from megatron.core.optimizer import get_megatron_optimizer
         from megatron.pipeline.patches import schedules
 
-        from megatron.pipeline.model.gpt import build_model
-        from megatron.pipeline.runtime.pipeline import Pipeline
         from megatron.pipeline.training.arguments import parse
-        from megatron.pipeline.training.config import optimizer_config, transformer_config
+        from megatron.pipeline.training.planning import plan_pipeline
+        from megatron.pipeline.training.state import build_training, initialize_model_parallel
         from megatron.pipeline.training.validation import validate
 
         world = torch.distributed.get_world_size()
-        dp = world // (pp * tp)
+        dp = world // (pp * tp * cp)
         args = parse(
             [
                 *"--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 --seed 7".split(),
@@ -59,27 +58,21 @@ class Run:
                 *"--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split(),
                 *f"--micro-batch-size 2 --global-batch-size {2 * microbatches * dp}".split(),
                 *f"--pipeline-model-parallel-size {pp} --tensor-model-parallel-size {tp}".split(),
+                *f"--context-parallel-size {cp}".split(),
                 *("--pipeline-schedule", schedule),
                 *flags,
             ]
         )
         validate(args, world)
         args.padded_vocab_size = 64
-        schedules.restore()
-        parallel_state.initialize_model_parallel(tp, pp)
         self.args = args
         self.microbatches = microbatches
-        self.config = transformer_config(args)
-        self.chunks = build_model(args, self.config)
-        self.pipeline = Pipeline(schedule, pp, measure=True)
+        self.pipeline = plan_pipeline(args, measure=True)
+        schedules.restore()
+        initialize_model_parallel(args, self.pipeline.placement)
+        training = build_training(args, self.pipeline.placement)
+        self.config, self.chunks, self.optimizer = training.config, training.chunks, training.optimizer
         self.pipeline.install()
-        self.optimizer = get_megatron_optimizer(optimizer_config(args), self.chunks)
-        self.config.grad_scale_func = self.optimizer.scale_loss
-        self.config.finalize_model_grads_func = finalize_model_grads
-        if args.overlap_grad_reduce:
-            self.config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
-            if len(self.chunks) == 1:
-                self.config.no_sync_func = self.config.no_sync_func[0]
 
     def step(self, iteration: int, forward_only: bool = False, **options: Any) -> Step:
         """One training (or evaluation) step on tokens that depend on the iteration and the data-parallel rank alone."""
@@ -125,11 +118,14 @@ class Run:
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """What Megatron-LM's pretrain_gpt.py does, on tokens without a mask."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
     tokens = next(data_iterator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     mask = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool, device=inputs.device).triu(1)
-    return model(inputs, positions, mask, labels=labels), partial(loss)
+    batch = get_batch_on_this_cp_rank({"tokens": inputs, "labels": labels, "position_ids": positions, "attention_mask": mask})
+    return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]), partial(loss)
 
 
 def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -74,9 +74,9 @@ def batches(flags: str, count: int) -> tuple[tuple[int, int, int], list[list[int
     from megatron.pipeline.training.data import Samples, get_batch
     from megatron.pipeline.training.state import build_training
 
-    args, tokenizer, _ = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
-    with program._megatron_state(args):
-        with Samples(args, tokenizer, build_training(args, None).chunks).microbatches(Split.train, 0) as data:
+    args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
+    with program._megatron_state(args, pipeline.placement):
+        with Samples(args, tokenizer, build_training(args, pipeline.placement).chunks).microbatches(Split.train, 0) as data:
             assert data is not None
             found = [get_batch(data[0]) for _ in range(count)]
         where = (

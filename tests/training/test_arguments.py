@@ -33,7 +33,7 @@ def test_flags_are_frozen() -> None:
 def test_derived_values() -> None:
     args = checked("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2")
     assert args.data_parallel_size == 2
-    assert args.virtual_pipeline_model_parallel_size == 2
+    assert args.chunks == 2
     assert args.global_batch_size == 4
     assert args.ffn_hidden_size == 256
     assert args.kv_channels == 16
@@ -43,7 +43,7 @@ def test_derived_values() -> None:
     assert args.pipeline_timeout == 300
     assert checked("--distributed-timeout-minutes 2").pipeline_timeout == 60
     assert checked("--swiglu").ffn_hidden_size == 128
-    assert checked("--num-virtual-stages-per-pipeline-rank 1").virtual_pipeline_model_parallel_size is None
+    assert checked("--num-virtual-stages-per-pipeline-rank 1").chunks == 1
 
 
 def test_ramp_up() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule import families
 from megatron.pipeline.training import program
 
@@ -14,8 +18,8 @@ MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
     "--tokenizer-type ByteLevelTokenizer --train-iters 6 --mock-data --pipeline-model-parallel-size 2 --global-batch-size 8"
 )
-RUN = ("1f1b", "zb-h1", "zb-h2", "zb-auto")
-OTHERS = [name for name in families.FAMILIES if name not in (*RUN, "seq-1f1b")]
+ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "zb-auto")
+SEVERAL_CHUNKS = ("interleaved", "gis", "gis-h", "1f1b-v", "zb-v", "v-half", "v-min", "v-auto", "dualpipe-v")
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
@@ -26,26 +30,73 @@ def refusal(flags: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", RUN)
-def test_what_runs_is_planned(name: str) -> None:
+@pytest.mark.parametrize("name", [*ONE_CHUNK, *SEVERAL_CHUNKS])
+def test_what_runs_is_planned_for_its_own_placement(name: str) -> None:
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule {name}".split(), world_size=2)
     schedule = pipeline.plan(4).schedule
-    assert (schedule.name, schedule.placement.stages, schedule.splits) == (name, ((0,), (1,)), 1)
+    assert (schedule.name, schedule.placement) == (name, families.placement(name, 2))
+    assert schedule.placement.chunks == (1 if name in ONE_CHUNK else 2)
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "chimera"])
+def test_what_holds_the_model_twice_is_refused(name: str) -> None:
+    message = refusal(f"--pipeline-schedule {name}")
+    assert f"--pipeline-schedule {name} " in message and "take dualpipe-v" in message
+
+
+def test_more_chunks_than_a_family_has_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"zb-h2 has 1 chunk\(s\) per rank, got 2"):
+        program.prepare(f"{MODEL} --pipeline-schedule zb-h2 {TWO_CHUNKS}".split(), world_size=2)
+
+
+def test_chunks_need_two_ranks() -> None:
+    flags = MODEL.replace("--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 1")
+    with pytest.raises(ValueError, match="needs at least 2 pipeline ranks"):
+        program.prepare(f"{flags} --pipeline-schedule interleaved".split(), world_size=1)
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"),
-    [("seq-1f1b", ""), *((name, chunks) for name in OTHERS for chunks in ("", TWO_CHUNKS))],
+    ("flags", "layers"),
+    [
+        ("--num-layers 7", [2, 2, 2, 1]),
+        ("--num-layers 10", [2, 3, 3, 2]),
+        ("--num-layers 10 --num-layers-in-first-pipeline-stage 1", [1, 3, 3, 3]),
+        ("--num-layers 9 --decoder-first-pipeline-num-layers 2 --num-layers-in-last-pipeline-stage 1", [2, 3, 3, 1]),
+        ("--num-layers 7 --account-for-embedding-in-pipeline-split", [1, 2, 2, 2]),
+        ("--num-layers 6 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [1, 2, 2, 1]),
+        ("--num-layers 5 --pipeline-model-parallel-layout Ett|t|tt|L", [2, 1, 2, 0]),
+    ],
 )
-def test_what_does_not_run_is_refused_whatever_the_model_is_cut_into(name: str, chunks: str) -> None:
-    message = refusal(f"--pipeline-schedule {name} {chunks}")
-    assert f"--pipeline-schedule {name} " in message
-    assert "training cannot run: take 1f1b, zb-h1, zb-h2, zb-auto with one chunk per rank, file:PATH" in message
-    assert ("2 slices" if name == "seq-1f1b" else "2 chunk(s) per rank") in message
+def test_layers_are_spread_over_the_stages_of_any_placement(flags: str, layers: list[int]) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v {flags}".split(), world_size=2)
+    stages = stage_layers(args, pipeline.placement)
+    assert [stage.count(LayerType.decoder) for stage in stages] == layers
+    assert stages[0][0] is LayerType.embedding and stages[-1][-1] is LayerType.loss
 
 
-def test_more_chunks_of_a_family_that_runs_with_one_are_refused() -> None:
-    assert "has 2 chunk(s) per rank" in refusal(f"--pipeline-schedule zb-auto {TWO_CHUNKS}")
+def test_ends_of_interleaved_stages_are_ranks() -> None:
+    flags = "--pipeline-schedule interleaved --num-layers 10 --num-layers-in-first-pipeline-stage 4"
+    args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=2)
+    assert [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)] == [2, 3, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--num-layers 3", "3 are left for 4 stages"),
+        ("--num-layers-in-first-pipeline-stage 8", "0 are left for 3 stages"),
+        ("--pipeline-model-parallel-layout Ett|tt|tttL", "3 stages, which 2 pipeline ranks cannot share"),
+        ("--pipeline-model-parallel-layout Ett|tttL", "zb-v has 2 chunk"),
+        ("--pipeline-model-parallel-layout Ett|tt|tt|tt", "must be loss"),
+        ("--pipeline-model-parallel-layout Ett|xx|tt|ttL", "Invalid layer character"),
+        (f"--pipeline-model-parallel-layout Ett|tt|tt|ttL {TWO_CHUNKS}", "each say how many chunks"),
+        ("--num-layers-in-first-pipeline-stage 2 --account-for-loss-in-pipeline-split", "give one kind"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+$") as refused:
+        program.prepare(f"{MODEL} --pipeline-schedule zb-v {flags}".split(), world_size=2)
+    assert reason in str(refused.value)
 
 
 def test_stock_takes_chunks() -> None:
@@ -53,20 +104,20 @@ def test_stock_takes_chunks() -> None:
     assert pipeline.placement.chunks == 2
 
 
-def test_auto_names_what_to_do() -> None:
-    message = refusal("--pipeline-schedule auto")
-    assert "training does not choose a schedule" in message and "mpipe compare --schedules 1f1b,zb-h1,zb-h2,zb-auto" in message
+def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1".split(), world_size=2)
+    assert main(["plan", "--schedule", "auto", "--pp", "2", "--microbatches", "4", "--memory-limit", "2", "--json"]) == 0
+    chosen = json.loads(capsys.readouterr().out)
+    assert pipeline.name == chosen["schedule"].split()[0]
 
 
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
         ("zb-h1", None),
-        ("v-half", "has 2 chunk(s) per rank"),
-        ("interleaved", "has 2 chunk(s) per rank"),
-        ("seq-1f1b", "cuts every microbatch into 2 slices"),
-        ("zb-h1 --recompute 0", "runs a forward again, as R0.0"),
-        ("chimera", "has 2 chunk(s) per rank"),
+        ("v-half", None),
+        ("zb-h1 --recompute 0", None),
+        ("chimera", "holds the model 2 times"),
     ],
 )
 def test_a_file_is_held_to_the_same(tmp_path: Path, plan: str, reason: str | None) -> None:
@@ -75,7 +126,8 @@ def test_a_file_is_held_to_the_same(tmp_path: Path, plan: str, reason: str | Non
     if reason is None:
         program.prepare(f"{MODEL} --pipeline-schedule file:{path}".split(), world_size=2)
     else:
-        assert reason in refusal(f"--pipeline-schedule file:{path}")
+        with pytest.raises(ValueError, match=re.escape(reason)):
+            program.prepare(f"{MODEL} --pipeline-schedule file:{path}".split(), world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -8,70 +8,106 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 
 from megatron.pipeline.model import random
-from megatron.pipeline.model.layer_spec import block_spec
+from megatron.pipeline.model.finalize import Ends
+from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
 
 
-def build_model(args: Namespace, config: TransformerConfig) -> list[DistributedDataParallel]:
+def build_model(args: Namespace, config: TransformerConfig, placement: Placement) -> list[DistributedDataParallel]:
     """Build this rank's chunks, in the order of their ``vp_stage``, each wrapped in megatron-core's DDP.
+
+    Sets ``config.finalize_model_grads_func``: how gradients are finalised depends on where the ends of the model are.
 
     Args:
         args: flags by Megatron-LM's names (see ``training/arguments.py``); the ones that TransformerConfig does not hold
             are read from here. With ``pipeline_schedule == "stock"`` nothing is split: upstream's backward runs as it is.
-        config: the transformer's configuration.
+        config: the transformer's configuration; its ``pipeline_model_parallel_layout`` is for the same placement.
+        placement: which rank and chunk holds which stage.
 
-    Process groups must be initialised.
+    Process groups must be initialised; this is collective.
     """
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
-    virtual = config.virtual_pipeline_model_parallel_size
-    stages: list[int | None] = [None] if virtual is None else list(range(virtual))
-    chunks = [_chunk(args, config, vp_stage) for vp_stage in stages]
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
+    models = [_model(args, config, stage) for stage in stages]
 
     split = args.pipeline_schedule != "stock"
     if split:
-        fused = [name for chunk in chunks for name in split_weights(chunk)]
+        fused = [name for model in models for name in split_weights(model, args.recompute_fused_backward)]
         if fused:
             logger.info("backward is not split, runs fused in B: %s", "; ".join(fused))
 
-    for chunk in chunks:
-        chunk.to(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+    for model in models:
+        model.to(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+    ends = Ends(placement)
+    ends.tie(models)
+    config.finalize_model_grads_func = ends.finalize_model_grads if split else finalize_model_grads
+    chunks: list[torch.nn.Module] = models
     if config.fp16 or config.bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
+        chunks = [_LowPrecision(config, model, stage) for model, stage in zip(models, stages, strict=True)]
     return [
         DistributedDataParallel(config, _ddp_config(args, split), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
 
 
-def _chunk(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> torch.nn.Module:
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+class Stage:
+    """Where a chunk stands in the model.
+
+    Attributes:
+        vp_stage: the chunk's number on its rank, or None where a rank has one: as upstream counts.
+        first, last: whether the model begins and ends here.
+    """
+
+    def __init__(self, placement: Placement, rank: int, chunk: int) -> None:
+        number = placement.stage(rank, chunk)
+        self.vp_stage = chunk if placement.chunks > 1 else None
+        self.first, self.last = number == 0, number == placement.last_stage
+
+
+class _LowPrecision(Float16Module):
+    """megatron-core's fp16 or bf16 module, which converts what enters the first and leaves the last stage; wherever they are."""
+
+    def __init__(self, config: TransformerConfig, model: torch.nn.Module, stage: Stage) -> None:
+        super().__init__(config, model)
+        self._stage = stage
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        if self._stage.first:
+            inputs = fp32_to_float16(inputs, self.float16_convertor)
+        outputs = self.module(*inputs, **kwargs)
+        return float16_to_fp32(outputs) if self._stage.last and fp32_output else outputs
+
+
+def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn.Module:
     tied = not args.untie_embeddings_and_output_weights
     model = random.SeededGPTModel(
         config=config,
-        transformer_layer_spec=block_spec(args, config, vp_stage),
+        transformer_layer_spec=block_spec(args, config, stage.vp_stage),
+        mtp_block_spec=prediction_spec(args, config, stage.vp_stage),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=first,
-        post_process=last,
+        pre_process=stage.first,
+        post_process=stage.last,
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         parallel_output=True,
         share_embeddings_and_output_weights=tied,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        vp_stage=vp_stage,
+        vp_stage=stage.vp_stage,
         seed=args.seed,
     )
-    if last and not tied:
+    if stage.last and not tied:
         _initialize_output_layer(model.output_layer, config, args.seed)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -80,7 +116,7 @@ def _chunk(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> 
 
 def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed: int) -> None:
     """Draw the output weights from a seed of their own, not from whatever the layers before them on this stage left."""
-    random.seed_layer(random.weight_base(seed), config.num_layers + 1)
+    random.seed_layer(random.weight_base(seed), config.num_layers + 1 + (config.mtp_num_layers or 0))
     weight, group = output_layer.weight, output_layer.tp_group
     if not config.use_cpu_initialization:
         with tensor_parallel.get_cuda_rng_tracker().fork():

@@ -69,6 +69,24 @@ class SeededGPTModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.seed = seed
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark the weights at the ends of the model as upstream does; ``finalize.Ends`` then makes tied copies equal."""
+        ends = [self.embedding.word_embeddings.weight] if self.pre_process else []
+        if self.post_process and self.output_layer.weight is not None:
+            ends.append(self.output_layer.weight)
+        for weight in ends:
+            weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights and not self.config.mtp_num_layers:
+            return
+        tied = self.shared_embedding_or_output_weight()
+        if self.pre_process and self.post_process:
+            tied.zero_out_wgrad = True
+            return
+        tied.shared_embedding = True
+        if not self.pre_process:
+            tied.data.fill_(0)
+            tied.shared = True
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.training and _uses_dropout(self.config):
             microbatch = getattr(self.decoder.layers[0], "current_microbatch", 0) if self.decoder.layers else 0
@@ -88,9 +106,15 @@ class SeededTransformerLayer(TransformerLayer):
         super().__init__(config, submodules, layer_number, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training and _uses_dropout(self.config):
-            seed_layer(upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH], self.layer_number)
+        seed_masks(self)
         return super().forward(*args, **kwargs)
+
+
+def seed_masks(layer: Any, *purpose: str) -> None:
+    """Point every random stream at the dropout masks of a layer, for the running microbatch; nothing without dropout."""
+    if layer.training and _uses_dropout(layer.config):
+        base = upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH]
+        seed_layer(derive(base, *purpose) if purpose else base, layer.layer_number)
 
 
 def weight_base(seed: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.pipeline.model.split_linear import WeightTask, deferring
+from megatron.pipeline.model.weight_tasks import WeightTask, deferring
 from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
@@ -19,8 +19,14 @@ from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation
 class Stages(Protocol):
     """What the passes of this rank's stages compute."""
 
-    def forward(self, work: Pass, inputs: Tensors) -> Tensors:
-        """Run a forward. Inputs are [None] on the first stage; outputs are the loss on the last."""
+    def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
+        """Run a forward. Inputs are [None] on the first stage; outputs are the loss on the last.
+
+        Without its graph it keeps nothing for a backward: ``recompute`` will come.
+        """
+
+    def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
+        """Run a forward again, on the same inputs, data and random numbers, and keep its graph."""
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """Run a backward from the outputs' gradients ([None] on the last stage) to the inputs'."""
@@ -65,6 +71,9 @@ class Executor:
         self._made: dict[Message, Tensors] = {}
         self._graphs: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
         self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
+        self._recomputed = {
+            (one.work.microbatch, one.work.chunk) for one in program if isinstance(one, Compute) and one.work.kind is Kind.R
+        }
         self.position: Operation | None = None  # what this rank is doing, for whoever reports a hang
         self.begun = 0  # operations, so that two that look alike can be told apart
 
@@ -80,6 +89,7 @@ class Executor:
                 case Send(message, peer):
                     self._send(message, peer)
                 case Compute(work):
+                    self._links.start()
                     with self._around(work), self._recorder.measure(work):
                         self._compute(work)
                     self._links.sweep()
@@ -97,11 +107,18 @@ class Executor:
                 inputs: Tensors = [None]
                 if stage > 0:
                     inputs = self._take(Message(Flow.ACTIVATION, work.microbatch, stage - 1))
-                outputs = self._stages.forward(work, inputs)
+                recomputed = key in self._recomputed
+                outputs = self._stages.forward(work, inputs, keep_graph=not recomputed)
                 if stage < self._placement.last_stage:
                     self._made[Message(Flow.ACTIVATION, work.microbatch, stage)] = outputs
                 if self._keep_graphs:
-                    self._graphs[key] = inputs, outputs
+                    self._graphs[key] = inputs, [] if recomputed else outputs
+            case Kind.R:
+                inputs, _ = self._graphs[key]
+                outputs = self._stages.recompute(work, inputs)
+                self._graphs[key] = inputs, outputs
+                if stage < self._placement.last_stage:
+                    self._stages.release(outputs)  # the next stage has had them from F
             case Kind.B | Kind.BW:
                 gradients: Tensors = [None]
                 if stage < self._placement.last_stage:

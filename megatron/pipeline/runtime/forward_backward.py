@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
-from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.p2p import Channels, Links, Posting, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
@@ -40,6 +40,8 @@ def run(
     plan: Plan,
     recorder: Recorder | Unmeasured,
     started: Callable[[Executor], None],
+    channels_of: Callable[[torch.distributed.ProcessGroup, bool], Channels],
+    posting: Posting = Posting.SINGLE,
     *,
     forward_step_func: Callable[..., Any],
     data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
@@ -62,6 +64,8 @@ def run(
         plan: for this number of microbatches and chunks; of forwards alone if ``forward_only``.
         recorder: measures the passes, or does not.
         started: told what runs now, before it runs: for reports of where a rank is.
+        channels_of: from the pipeline group, and whether lengths vary, to the channels of messages.
+        posting: how sends and receives are started.
 
     Returns:
         What the loss function reported for every microbatch, on the rank with the last stage; elsewhere an empty list.
@@ -100,7 +104,11 @@ def run(
         forward_only=forward_only,
     )
     links = Links(
-        communicator, _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn)
+        channels_of(communicator.pp_group, config.variable_seq_lengths),
+        _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn),
+        config.pipeline_dtype or config.params_dtype,
+        next(chunks[0].parameters()).device,
+        posting,
     )
     passes = plan.schedule.passes[rank]
     reduces_late = config.grad_sync_func is not None and rank != 0
@@ -157,21 +165,40 @@ class _ModelStages:
         self.num_tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
         self._model_type = get_model_type(self.chunks[0])
         self._forwarded: set[int] = set()  # chunks that have run a forward
+        self._data = [None if iterator is None else _Remembering(iterator) for iterator in self.iterators]
 
-    def forward(self, work: Pass, inputs: Tensors) -> Tensors:
+    def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
         first = work.chunk not in self._forwarded
         if first:
             self._forwarded.add(work.chunk)
             if self.config.param_sync_func is not None and not self.forward_only:
                 _per_chunk(self.config.param_sync_func, work.chunk)(self.chunks[work.chunk].parameters())
+        data = self._data[work.chunk]
+        if data is not None:
+            data.remember_for(None if keep_graph else work.microbatch)
+        with torch.set_grad_enabled(keep_graph and torch.is_grad_enabled()):
+            outputs, num_tokens = self._forward_step(work, inputs, data, self.reported, first)
+        if self.config.calculate_per_token_loss:
+            self.num_tokens += num_tokens
+        return outputs
+
+    def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
+        data = self._data[work.chunk]
+        again = None if data is None else data.again(work.microbatch)
+        outputs, _ = self._forward_step(work, inputs, again, [], first=False)
+        return outputs
+
+    def _forward_step(
+        self, work: Pass, inputs: Tensors, data: Iterator[Any] | None, reported: list[Any], first: bool
+    ) -> tuple[Tensors, Any]:
         partial = self.config.num_microbatches_with_partial_activation_checkpoints
         outputs, num_tokens = schedules.forward_step(
             self.forward_step_func,
-            self.iterators[work.chunk],
+            data,
             self.chunks[work.chunk],
             self.num_microbatches,
             inputs,
-            self.reported,
+            reported,
             self.config,
             self.context_parallel_size,
             collect_non_loss_data=self.collect_non_loss_data,
@@ -183,9 +210,7 @@ class _ModelStages:
             vp_stage=work.chunk if len(self.chunks) > 1 else None,
             is_last_stage=self.placement.stage(self.rank, work.chunk) == self.placement.last_stage,
         )
-        if self.config.calculate_per_token_loss:
-            self.num_tokens += num_tokens
-        return outputs
+        return outputs, num_tokens
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         return schedules.backward_step(inputs, outputs, gradients, self._model_type, self.config)
@@ -194,6 +219,32 @@ class _ModelStages:
         if not self.forward_only:
             # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
             schedules.deallocate_output_tensor(outputs[0], self.config.deallocate_pipeline_outputs)
+
+
+class _Remembering:
+    """A data iterator whose items can be had again, for the microbatches whose forward will be recomputed."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._remembered: dict[int, list[Any]] = {}
+        self._now: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._iterator)
+        if self._now is not None:
+            self._now.append(item)
+        return item
+
+    def remember_for(self, microbatch: int | None) -> None:
+        """Keep what is read from here on for a microbatch, or (None) do not."""
+        self._now = None if microbatch is None else self._remembered.setdefault(microbatch, [])
+
+    def again(self, microbatch: int) -> Iterator[Any]:
+        """What was read for a microbatch; once."""
+        return iter(self._remembered.pop(microbatch))
 
 
 def _check(

@@ -1,16 +1,21 @@
-"""This rank's end of the messages between stages, over megatron-core's own p2p communicator and groups."""
+"""This rank's end of the messages between stages: posted without blocking, over groups that separate the directions.
+
+NCCL runs what two ranks exchange over one communicator one after another, so two opposing messages may wait for each other. A
+pipeline therefore has two groups, one for messages to higher ranks and one for messages to lower ones; the order within each
+is that of the programs, which both ends share. gloo needs no such care and gets the same treatment.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+from megatron.pipeline.runtime.groups import new_group
 from megatron.pipeline.schedule.program import Flow, Message, Send
 
 Tensors = list[torch.Tensor | None]
@@ -19,6 +24,48 @@ Shape = Sequence[int]
 # gloo cannot say whether a send has completed, only wait for it. Waiting for the last but one holds few tensors and,
 # since programs cannot deadlock even if every send blocked, is always safe.
 _UNFINISHED_SENDS = 2
+_MOST_DIMENSIONS = 7  # of a tensor whose shape is sent before it
+
+
+class Posting(StrEnum):
+    """How the sends and receives that stand between two passes are started."""
+
+    SINGLE = "single"  # one by one: each can be waited for by itself
+    BATCHED = "batched"  # all of a direction together, as one NCCL launch
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The process groups that one pipeline's messages travel over.
+
+    Attributes:
+        ranks: global ranks of the pipeline, in its order.
+        rank: this one's place among them.
+        up, down: for messages to higher and to lower ranks of the pipeline.
+        shapes: for the shapes of tensors of variable length, in host memory; None where all are known.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    up: Any
+    down: Any
+    shapes: Any = None
+
+    @classmethod
+    def open(cls, pipeline: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
+        """Make the groups of a pipeline; collective over the world, every rank with the pipeline that it is in."""
+        ranks = tuple(torch.distributed.get_process_group_ranks(pipeline))
+        members = ranks if len(ranks) > 1 else ()
+        options: dict[str, Any] = {"backend": torch.distributed.get_backend(pipeline)}
+        if options["backend"] == "nccl":
+            # Messages are short and others wait for them: they go before the passes' kernels.
+            options["pg_options"] = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        shapes = new_group(members, backend="gloo") if variable_lengths else None
+        return cls(ranks, pipeline.rank(), new_group(members, **options), new_group(members, **options), shapes)
+
+    def group(self, sender: int, receiver: int) -> Any:
+        """For messages from one rank of the pipeline to another."""
+        return self.up if sender < receiver else self.down
 
 
 @dataclass
@@ -36,70 +83,108 @@ class _Sending:
         self.when_sent()
 
 
+@dataclass
+class _Receiving:
+    """A message whose buffers, or while their shapes are unknown those of the shapes, have been posted."""
+
+    tensors: Tensors
+    requests: list[Any]
+    headers: list[torch.Tensor]
+
+
 class Links:
     """Posts sends and receives without blocking, and keeps their tensors until they are done. One iteration owns it.
 
     Args:
-        communicator: upstream's, for the pipeline group; its settings are left as they are, batching is switched off in a
-            copy because only unbatched operations can be waited for one by one.
-        shapes: of the tensors that one received message of each flow carries.
+        channels: the groups of this pipeline.
+        shapes: of the tensors that one received message of each flow carries; with variable lengths, how many there are.
+        dtype, device: of the tensors.
+        posting: how what is started together is started.
     """
 
-    def __init__(self, communicator: P2PCommunicator, shapes: Mapping[Flow, Sequence[Shape]]) -> None:
-        self._communicator = copy.copy(communicator)
-        self._communicator.config = copy.copy(communicator.config)
-        self._communicator.config.batch_p2p_comm = False
-        self._communicator.config.use_ring_exchange_p2p = False
+    def __init__(
+        self,
+        channels: Channels,
+        shapes: Mapping[Flow, Sequence[Shape]],
+        dtype: torch.dtype,
+        device: torch.device,
+        posting: Posting = Posting.SINGLE,
+    ) -> None:
+        self._channels = channels
         self._shapes = shapes
-        self._rank = communicator.pp_group.rank()
-        self._ranks = communicator.pp_group.size()
-        self._polls = torch.distributed.get_backend(communicator.pp_group) != "gloo"
-        self._posted: dict[Message, tuple[Tensors, list[Any]]] = {}
+        self._dtype = dtype
+        self._device = device
+        self._batched = posting is Posting.BATCHED
+        self._polls = len(channels.ranks) > 1 and torch.distributed.get_backend(channels.up) != "gloo"
+        self._posted: dict[Message, _Receiving] = {}
+        self._unshaped: dict[int, deque[_Receiving]] = defaultdict(deque)  # by peer, in the order in which they will come
+        self._peers: dict[Message, int] = {}
         self._sends: dict[tuple[int, Flow], deque[_Sending]] = defaultdict(deque)
+        self._together: list[tuple[torch.distributed.P2POp, list[Any]]] = []  # operations to start, and where requests go
 
     def receive(self, message: Message, peer: int) -> None:
         """Post the buffers of a message."""
-        to_next = self._is_next(peer)
-        tensors: Tensors = []
-        requests: list[Any] = []
-        for shape in self._shapes[message.flow]:
-            from_previous, from_next, pending = self._communicate(shape, receive_next=to_next, receive_previous=not to_next)
-            tensors.append(from_next if to_next else from_previous)
-            requests += pending.values()
-        self._posted[message] = tensors, requests
+        receiving = _Receiving([], [], [])
+        self._posted[message] = receiving
+        if self._channels.shapes is None:
+            self._post_buffers(receiving, peer, self._shapes[message.flow])
+            return
+        for _ in self._shapes[message.flow]:
+            header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
+            receiving.headers.append(header)
+            receiving.requests.append(torch.distributed.irecv(header, self._channels.ranks[peer], group=self._channels.shapes))
+        self._peers[message] = peer
+        self._unshaped[peer].append(receiving)
 
     def wait(self, message: Message) -> Tensors:
         """The tensors of a posted message, once they are here."""
-        tensors, requests = self._posted.pop(message)
-        for request in requests:
+        self.start()
+        receiving = self._posted.pop(message)
+        if receiving.headers:
+            self._post_up_to(receiving, self._peers.pop(message))
+        for request in receiving.requests:
             request.wait()
-        return tensors
+        return receiving.tensors
 
     def send(self, message: Message, peer: int, tensors: Tensors, when_sent: Callable[[], None]) -> None:
         """Start sending; ``when_sent`` is called once the tensors may be freed."""
-        to_next = self._is_next(peer)
         requests: list[Any] = []
-        for tensor in tensors:
-            if tensor is not None:
-                _, _, pending = self._communicate(
-                    tensor.shape, send_next=tensor if to_next else None, send_previous=None if to_next else tensor
-                )
-                requests += pending.values()
+        group = self._channels.group(self._channels.rank, peer)
+        present = [tensor.contiguous() for tensor in tensors if tensor is not None]
+        for tensor in present:
+            if self._channels.shapes is not None:
+                requests.append(torch.distributed.isend(_header(tensor), self._channels.ranks[peer], group=self._channels.shapes))
+        for tensor in present:
+            self._start(torch.distributed.isend, tensor, peer, group, requests)
         queue = self._sends[peer, message.flow]
-        queue.append(_Sending(message, requests, tensors, when_sent))
-        while len(queue) > _UNFINISHED_SENDS and not self._polls:
+        queue.append(_Sending(message, requests, [*tensors, *present], when_sent))
+        if len(queue) > _UNFINISHED_SENDS and not self._polls:
+            self.start()
             queue.popleft().finish()
+
+    def start(self) -> None:
+        """Start what was posted since the last time, where posting is batched. Called before every pass; waits call it too."""
+        if not self._together:
+            return
+        for group in {id(operation.group): operation.group for operation, _ in self._together}.values():
+            mine = [(operation, requests) for operation, requests in self._together if operation.group is group]
+            started = torch.distributed.batch_isend_irecv([operation for operation, _ in mine])
+            for index, (_, requests) in enumerate(mine):
+                # NCCL has one request for all of them, gloo one for each.
+                requests.append(started[index if len(started) == len(mine) else 0])
+        self._together.clear()
 
     def sweep(self) -> None:
         """Let go of what has been sent. Called between passes; never blocks."""
         if not self._polls:
             return
         for queue in self._sends.values():
-            while queue and all(request.is_completed() for request in queue[0].requests):
+            while queue and queue[0].requests and all(request.is_completed() for request in queue[0].requests):
                 queue.popleft().finish()
 
     def finish(self, message: Message) -> None:
         """Wait until a message has been sent, if it is still on its way."""
+        self.start()
         for queue in self._sends.values():
             if any(sending.message == message for sending in queue):
                 while queue[0].message != message:
@@ -110,31 +195,37 @@ class Links:
         """Every send that may not be over, in the order to ``finish`` them at the end of the iteration."""
         return [Send(sending.message, peer) for (peer, _), queue in self._sends.items() for sending in queue]
 
-    def _is_next(self, peer: int) -> bool:
-        """megatron-core's communicator knows the neighbours of a ring only."""
-        if peer == (self._rank + 1) % self._ranks:
-            return True
-        if peer == (self._rank - 1) % self._ranks:
-            return False
-        raise ValueError(
-            f"pipeline rank {self._rank} would exchange tensors with rank {peer}, but megatron-core's p2p reaches neighbours "
-            f"only ({(self._rank - 1) % self._ranks} and {(self._rank + 1) % self._ranks}): choose a placement whose "
-            "consecutive stages are on the same or on neighbouring ranks"
-        )
+    def _post_buffers(self, receiving: _Receiving, peer: int, shapes: Sequence[Shape]) -> None:
+        group = self._channels.group(peer, self._channels.rank)
+        for shape in shapes:
+            buffer = torch.empty(tuple(shape), dtype=self._dtype, device=self._device, requires_grad=True)
+            receiving.tensors.append(buffer)
+            self._start(torch.distributed.irecv, buffer, peer, group, receiving.requests)
 
-    def _communicate(
-        self,
-        shape: Shape,
-        send_next: torch.Tensor | None = None,
-        send_previous: torch.Tensor | None = None,
-        receive_next: bool = False,
-        receive_previous: bool = False,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any]]:
-        return self._communicator._communicate(
-            tensor_send_next=send_next,
-            tensor_send_prev=send_previous,
-            recv_prev=receive_previous,
-            recv_next=receive_next,
-            tensor_shape=shape,
-            wait_on_reqs=False,
-        )
+    def _post_up_to(self, last: _Receiving, peer: int) -> None:
+        """Post the buffers of a message whose shapes are here by now, and before it those that come before it."""
+        while last.headers:
+            receiving = self._unshaped[peer].popleft()
+            for request in receiving.requests:
+                request.wait()
+            receiving.requests.clear()
+            shapes = [header[1 : 1 + int(header[0])].tolist() for header in receiving.headers]
+            receiving.headers.clear()
+            self._post_buffers(receiving, peer, shapes)
+        self.start()
+
+    def _start(self, operation: Any, tensor: torch.Tensor, peer: int, group: Any, requests: list[Any]) -> None:
+        """Start an operation, or keep it for ``start``; either way its request ends up in the list."""
+        if self._batched:
+            self._together.append(
+                (torch.distributed.P2POp(operation, tensor.detach(), self._channels.ranks[peer], group), requests)
+            )
+        else:
+            requests.append(operation(tensor.detach(), self._channels.ranks[peer], group=group))
+
+
+def _header(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's shape, as it is sent before it: the number of dimensions, and these."""
+    header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
+    header[: 1 + tensor.dim()] = torch.tensor([tensor.dim(), *tensor.shape])
+    return header

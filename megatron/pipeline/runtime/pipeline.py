@@ -14,6 +14,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan
+from megatron.pipeline.runtime.p2p import Channels, Posting
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.schedule import families
@@ -57,6 +58,7 @@ class Pipeline:
         costs: what passes take; equal passes by default. They decide orders and when receives are posted.
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
+        posting: how sends and receives are started.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -70,6 +72,7 @@ class Pipeline:
         memory_limit: float | None = None,
         costs: Costs | None = None,
         measure: bool = False,
+        posting: Posting = Posting.SINGLE,
     ) -> None:
         self.name = schedule
         self._ranks = ranks
@@ -77,6 +80,8 @@ class Pipeline:
         self._memory_limit = memory_limit
         self._costs = costs
         self._measure = measure
+        self._posting = posting
+        self._channels: dict[tuple[Any, bool], Channels] = {}
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._iterations = 0  # that have begun, evaluations included
@@ -132,7 +137,7 @@ class Pipeline:
             self._executor = executor
             self._iterations += 1
 
-        return forward_backward.run(plan, recorder, started, **kwargs)
+        return forward_backward.run(plan, recorder, started, self._channels_of, self._posting, **kwargs)
 
     @property
     def situation(self) -> Situation:
@@ -176,12 +181,21 @@ class Pipeline:
             )
         if forward_only:
             schedule = schedule.forward_only()
+        if schedule.placement.replicas > 1:
+            raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
         costs = self._costs or uniform(schedule.placement)
         # Forwards alone keep nothing for a backward: the limit is for iterations that train.
         verify(schedule, costs, None if forward_only else self._memory_limit, forward_only)
         programs = lower(schedule, costs)
         verify_programs(schedule, programs)
         return Plan(schedule, programs)
+
+    def _channels_of(self, group: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
+        """Opened when they are first needed, by all ranks of the world together."""
+        key = group, variable_lengths
+        if key not in self._channels:
+            self._channels[key] = Channels.open(group, variable_lengths)
+        return self._channels[key]
 
     def _record(self, model: Any) -> Recorder:
         chunks = model if isinstance(model, list) else [model]

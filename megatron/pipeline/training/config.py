@@ -13,6 +13,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from torch.nn.functional import gelu, silu
 
+from megatron.pipeline.model.layout import PlacementLayout, stage_layers
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.training.validation import batch_sizes
 
 
@@ -23,17 +25,21 @@ def params_dtype(args: Namespace) -> torch.dtype:
     return torch.float16 if args.fp16 else torch.float32
 
 
-def transformer_config(args: Namespace) -> TransformerConfig:
-    """The model's configuration; ``args`` must have gone through ``validate``.
+def transformer_config(args: Namespace, placement: Placement) -> TransformerConfig:
+    """The model's configuration, cut by a placement; ``args`` must have gone through ``validate``.
 
     Fused kernels are off where they cannot run: all of them without a GPU, apex's where apex is not installed.
     """
     cuda = torch.cuda.is_available()
-    interleaved = args.virtual_pipeline_model_parallel_size is not None
+    interleaved = placement.chunks > 1
     values = _shared_fields(args, TransformerConfig)
     values |= {
         "params_dtype": params_dtype(args),
         "pipeline_dtype": params_dtype(args),
+        "virtual_pipeline_model_parallel_size": placement.chunks if interleaved else None,
+        "pipeline_model_parallel_layout": PlacementLayout(stage_layers(args, placement), placement),
+        "account_for_embedding_in_pipeline_split": False,  # the layout has taken account of both
+        "account_for_loss_in_pipeline_split": False,
         # megatron-core's interleaved schedule frees an output while gloo is still sending it.
         "deallocate_pipeline_outputs": cuda or not interleaved,
         # Only megatron-core's interleaved schedule reads these: with two ranks it needs separate sends and receives.
@@ -42,6 +48,9 @@ def transformer_config(args: Namespace) -> TransformerConfig:
         "batch_p2p_sync": cuda,
         "use_cpu_initialization": args.use_cpu_initialization or not cuda,
         "num_query_groups": args.num_query_groups if args.group_query_attention else None,
+        "num_moe_experts": args.num_experts,
+        "moe_router_load_balancing_type": _one_or_all(args.moe_router_load_balancing_type),
+        "moe_aux_loss_coeff": _one_or_all(args.moe_aux_loss_coeff),
         "add_qkv_bias": args.add_qkv_bias or args.add_bias_linear,
         "gated_linear_unit": args.swiglu,
         "activation_func": _activation(args),
@@ -92,6 +101,11 @@ def microbatch_counts(args: Namespace) -> list[int]:
 def _shared_fields(args: Namespace, config: type) -> dict[str, Any]:
     """The flags that bear the name of a field of a megatron-core configuration."""
     return {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}
+
+
+def _one_or_all(values: list[Any]) -> Any:
+    """megatron-core takes a list only of several."""
+    return values if len(values) > 1 else values[0]
 
 
 def _activation(args: Namespace) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 TOKENIZERS = (
@@ -120,6 +121,8 @@ def _model(group: argparse._ArgumentGroup) -> None:
         default=128,
         help="pad the vocabulary to a multiple of this",
     )
+    add("--mtp-num-layers", type=_positive_int, help="layers that predict tokens after the next, each one token further")
+    add("--mtp-loss-scaling-factor", type=_positive_float, default=0.1, help="weight of the losses of those tokens")
     add("--init-method-std", type=float, default=0.02, help="standard deviation of the initial weights")
     add("--attention-dropout", type=_probability, default=0.1, help="dropout of attention probabilities")
     add("--hidden-dropout", type=_probability, default=0.1, help="dropout of hidden states")
@@ -148,12 +151,101 @@ def _parallel(group: argparse._ArgumentGroup) -> None:
         help="layers of one chunk; sets the chunks per rank",
     )
     add("--num-virtual-stages-per-pipeline-rank", type=_positive_int, help="chunks per rank")
+    add(
+        "--pipeline-model-parallel-layout",
+        metavar="STAGES",
+        help="what every stage consists of, in the model's order, such as 'Ett|(tt|)*2tL'",
+    )
+    add(
+        "--num-layers-in-first-pipeline-stage",
+        "--decoder-first-pipeline-num-layers",
+        dest="decoder_first_pipeline_num_layers",
+        type=_positive_int,
+        help="layers of the model's first stage; the others share the rest",
+    )
+    add(
+        "--num-layers-in-last-pipeline-stage",
+        "--decoder-last-pipeline-num-layers",
+        dest="decoder_last_pipeline_num_layers",
+        type=_positive_int,
+        help="layers of the model's last stage; the others share the rest",
+    )
+    add(
+        "--account-for-embedding-in-pipeline-split",
+        action="store_true",
+        help="the embedding counts as a layer when layers are spread over stages",
+    )
+    add(
+        "--account-for-loss-in-pipeline-split",
+        action="store_true",
+        help="the output layer counts as a layer when layers are spread over stages",
+    )
     add("--use-distributed-optimizer", action="store_true", help="cut the optimizer state over the data-parallel ranks")
     add("--overlap-grad-reduce", action="store_true", help="reduce gradients while the backward runs")
     add("--overlap-param-gather", action="store_true", help="gather parameters while the forward runs")
     add("--ddp-bucket-size", type=_positive_int, help="parameters of one gradient bucket")
     add("--distributed-backend", choices=["nccl", "gloo"], help="nccl with a GPU, gloo without")
     add("--distributed-timeout-minutes", type=_minutes, default=10, help="longest wait of a collective")
+
+
+def _experts(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    balancing = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+    add("--num-experts", type=_positive_int, help="experts of a layer, which replace its MLP")
+    add("--expert-model-parallel-size", type=_positive_int, default=1, help="ranks that share the experts of a layer")
+    add(
+        "--expert-tensor-parallel-size",
+        type=_positive_int,
+        help="ranks that share each expert; --tensor-model-parallel-size when not given",
+    )
+    add(
+        "--moe-layer-freq",
+        type=_layer_pattern,
+        default=1,
+        metavar="N",
+        help="experts in every Nth layer, or a list with 1 (experts) or 0 for every layer: '([0]+[1]*3)*2'",
+    )
+    add("--moe-ffn-hidden-size", type=_positive_int, help="width of an expert; --ffn-hidden-size when not given")
+    add("--moe-shared-expert-intermediate-size", type=_positive_int, help="width of the experts that see every token")
+    add("--moe-grouped-gemm", action="store_true", help="all experts of a rank in one product")
+    add("--moe-router-topk", type=_positive_int, default=2, help="experts of a token")
+    add("--moe-router-score-function", default="softmax", choices=["softmax", "sigmoid"], help="score of an expert")
+    add("--moe-router-pre-softmax", action="store_true", help="softmax over all experts, before the choice")
+    add("--moe-router-dtype", choices=["fp32", "fp64"], help="precision of the router; the model's when not given")
+    add("--moe-router-num-groups", type=_positive_int, help="groups of experts for --moe-router-group-topk")
+    add("--moe-router-group-topk", type=_positive_int, help="groups of experts that a token may choose from")
+    add("--moe-router-topk-scaling-factor", type=_positive_float, help="factor of the chosen scores")
+    add(
+        "--moe-router-load-balancing-type",
+        nargs="+",
+        default=["aux_loss"],
+        choices=balancing,
+        help="how tokens are spread over experts; several auxiliary losses add up",
+    )
+    add("--moe-aux-loss-coeff", nargs="+", type=float, default=[0.0], help="weight of each auxiliary loss")
+    add("--moe-z-loss-coeff", type=_positive_float, help="weight of the loss that keeps the router's logits small")
+    add("--moe-router-enable-expert-bias", action="store_true", help="balance by a bias that follows the experts' load")
+    add("--moe-router-bias-update-rate", type=_positive_float, default=1e-3, help="change of that bias per iteration")
+    add("--moe-token-dispatcher-type", default="allgather", choices=["allgather", "alltoall"], help="how tokens travel")
+    add("--moe-expert-capacity-factor", type=_positive_float, help="tokens of an expert over their mean; others are dropped")
+    add("--moe-pad-expert-input-to-capacity", action="store_true", help="every expert gets as many tokens as it has room for")
+    add("--moe-token-drop-policy", default="probs", choices=["probs", "position"], help="which tokens are dropped")
+
+
+def _layer_pattern(text: str) -> int | list[int]:
+    """A number, or Megatron's list expression of zeros and ones."""
+    wanted = f"expected a number or a list such as '([0]+[1]*3)*2', got {text!r}"
+    if text.isdecimal() and int(text):
+        return int(text)
+    if not re.fullmatch(r"[\[\]()01+, ]*(\*\s*\d{1,4}[\[\]()01+, ]*)*", text):
+        raise argparse.ArgumentTypeError(wanted)
+    try:
+        pattern = eval(text, {"__builtins__": {}})  # brackets, zeros, ones, sums and small multiples
+    except (SyntaxError, TypeError):
+        pattern = None
+    if not isinstance(pattern, list) or not set(pattern) <= {0, 1}:
+        raise argparse.ArgumentTypeError(wanted)
+    return pattern
 
 
 def _batch(group: argparse._ArgumentGroup) -> None:
@@ -234,9 +326,13 @@ def _precision(group: argparse._ArgumentGroup) -> None:
 def _recompute(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--recompute-activations", action="store_true", help="the same as --recompute-granularity selective")
-    add("--recompute-granularity", choices=["full", "selective"], help="whole layers, or the attention core alone")
+    add("--recompute-granularity", choices=["full", "selective"], help="whole layers, or --recompute-modules")
     add("--recompute-method", choices=["uniform", "block"], help="which layers, with --recompute-granularity full")
     add("--recompute-num-layers", type=_positive_int, help="layers per unit (uniform) or per chunk (block)")
+    modules = ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+    add("--recompute-modules", nargs="*", choices=modules, help="what --recompute-granularity selective covers; core_attn")
+    add("--recompute-fused-backward", action="store_true",
+        help="B computes the weight gradients of what it recomputes as well: no time for W to fill, no memory held for it")  # fmt: skip
 
 
 def _fusions(group: argparse._ArgumentGroup) -> None:
@@ -306,6 +402,7 @@ _GROUPS = {
     "pipeline schedule": _schedule,
     "model": _model,
     "parallel sizes": _parallel,
+    "mixture of experts": _experts,
     "batch": _batch,
     "optimizer": _optimizer,
     "learning rate": _learning_rate,

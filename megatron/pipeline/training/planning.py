@@ -2,79 +2,95 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from argparse import Namespace
 from pathlib import Path
 
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.passes import Kind
-from megatron.pipeline.schedule.placement import linear
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.training.config import microbatch_counts
+
+logger = logging.getLogger(__name__)
 
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
-def plan_pipeline(args: Namespace) -> Pipeline:
+def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
     """Plan every iteration that this training will have (several, if the batch size ramps up).
+
+    Args:
+        args: flags that have gone through ``validate``.
+        measure: see ``Pipeline``; by default where the flags ask for what is measured.
 
     Raises:
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    if args.pipeline_schedule == "auto":
-        raise ValueError(
-            "--pipeline-schedule auto: training does not choose a schedule; give one that it runs "
-            f"({_RUN}), such as the best of mpipe compare --schedules {','.join(_FAMILIES)}"
-        )
     costs = _read_costs(args.pipeline_costs) if args.pipeline_costs else None
-    ranks = args.pipeline_model_parallel_size
-    pipeline = Pipeline(
-        args.pipeline_schedule,
-        ranks,
-        args.virtual_pipeline_model_parallel_size,
-        memory_limit=_memory_limit(args.pipeline_memory_limit, ranks, max(microbatch_counts(args)), costs),
-        costs=costs,
-        measure=bool(args.metrics or args.tensorboard_dir or args.pipeline_trace),
-    )
-    if not pipeline.is_stock and pipeline.placement != linear(ranks):
-        raise _cannot_run(pipeline.name, f"has {pipeline.placement.chunks} chunk(s) per rank in a placement of its own")
-    if pipeline.placement.chunks != (args.virtual_pipeline_model_parallel_size or 1):
+    ranks, counts = args.pipeline_model_parallel_size, microbatch_counts(args)
+    limit = _memory_limit(args.pipeline_memory_limit, ranks, max(counts), costs)
+    name, chunks = args.pipeline_schedule, args.chunks
+    if name == AUTO:
+        name, chunks = _best(ranks, max(counts), chunks, costs, limit)
+    elif name in _PLANNED_ONLY:
         raise ValueError(
-            f"--pipeline-schedule {pipeline.name} has {pipeline.placement.chunks} chunks per rank: "
-            f"give --num-virtual-stages-per-pipeline-rank {pipeline.placement.chunks}"
+            f"--pipeline-schedule {name} holds every layer on two ranks and is planned and simulated only: take dualpipe-v, "
+            f"which is as fast with every layer once, or another of {', '.join(_TRAINED)}"
         )
-    for microbatches in microbatch_counts(args):
+    pipeline = Pipeline(
+        name,
+        ranks,
+        chunks,
+        memory_limit=limit,
+        costs=costs,
+        measure=bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure,
+    )
+    if pipeline.placement.chunks > 1 and ranks == 1:
+        raise ValueError(
+            f"--pipeline-schedule {pipeline.name} with {pipeline.placement.chunks} chunks per rank needs at least 2 pipeline "
+            "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
+        )
+    for microbatches in counts:
         pipeline.check(microbatches)
-        if not pipeline.is_stock:
-            _check_passes(pipeline.name, pipeline.plan(microbatches).schedule)
     return pipeline
 
 
-# The model is cut into one stage per rank, and a pass computes a whole microbatch: what else a schedule may ask for would
-# train another model, or nothing, without a word.
-_FAMILIES = [name for name, family in families.FAMILIES.items() if family.chunks == 1 and family.splits == 1]
-_RUN = f"{', '.join(_FAMILIES)} with one chunk per rank, file:PATH of such a schedule, or stock"
+_PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.placement(4, family.chunks).replicas > 1]
+_TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
-def _cannot_run(name: str, reason: str) -> ValueError:
-    return ValueError(f"--pipeline-schedule {name} {reason}, which training cannot run: take {_RUN}")
+def _best(ranks: int, microbatches: int, chunks: int | None, costs: Costs | None, limit: float | None) -> tuple[str, int | None]:
+    """The family and its number of chunks that ``mpipe plan --schedule auto`` would choose among those that train."""
 
+    def costs_of(placement: Placement) -> Costs:
+        if costs is None:
+            return uniform(placement)
+        if len(costs.stages) != placement.ranks * placement.chunks:
+            raise ValueError(f"the costs are for {len(costs.stages)} stages")
+        return costs
 
-def _check_passes(name: str, schedule: Schedule) -> None:
-    """Refuse passes that the runtime does not compute.
-
-    Raises:
-        ValueError: microbatches are cut into slices, or a pass is R.
-    """
-    if schedule.splits > 1:
-        raise _cannot_run(name, f"cuts every microbatch into {schedule.splits} slices")
-    again = next((work for row in schedule.passes for work in row if work.kind is Kind.R), None)
-    if again is not None:
-        raise _cannot_run(name, f"runs a forward again, as {again},")
+    names = _TRAINED if ranks > 1 else [name for name in _TRAINED if families.FAMILIES[name].chunks == 1]
+    wanted = [
+        variant
+        for variant in variants(ranks, names, None if chunks is None else [chunks])
+        if variant.group is None and families.FAMILIES[variant.name].splits == 1
+    ]
+    if chunks is not None:
+        wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
+    planned, refused = candidates(Request(ranks, microbatches, costs_of, limit), wanted)
+    if not planned:
+        reasons = "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused)
+        raise ValueError(
+            f"--pipeline-schedule auto found no schedule for {ranks} ranks and {microbatches} microbatches ({reasons})"
+        )
+    best = choose(planned).best
+    logger.info("schedule auto: %s, the shortest of %d (span %.6g)", best.variant, len(planned), best.value)
+    return best.variant.name, best.variant.chunks
 
 
 def _read_costs(path: str) -> Costs:

@@ -22,16 +22,18 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.timers import Timers
 
+from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.data import Samples, check_data
 from megatron.pipeline.training.logging import Log
 from megatron.pipeline.training.loop import train
 from megatron.pipeline.training.planning import plan_pipeline
-from megatron.pipeline.training.state import Training, build_training
+from megatron.pipeline.training.state import Training, build_training, initialize_model_parallel
 from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pipeline.training.trace import draw_last_trace
 from megatron.pipeline.training.validation import validate
@@ -63,6 +65,7 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     args = parse(argv)
     validate(args, world_size)
     pipeline = plan_pipeline(args)
+    stage_layers(args, pipeline.placement)
     tokenizer = build_tokenizer(args)
     args.vocab_size = tokenizer.vocab_size
     args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)
@@ -87,10 +90,10 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
 
     guarded = guard(situation, args.pipeline_timeout, stuck_seconds=60 * args.distributed_timeout_minutes)
-    with _megatron_state(args), guarded:
+    with _megatron_state(args, pipeline.placement), guarded:
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
-        training = build_training(args, timers)
+        training = build_training(args, pipeline.placement, timers)
         loaded = checkpoint.load(args, training)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
@@ -137,15 +140,9 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _megatron_state(args: Namespace) -> Iterator[None]:
+def _megatron_state(args: Namespace, placement: Placement) -> Iterator[None]:
     """What megatron-core keeps in globals: its process groups, and the number of microbatches."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-    )
+    initialize_model_parallel(args, placement)
     init_num_microbatches_calculator(
         torch.distributed.get_rank(),
         args.rampup_batch_size,

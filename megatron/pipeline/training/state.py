@@ -5,13 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 from megatron.core.transformer import TransformerConfig
 
 from megatron.pipeline.model.gpt import build_model
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.training.config import optimizer_config, parameter_scheduler, transformer_config
 
 
@@ -33,14 +35,26 @@ class Training:
     consumed_samples: int = 0
 
 
-def build_training(args: Namespace, timers: Timers | None) -> Training:
+def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
+    """Make megatron-core's process groups; torch.distributed must be initialised."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=placement.chunks if placement.chunks > 1 else None,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def build_training(args: Namespace, placement: Placement, timers: Timers | None = None) -> Training:
     """Build the model, its optimizer and its schedule of learning rates. Process groups must exist."""
-    config = transformer_config(args)
-    chunks = build_model(args, config)
+    config = transformer_config(args, placement)
+    chunks = build_model(args, config, placement)
     optimizer = get_megatron_optimizer(optimizer_config(args), chunks)
     config.timers = timers
     config.grad_scale_func = optimizer.scale_loss
-    config.finalize_model_grads_func = finalize_model_grads
     if args.overlap_grad_reduce:
         contexts = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]

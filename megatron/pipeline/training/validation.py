@@ -9,6 +9,9 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.pipeline.training.validation_experts import check_experts, check_prediction
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -17,7 +20,7 @@ def validate(args: Namespace, world_size: int) -> None:
     """Check the flags against each other and against the number of ranks, and complete them in place.
 
     Sets what was left open (``ffn_hidden_size``, ``kv_channels``, ``global_batch_size``, ...) and what follows:
-    ``data_parallel_size``, ``virtual_pipeline_model_parallel_size`` (None for one chunk per rank).
+    ``data_parallel_size``, ``chunks`` (per rank, None for the schedule's own number).
 
     Raises:
         ValueError: the flags contradict each other; the message has the numbers and what to change.
@@ -26,6 +29,8 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_platform(args)
     _check_parallel_sizes(args, world_size)
     _check_model(args)
+    check_experts(args, world_size)
+    check_prediction(args)
     _check_batch(args)
     _check_learning_rate(args)
     _check_precision(args)
@@ -85,20 +90,7 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
             f"(tensor x pipeline x context): start a multiple of {model} ranks or change a parallel size"
         )
     args.data_parallel_size = world_size // model
-    chunks = _chunks(args)
-    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
-    stages = pipeline * chunks
-    if args.num_layers % stages:
-        below = args.num_layers // stages * stages
-        raise ValueError(
-            f"--num-layers {args.num_layers} cannot be split over {pipeline} pipeline ranks x {chunks} chunks = "
-            f"{stages} stages: "
-            f"use {f'{below} or ' if below else ''}{below + stages} layers, or change --pipeline-model-parallel-size"
-        )
-    if context > 1 and args.transformer_impl == "local":
-        raise ValueError(
-            f"--context-parallel-size {context} needs --transformer-impl transformer_engine: local attention has none"
-        )
+    args.chunks = _chunks(args)
     if args.use_distributed_optimizer and args.optimizer != "adam":
         raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, not {args.optimizer}")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
@@ -106,20 +98,44 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
     args.sequence_parallel = args.sequence_parallel and tensor > 1
 
 
-def _chunks(args: Namespace) -> int:
-    """Chunks per rank, from whichever of Megatron's two flags was given."""
+def _chunks(args: Namespace) -> int | None:
+    """Chunks per rank, from whichever of Megatron's flags was given; None to leave them to the schedule."""
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
-    if layers and chunks:
-        raise ValueError("give --num-layers-per-virtual-pipeline-stage or --num-virtual-stages-per-pipeline-rank, not both")
-    if layers is None:
-        return int(chunks or 1)
-    stages = args.pipeline_model_parallel_size * layers
-    if args.num_layers % stages:
-        raise ValueError(
-            f"--num-layers {args.num_layers} is not a multiple of {args.pipeline_model_parallel_size} pipeline ranks x "
-            f"{layers} layers of --num-layers-per-virtual-pipeline-stage = {stages}"
+    ranks = args.pipeline_model_parallel_size
+    given = [
+        f"--{name}"
+        for name, value in (
+            ("num-layers-per-virtual-pipeline-stage", layers),
+            ("num-virtual-stages-per-pipeline-rank", chunks),
+            ("pipeline-model-parallel-layout", args.pipeline_model_parallel_layout),
         )
-    return int(args.num_layers // stages)
+        if value
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} each say how many chunks a rank has: give one")
+    if args.pipeline_model_parallel_layout:
+        return _chunks_of_layout(args.pipeline_model_parallel_layout, ranks)
+    if layers is None:
+        return int(chunks) if chunks else None
+    if args.num_layers % (ranks * layers):
+        raise ValueError(
+            f"--num-layers {args.num_layers} is not a multiple of {ranks} pipeline ranks x "
+            f"{layers} layers of --num-layers-per-virtual-pipeline-stage = {ranks * layers}"
+        )
+    return int(args.num_layers // (ranks * layers))
+
+
+def _chunks_of_layout(text: str, ranks: int) -> int:
+    try:
+        stages = len(PipelineParallelLayerLayout.parse_str_to_list(text))
+    except AssertionError as error:
+        raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+    if stages % ranks:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: "
+            f"give a multiple of {ranks} stages"
+        )
+    return stages // ranks
 
 
 def _check_model(args: Namespace) -> None:
@@ -225,6 +241,10 @@ def _check_recompute(args: Namespace) -> None:
         raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
     if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
         raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+    if args.recompute_granularity != "selective" and args.recompute_modules:
+        raise ValueError("--recompute-modules needs --recompute-granularity selective")
+    if args.recompute_fused_backward and not args.recompute_granularity:
+        raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
 
 
 def _check_data(args: Namespace) -> None:

@@ -1,0 +1,126 @@
+"""How many layers every stage has, and where: megatron-core's layout of the layers, for any placement."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.pipeline.schedule.placement import Placement, interleaved
+
+
+class PlacementLayout(PipelineParallelLayerLayout):
+    """megatron-core's layout object, which knows interleaved placements only, for any other as well.
+
+    Args:
+        stages: the layers of every stage of the model, in the model's order.
+        placement: which rank and chunk has which stage.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[LayerType]], placement: Placement) -> None:
+        super().__init__([list(stage) for stage in stages], placement.ranks)
+        self.placement = placement
+        self.stages = tuple(map(tuple, stages))
+        self.layout = [[list(stages[stage]) for stage in row] for row in placement.stages]
+
+    def get_layer_offset(
+        self, layer_type: LayerType = LayerType.decoder, vp_stage: int | None = None, pp_rank: int | None = None
+    ) -> int:
+        """How many layers of a type the stages before this one have."""
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        before = self.stages[: self.placement.stage(rank, vp_stage or 0)]
+        return sum(stage.count(layer_type) for stage in before)
+
+
+def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:
+    """What every stage of the model consists of, in the model's order, from Megatron-LM's flags.
+
+    ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the stages in
+    the middle, since the first has the embedding and the last the output layer. ``--num-layers-in-first-pipeline-stage``
+    (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
+    (last) rank's, as in Megatron-LM. ``--account-for-embedding-in-pipeline-split`` (``loss``) counts it as a layer.
+
+    Raises:
+        ValueError: the flags contradict each other or do not fit the number of layers and stages.
+    """
+    if args.pipeline_model_parallel_layout:
+        return _given_layout(args, placement)
+    fixed = _fixed_layers(args, placement)
+    accounts = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    if fixed and any(accounts):
+        raise ValueError(
+            "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage say how many layers the ends have, and "
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
+        )
+    numbers = _spread(args, placement, fixed, *accounts)
+    rows = [[LayerType.decoder] * number for number in numbers]
+    rows[0].insert(0, LayerType.embedding)
+    rows[-1] += [LayerType.mtp] * (args.mtp_num_layers or 0) + [LayerType.loss]
+    return tuple(map(tuple, rows))
+
+
+def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:
+    text, stages = args.pipeline_model_parallel_layout, placement.ranks * placement.chunks
+    others = (
+        args.decoder_first_pipeline_num_layers,
+        args.decoder_last_pipeline_num_layers,
+        args.account_for_embedding_in_pipeline_split,
+        args.account_for_loss_in_pipeline_split,
+    )
+    if any(others):
+        raise ValueError("--pipeline-model-parallel-layout says where every layer goes: leave out the other flags about stages")
+    try:
+        rows = PipelineParallelLayerLayout.parse_str_to_list(text)
+        if len(rows) == stages:
+            PipelineParallelLayerLayout(rows, placement.ranks).validate_layer_layout(args.num_layers, args.mtp_num_layers)
+    except (AssertionError, NotImplementedError) as error:
+        raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+    if len(rows) != stages:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text} has {len(rows)} stages, but {placement.ranks} pipeline ranks with "
+            f"{placement.chunks} chunk(s) have {stages}"
+        )
+    return tuple(map(tuple, rows))
+
+
+def _fixed_layers(args: Namespace, placement: Placement) -> dict[int, int]:
+    """The number of layers by stage, of the stages whose number is given."""
+    by_rank = placement.chunks > 1 and placement == interleaved(placement.ranks, placement.chunks)
+    fixed: dict[int, int] = {}
+    ends = (
+        ("first", args.decoder_first_pipeline_num_layers, 0, 0),
+        ("last", args.decoder_last_pipeline_num_layers, placement.last_stage, placement.ranks - 1),
+    )
+    for which, number, stage, rank in ends:
+        if number is None:
+            continue
+        stages = placement.stages[rank] if by_rank else (stage,)
+        if number % len(stages):
+            raise ValueError(
+                f"--num-layers-in-{which}-pipeline-stage {number} must be a multiple of the {len(stages)} chunks of that rank"
+            )
+        fixed |= dict.fromkeys(stages, number // len(stages))
+    return fixed
+
+
+def _spread(args: Namespace, placement: Placement, fixed: dict[int, int], embedding: bool, loss: bool) -> list[int]:
+    """Layers per stage."""
+    count = placement.ranks * placement.chunks
+    counted = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}
+    free = [stage for stage in range(count) if stage not in fixed]
+    left = args.num_layers - sum(fixed.values()) + sum(counted.values())
+    each, over = divmod(left, len(free)) if free else (0, 0)
+    if left < len(free) or (not free and left):
+        raise ValueError(
+            f"--num-layers {args.num_layers} cannot be split over {placement.ranks} pipeline ranks x {placement.chunks} chunk(s) "
+            f"= {count} stages"
+            + (f" of which {len(fixed)} have {sum(fixed.values())} layers" if fixed else "")
+            + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
+        )
+    numbers = fixed | dict.fromkeys(free, each)
+    for stage in sorted(free, key=lambda stage: -min(stage, count - 1 - stage))[:over]:
+        numbers[stage] += 1
+    return [numbers[stage] - counted.get(stage, 0) for stage in range(count)]
