@@ -13,7 +13,7 @@ def install() -> None:
     Raises:
         RuntimeError: megatron-core is missing, or its version is not one that the patches know.
     """
-    from megatron.pipeline.patches import cpu, moe_experts, schedules, tensor_parallel_layers
+    from megatron.pipeline.patches import cpu, moe_experts, moe_utils, schedules, tensor_parallel_layers
 
-    for patch in (cpu, tensor_parallel_layers, moe_experts, schedules):
+    for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules):
         patch.install()

@@ -7,6 +7,7 @@ Upstream allocates with ``device="cuda"``, asks ``torch.cuda`` for devices, stre
 - lets the CPU's one random generator play the part of the GPU's in ``tensor_parallel.random``;
 - makes ``Tensor.cuda()`` and ``Module.cuda()`` return the tensor or module itself and ``Tensor.type()`` answer as CUDA would:
   the only two replacements that reach beyond megatron.core;
+- gives the token dispatcher of a mixture of experts the sizes of an all-to-all as numbers;
 - switches off torch.compile, which upstream applies to small functions at import and which needs a C++ compiler here.
 
 Known versions: see ``upstream.KNOWN_VERSIONS``.
@@ -72,6 +73,7 @@ def install() -> None:
             module.torch = view  # type: ignore[attr-defined]
     _one_random_generator(view)
     _tensor_methods()
+    _numbers_of_tokens()
 
 
 def _cpu_view_of_torch() -> types.ModuleType:
@@ -144,12 +146,23 @@ def _tensor_methods() -> None:
     torch.nn.Module.cuda = cuda  # type: ignore[assignment, method-assign]
 
 
+def _numbers_of_tokens() -> None:
+    """Upstream makes the sizes of an all-to-all plain numbers as it fetches them from the GPU; here they need just that."""
+    dispatcher = upstream.require("megatron.core.transformer.moe.token_dispatcher", ("maybe_move_tensor_to_cpu",))
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    dispatcher.maybe_move_tensor_to_cpu = move  # type: ignore[attr-defined]
+
+
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(factory)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # there is no GPU to copy to
         return factory(*args, **kwargs)
 
     return on_cpu

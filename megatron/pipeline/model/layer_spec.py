@@ -8,29 +8,47 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron.pipeline.model import random
+from megatron.pipeline.model.context_parallel import ContextParallelAttention
+from megatron.pipeline.model.seeded_layers import SeededExperts, SeededGroupedExperts, SeededPredictionLayer
 
 
-def block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> ModuleSpec | TransformerBlockSubmodules:
-    """The specification of this stage's layers: upstream's, with layers that draw their numbers by layer."""
-    if args.transformer_impl == "transformer_engine":
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer = ModuleSpec(random.SeededTransformerLayer, params={"seed": args.seed}, submodules=spec.submodules)
-    if not config.sequence_parallel or spec.submodules.input_layernorm is not WrappedTorchNorm:
-        return layer
-    _replace_norms(spec.submodules)
-    layers = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=SequenceParallelTorchNorm)
+def block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The specification of this stage's layers, dense or of experts: upstream's, with layers that draw their numbers by layer."""
+    block = get_gpt_decoder_block_spec(config, _uses_engine(args), normalization=config.normalization, vp_stage=vp_stage)
+    block.layer_specs = [_seeded(args, layer) for layer in block.layer_specs]
+    _replace(block, _replacements(config))
+    return block
+
+
+def prediction_spec(
+    args: Namespace, config: TransformerConfig, vp_stage: int | None
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """The specification of this stage's layers for multi-token prediction; None where there are none.
+
+    They are as the model's last layer is.
+    """
+    if not config.mtp_num_layers:
+        return None
+    layers = get_gpt_decoder_layer_specs(config, _uses_engine(args), normalization=config.normalization)
+    last = TransformerBlockSubmodules(layer_specs=[_seeded(args, layers[-1])])
+    block = get_gpt_mtp_block_spec(config, last, _uses_engine(args), vp_stage=vp_stage)
+    for layer in block.layer_specs if block else ():
+        layer.module, layer.params = SeededPredictionLayer, {"seed": args.seed}
+        _replace(layer, _replacements(config))
+    return block
 
 
 class SequenceParallelTorchNorm:
@@ -49,10 +67,32 @@ class SequenceParallelTorchNorm:
         return norm
 
 
-def _replace_norms(submodules: Any) -> None:
-    """Put the sequence-parallel norm wherever a layer's specification (a tree of dataclasses) names the wrapped one."""
-    for name, value in list(vars(submodules).items()):
-        if value is WrappedTorchNorm:
-            setattr(submodules, name, SequenceParallelTorchNorm)
-        elif isinstance(value, ModuleSpec) and value.submodules is not None:
-            _replace_norms(value.submodules)
+def _uses_engine(args: Namespace) -> bool:
+    return bool(args.transformer_impl == "transformer_engine")
+
+
+def _seeded(args: Namespace, layer: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(random.SeededTransformerLayer, params={"seed": args.seed}, submodules=layer.submodules)
+
+
+def _replacements(config: TransformerConfig) -> dict[type, type]:
+    """Which local modules stand in for upstream's, which lack something."""
+    found: dict[type, type] = {GroupedMLP: SeededGroupedExperts, SequentialMLP: SeededExperts}
+    if config.sequence_parallel:
+        found[WrappedTorchNorm] = SequenceParallelTorchNorm
+    if config.context_parallel_size > 1:
+        found[DotProductAttention] = ContextParallelAttention
+    return found
+
+
+def _replace(spec: Any, replacements: dict[type, type]) -> None:
+    """Put other modules into a specification, which is a tree of dataclasses and lists."""
+    if isinstance(spec, list):
+        for part in spec:
+            _replace(part, replacements)
+    elif hasattr(spec, "__dataclass_fields__"):
+        for name, value in list(vars(spec).items()):
+            if isinstance(value, type) and value in replacements:
+                setattr(spec, name, replacements[value])
+            else:
+                _replace(value, replacements)

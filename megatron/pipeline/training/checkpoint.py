@@ -31,6 +31,7 @@ _MODEL_FLAGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
     "kv_channels", "max_position_embeddings", "position_embedding_type", "rotary_base", "rotary_percent", "swiglu",
     "squared_relu", "normalization", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights",
+    "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq", "mtp_num_layers",
 )  # fmt: skip
 _SCHEDULE_FLAGS = (
     "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "start_weight_decay", "end_weight_decay",

@@ -1,0 +1,53 @@
+"""Parts of layers that draw random numbers of their own: experts by their rank, layers for further tokens by their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+from megatron.pipeline.model import random
+
+
+class SeededExperts(SequentialMLP):
+    """Local experts, one after another, that differ between expert-parallel ranks also when they are drawn on the CPU."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _numbers_of_this_expert_rank():
+            super().__init__(*args, **kwargs)
+
+
+class SeededGroupedExperts(GroupedMLP):
+    """Local experts in one grouped product, seeded like ``SeededExperts``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with _numbers_of_this_expert_rank():
+            super().__init__(*args, **kwargs)
+
+
+class SeededPredictionLayer(MultiTokenPredictionLayer):
+    """A layer of multi-token prediction whose weights and dropout masks are drawn from its number."""
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int = 1, *, seed: int, **kwargs: Any) -> None:
+        random.seed_layer(random.derive(random.weight_base(seed), "prediction"), layer_number)
+        super().__init__(config, submodules, layer_number, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        random.seed_masks(self, "prediction")
+        return super().forward(*args, **kwargs)
+
+
+@contextmanager
+def _numbers_of_this_expert_rank() -> Iterator[None]:
+    """What is drawn on the CPU within depends on the expert-parallel rank; what is drawn after it does not."""
+    state = torch.get_rng_state()
+    torch.manual_seed(random.derive(torch.initial_seed(), "experts", parallel_state.get_expert_model_parallel_rank()))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

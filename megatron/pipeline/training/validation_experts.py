@@ -1,0 +1,96 @@
+"""Do the flags of a mixture of experts, and of multi-token prediction, fit together? Part of ``validation.validate``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+
+def check_experts(args: Namespace, world_size: int) -> None:
+    """Check the experts' flags; sets ``moe_ffn_hidden_size`` and ``expert_tensor_parallel_size`` where they were left open.
+
+    Raises:
+        ValueError: they contradict each other, or the number of ranks; says what to change.
+    """
+    experts, parallel = args.num_experts, args.expert_model_parallel_size
+    if experts is None:
+        given = {
+            "--expert-model-parallel-size": parallel > 1,
+            "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
+            "--moe-ffn-hidden-size": args.moe_ffn_hidden_size,
+            "--moe-shared-expert-intermediate-size": args.moe_shared_expert_intermediate_size,
+            "--moe-grouped-gemm": args.moe_grouped_gemm,
+        }
+        if any(given.values()):
+            raise ValueError(f"{', '.join(flag for flag in given if given[flag])} without experts: give --num-experts")
+        return
+    args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
+    tensor = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    unit = tensor * parallel * args.pipeline_model_parallel_size
+    if experts % parallel:
+        raise ValueError(f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {parallel}")
+    if world_size % unit:
+        raise ValueError(
+            f"{world_size} ranks cannot share experts over {tensor} x {parallel} x {args.pipeline_model_parallel_size} = {unit} "
+            f"ranks (expert tensor x expert x pipeline): start a multiple of {unit} ranks or change a parallel size"
+        )
+    if args.moe_ffn_hidden_size % tensor:
+        raise ValueError(
+            f"--moe-ffn-hidden-size {args.moe_ffn_hidden_size} is not a multiple of --expert-tensor-parallel-size {tensor}"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
+    if args.add_bias_linear and tensor > 1:
+        raise ValueError(
+            f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear or --expert-tensor-parallel-size 1"
+        )
+    if args.moe_grouped_gemm and args.transformer_impl == "local" and (args.add_bias_linear or not args.bf16):
+        raise ValueError("--moe-grouped-gemm with --transformer-impl local needs --bf16 and --disable-bias-linear")
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, list) and len(pattern) != args.num_layers:
+        raise ValueError(f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}")
+    _check_router(args, experts)
+
+
+def _check_router(args: Namespace, experts: int) -> None:
+    topk, groups, chosen = args.moe_router_topk, args.moe_router_num_groups, args.moe_router_group_topk
+    kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    if topk > experts:
+        raise ValueError(f"--moe-router-topk {topk} is more than --num-experts {experts}")
+    softmax = args.moe_router_score_function == "softmax"
+    if topk == 1 and softmax and not args.moe_router_pre_softmax and "sinkhorn" not in kinds:
+        raise ValueError("--moe-router-topk 1 gives every token the weight 1: give --moe-router-pre-softmax as well")
+    if bool(groups) != bool(chosen):
+        raise ValueError("--moe-router-num-groups and --moe-router-group-topk belong together: give both")
+    if groups and (experts % groups or chosen > groups or topk % chosen):
+        raise ValueError(
+            f"a token takes {topk} of {experts} experts from {chosen} of {groups} groups: --moe-router-num-groups must divide "
+            "--num-experts, and --moe-router-group-topk must divide --moe-router-topk and be at most the number of groups"
+        )
+    if args.moe_router_enable_expert_bias and softmax:
+        raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
+    if len(kinds) != len(coefficients):
+        raise ValueError(
+            f"--moe-router-load-balancing-type has {len(kinds)} values and --moe-aux-loss-coeff {len(coefficients)}: give as many"
+        )
+    if "sinkhorn" in kinds and (len(kinds) > 1 or any(coefficients) or args.moe_expert_capacity_factor):
+        raise ValueError(
+            "--moe-router-load-balancing-type sinkhorn balances alone: no other kind, no --moe-aux-loss-coeff, no capacity factor"
+        )
+    if args.moe_pad_expert_input_to_capacity and not args.moe_expert_capacity_factor:
+        raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+
+
+def check_prediction(args: Namespace) -> None:
+    """Check multi-token prediction against what megatron-core can do.
+
+    Raises:
+        ValueError: another flag makes it impossible.
+    """
+    if args.mtp_num_layers is None:
+        return
+    if not args.untie_embeddings_and_output_weights:
+        raise ValueError("--mtp-num-layers needs --untie-embeddings-and-output-weights: upstream would train unused weights")
+    if args.position_embedding_type == "learned_absolute":
+        raise ValueError("--mtp-num-layers needs --position-embedding-type rope or none, not learned_absolute")
+    if args.recompute_granularity == "full" and args.recompute_method == "uniform" and args.recompute_num_layers > 1:
+        raise ValueError(f"--mtp-num-layers needs --recompute-num-layers 1, not {args.recompute_num_layers}")
