@@ -41,14 +41,21 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     counter, which would count every parameter's update as a step.
     """
     parts = _parts(optimizer)
-    if len(parts) > 1 or not (isinstance(parts[0], DistributedOptimizer) and _is_torch(parts[0].optimizer)):
+    if not all(isinstance(one, DistributedOptimizer) and _is_torch(one.optimizer) for one in parts):
         optimizer.load_state_dict(state)
         return
+    # Experts have an optimizer of their own: then the state is by number.
+    states = [state] if len(parts) == 1 else [one for _, one in sorted(state.items())]
+    for one, own in zip(parts, states, strict=True):
+        _load_distributed(one, own)
+
+
+def _load_distributed(optimizer: DistributedOptimizer, state: dict[Any, Any]) -> None:
     tensors = state.pop("param_state")
-    parts[0].load_state_dict(state)
-    states = parts[0].optimizer.state.values()
+    optimizer.load_state_dict(state)
+    states = optimizer.optimizer.state.values()
     steps = [one.pop("step") for one in states]
-    parts[0].load_parameter_state_from_fully_reshardable(tensors)
+    optimizer.load_parameter_state_from_fully_reshardable(tensors)
     for one, step in zip(states, steps, strict=True):
         one["step"] = step.clone()
 
