@@ -23,7 +23,7 @@ def install() -> None:
     experts = upstream.require(
         "megatron.core.transformer.moe.experts", ("gg.ops", "gg.assert_grouped_gemm_is_available", "GroupedMLP.forward")
     )
-    from megatron.pipeline.model import grouped_experts, split_linear
+    from megatron.pipeline.model import grouped_experts, weight_tasks
 
     if hasattr(experts.GroupedMLP, "register_wgrad_accumulation_and_reduce_hooks"):
         return
@@ -31,4 +31,4 @@ def install() -> None:
         ops=SimpleNamespace(gmm=grouped_experts.gmm), assert_grouped_gemm_is_available=lambda: None
     )
     experts.GroupedMLP.forward = grouped_experts.patched_forward(experts.GroupedMLP.forward)
-    experts.GroupedMLP.register_wgrad_accumulation_and_reduce_hooks = split_linear.register_hook
+    experts.GroupedMLP.register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook

@@ -28,10 +28,10 @@ def install() -> None:
             "RowParallelLinear",
         ),
     )
-    from megatron.pipeline.model import split_linear
+    from megatron.pipeline.model import split_linear, weight_tasks
 
     if layers.LinearWithGradAccumulationAndAsyncCommunication is split_linear.SplitLinear:
         return
     layers.LinearWithGradAccumulationAndAsyncCommunication = split_linear.SplitLinear  # type: ignore[attr-defined]
     for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
-        linear.register_wgrad_accumulation_and_reduce_hooks = split_linear.register_hook
+        linear.register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook

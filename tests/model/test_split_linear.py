@@ -57,7 +57,7 @@ def gradients(
 ) -> list[list[float]]:
     """Gradients of weight, bias and inputs after some microbatches; ``order`` such as "B0 B1 W0 W1", None for upstream's."""
     model = build(order is not None, cls, tp, ddp or {}, **settings)
-    from megatron.pipeline.model.split_linear import deferring
+    from megatron.pipeline.model.weight_tasks import deferring
 
     width = SIZE if cls == "ColumnParallelLinear" else SIZE // tp
     generator = torch.Generator().manual_seed(5)
@@ -105,7 +105,7 @@ def test_tensor_parallel(pool: Pool, cls: str, sequence_parallel: bool) -> None:
 def readiness() -> list[bool]:
     """Whether DDP has started to reduce the one bucket, after each pass of the last microbatch."""
     model = build(True, "ColumnParallelLinear", 1, {"overlap_grad_reduce": True})
-    from megatron.pipeline.model.split_linear import deferring
+    from megatron.pipeline.model.weight_tasks import deferring
 
     started = []
     for _iteration in range(2):  # DDP learns in the first what to expect
@@ -148,16 +148,19 @@ def test_names_what_runs_fused(pool: Pool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("main_dtype", ["float32", "same"])
 def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
-    from megatron.pipeline.model.split_linear import _HOOKS, WeightGradient
+    from megatron.pipeline.model.split_linear import WeightGradient
+    from megatron.pipeline.model.weight_tasks import prepare, register_hook
 
     kind = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(1)
     hidden = torch.randn(256, 1, 128, device="cuda", dtype=kind, generator=generator)
     grad_output = torch.randn(256, 1, 64, device="cuda", dtype=kind, generator=generator)
-    weight: Any = torch.nn.Parameter(torch.zeros(64, 128, device="cuda", dtype=kind))
+    linear = torch.nn.Linear(128, 64, bias=False, device="cuda", dtype=kind)
+    weight: Any = linear.weight
     main_grad = torch.ones(64, 128, device="cuda", dtype=torch.float32 if main_dtype == "float32" else kind)
     weight.main_grad = main_grad
-    setattr(weight, _HOOKS, [])
+    prepare(weight)
+    register_hook(linear, lambda: None)
     WeightGradient(weight, hidden, grad_output, None).run()
     expected = 1 + grad_output.flatten(0, 1).double().t() @ hidden.flatten(0, 1).double()
     assert weight.main_grad is main_grad

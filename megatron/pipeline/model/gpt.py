@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 
-from megatron.pipeline.model import random
+from megatron.pipeline.model import random, te_linear
 from megatron.pipeline.model.finalize import Ends
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
@@ -35,12 +35,14 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
 
     Process groups must be initialised; this is collective.
     """
+    split = args.pipeline_schedule != "stock"
+    if split and args.transformer_impl == "transformer_engine":
+        te_linear.delay_weight_gradients(config)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
     models = [_model(args, config, stage) for stage in stages]
 
-    split = args.pipeline_schedule != "stock"
     if split:
         fused = [name for model in models for name in split_weights(model, args.recompute_fused_backward)]
         if fused:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.model import split_linear
+from megatron.pipeline.model import weight_tasks
 
 try:
     import grouped_gemm
@@ -52,7 +52,7 @@ def patched_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
     """GroupedMLP's forward, which lets weights that are prepared for splitting hear of microbatches without tokens."""
 
     def forward(self: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
-        if tokens.size(0) == 0 and split_linear.is_prepared(self.weight1):
+        if tokens.size(0) == 0 and weight_tasks.is_prepared(self.weight1):
             return forward_without_tokens(self, tokens, tokens_per_expert, probs)
         return upstream(self, tokens, tokens_per_expert, probs)
 
@@ -81,7 +81,7 @@ class GroupedWeightGradient:
         """Add the gradient to the weight's and tell whoever waits for it."""
         gradient = _product(self._tokens, self._grad_output, self._tokens_per_expert, trans_a=True).view_as(self._weight)
         self._weight.grad = gradient if self._weight.grad is None else self._weight.grad + gradient
-        split_linear.notify(self._weight)
+        weight_tasks.notify(self._weight)
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -89,6 +89,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, tokens: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tokens, weights, tokens_per_expert)
         ctx.parameter = weights._base
+        ctx.fused = weight_tasks.runs_fused(ctx.parameter)
         return _product(tokens, weights, tokens_per_expert)
 
     @staticmethod
@@ -97,8 +98,8 @@ class _GroupedProduct(torch.autograd.Function):
         grad_output = grad_output.contiguous()
         grad_tokens = _product(grad_output, weights, tokens_per_expert, trans_b=True)
         grad_weights = None
-        if split_linear.is_prepared(ctx.parameter):
-            split_linear.submit(GroupedWeightGradient(ctx.parameter, tokens, grad_output, tokens_per_expert))
+        if weight_tasks.is_prepared(ctx.parameter):
+            weight_tasks.submit(GroupedWeightGradient(ctx.parameter, tokens, grad_output, tokens_per_expert), ctx.fused)
         elif ctx.needs_input_grad[1]:
             grad_weights = _product(tokens, grad_output, tokens_per_expert, trans_a=True)
         return grad_tokens, grad_weights, None

@@ -2,16 +2,15 @@
 
 ``SplitLinear`` takes the place of megatron-core's autograd function behind ColumnParallelLinear, RowParallelLinear and the
 output layer (``patches/tensor_parallel_layers.py``). For a weight that ``split_weights`` has prepared, its backward makes
-the weight gradient a ``WeightGradient`` task: run at once, or put into the list that ``deferring`` names.
-Another kind of layer joins by making a ``WeightTask`` of its own in its backward.
-Everything else of a layer (norms, biases, embeddings, attention) has its gradients finished by B.
+the weight gradient a ``WeightGradient`` task.
+``split_weights`` prepares the other kinds of layers as well (see ``weight_tasks.py``). Everything else of a layer (norms,
+biases, embeddings, attention) has its gradients finished by B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections import Counter
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers as upstream_layers
@@ -19,105 +18,83 @@ from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     LinearWithGradAccumulationAndAsyncCommunication,
     RowParallelLinear,
+    VocabParallelEmbedding,
 )
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron.pipeline.model import te_linear, weight_tasks
 
 try:
     import fused_weight_gradient_mlp_cuda  # NVIDIA's apex; the apex on pip is another package
 except ImportError:
     fused_weight_gradient_mlp_cuda = None
 
-_HOOKS = "weight_gradient_hooks"  # attribute of a prepared weight: what to call when it has its gradient of one microbatch
 
-
-def split_weights(chunk: torch.nn.Module) -> list[str]:
+def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list[str]:
     """Prepare every linear of a model chunk whose backward can be split. Call it before wrapping the chunk in DDP.
 
     DDP then leaves the readiness of these weights to ``register_wgrad_accumulation_and_reduce_hooks`` of their modules,
-    provided its config says ``delay_wgrad_compute``.
+    provided its config says ``delay_wgrad_compute``. Modules of Transformer Engine split if they have been built after
+    ``te_linear.delay_weight_gradients``.
+
+    Args:
+        fuse_recomputed: B also computes the weight gradients of layers whose activations it recomputes. Otherwise W does, and
+            the inputs and output gradients of their linears are kept from B to W.
 
     Returns:
-        What runs fused although it has a weight matrix: ``"name: reason"`` for every such module.
+        What runs fused although it has a weight matrix: ``"name: reason"`` for every such module. Embeddings do not count:
+        their gradient is no product, and finished by B.
 
     Raises:
         RuntimeError: ``patches.install()`` has not run, so that no backward would know of this.
+        ValueError: a weight that Transformer Engine delays is shared between modules.
     """
     if upstream_layers.LinearWithGradAccumulationAndAsyncCommunication is not SplitLinear:
         raise RuntimeError("megatron-core's linears are not patched: call megatron.pipeline.patches.install() first")
+    uses = Counter(parameter for module in chunk.modules() for parameter in module.parameters(recurse=False))
+    output: Any = getattr(chunk, "output_layer", None)
+    if output is not None and output.config.mtp_num_layers:
+        uses[output.weight] += output.config.mtp_num_layers  # multi-token prediction: once for every token of a position
     fused = []
-    uses: dict[torch.nn.Parameter, int] = {}
-    for module in chunk.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[parameter] = uses.get(parameter, 0) + 1
     for name, module in chunk.named_modules():
-        weight: Any = getattr(module, "weight", None)
-        if isinstance(module, ColumnParallelLinear) and weight is None:
-            # Tied to the embedding of the same stage: autograd adds both gradients before either is accumulated,
-            # and taking the linear's apart would change the order of that sum.
-            fused.append(f"{name}: shares its weight with the embedding of this stage")
-        elif isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-            if not weight.requires_grad:
-                continue
-            if uses[weight] > 1:
-                fused.append(f"{name}: shares its weight with another module of this stage")
-            else:
-                _prepare(weight)
-        elif isinstance(module, GroupedMLP):
-            for parameter in module.parameters(recurse=False):
-                _prepare(parameter)
-        elif isinstance(module, torch.nn.Linear):
-            fused.append(f"{name}: {type(module).__name__} is not a megatron-core linear")
+        weights = _matrices(module)
+        shared = any(uses[weight] > 1 for weight in weights)
+        if te_linear.is_delayed(module) and shared:
+            raise ValueError(f"{name}: Transformer Engine cannot delay the gradient of a weight that modules share: untie it")
+        reason = _why_fused(module, weights, shared)
+        if reason:
+            fused.append(f"{name}: {reason}")
+            continue
+        if te_linear.is_delayed(module) and weights:
+            te_linear.prepare(module)
+        for weight in weights:
+            if not te_linear.is_delayed(module):
+                weight_tasks.prepare(weight)
+            if fuse_recomputed:
+                weight_tasks.fuse_if_recomputed(weight)
     return fused
 
 
-def _prepare(weight: torch.nn.Parameter) -> None:
-    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
-    setattr(weight, _HOOKS, [])
+def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights of a module's own whose gradient is a product that could wait."""
+    if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
+        return []
+    return [weight for weight in module.parameters(recurse=False) if weight.requires_grad and weight.dim() > 1]
 
 
-def is_prepared(weight: torch.Tensor | None) -> bool:
-    """Whether W computes the gradient of a weight."""
-    return hasattr(weight, _HOOKS)
-
-
-def register_hook(module: torch.nn.Module, hook: Callable[[], None]) -> None:
-    """Call ``hook`` whenever a microbatch has added its gradient to a prepared weight of a module.
-
-    DDP asks for each weight without saying for which, in the order of the module's parameters.
-    """
-    prepared = [getattr(weight, _HOOKS) for weight in module.parameters(recurse=False) if is_prepared(weight)]
-    min(prepared, key=len).append(hook)
-
-
-def notify(weight: torch.nn.Parameter) -> None:
-    """Tell whoever waits for a prepared weight that it has its gradient of one microbatch.
-
-    Raises:
-        RuntimeError: the weight is in DDP's buffers, but nobody waits.
-    """
-    hooks = getattr(weight, _HOOKS)
-    if not hooks and hasattr(weight, "main_grad"):
-        raise RuntimeError(
-            "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
-            "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
-        )
-    for hook in hooks:
-        hook()
-
-
-class WeightTask(Protocol):
-    """What W does for one layer and one microbatch."""
-
-    @property
-    def held(self) -> Sequence[torch.Tensor]:
-        """The tensors kept alive until the task has run."""
-
-    def prefetch(self) -> None:
-        """Start what communication the task needs, so that it overlaps the work before it."""
-
-    def run(self) -> None:
-        """Compute the gradient and tell whoever waits for it. Once."""
+def _why_fused(module: torch.nn.Module, weights: list[torch.nn.Parameter], shared: bool) -> str | None:
+    if isinstance(module, ColumnParallelLinear) and module.weight is None:
+        # Tied to the embedding of the same stage: autograd adds both gradients before either is accumulated,
+        # and taking the linear's apart would change the order of that sum.
+        return "shares its weight with the embedding of this stage"
+    if shared:
+        return "its weight has more than one use in this stage"
+    if weights and not (
+        isinstance(module, (ColumnParallelLinear, RowParallelLinear, GroupedMLP)) or te_linear.is_delayed(module)
+    ):
+        return f"{type(module).__name__} has no backward that splits"
+    return None
 
 
 class WeightGradient:
@@ -163,7 +140,7 @@ class WeightGradient:
             total_input = self._gathered
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
         _accumulate(self._weight, grad_output, total_input)
-        notify(self._weight)
+        weight_tasks.notify(self._weight)
 
 
 def _accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
@@ -191,49 +168,22 @@ def _accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inp
     weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
 
-# Where backward puts weight gradients, while ``deferring`` says so. A plain variable because autograd may call backward
-# from a thread of its own while the thread that set this waits for it.
-_deferred: list[WeightTask] | None = None
-
-
-@contextmanager
-def deferring(tasks: list[WeightTask]) -> Iterator[None]:
-    """Within this context, backward appends weight tasks to ``tasks`` instead of running them."""
-    global _deferred
-    outer, _deferred = _deferred, tasks
-    try:
-        yield
-    finally:
-        _deferred = outer
-
-
-def submit(task: WeightTask) -> None:
-    """Run a task now, or leave it to W if this backward is a B."""
-    if _deferred is None:
-        task.run()
-    else:
-        _deferred.append(task)
-
-
 class SplitLinear(torch.autograd.Function):
     """megatron-core's linear with its weight gradient as a task. Same arguments, same numbers."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *rest: Any) -> torch.Tensor:
-        # A forward inside a backward is a recomputation. What it computes lives until B ends; a W that ran later would keep
-        # alive what recomputation was asked to free, so such a layer runs fused.
-        ctx.recomputed = torch._C._current_graph_task_id() != -1
+        ctx.fused = weight_tasks.runs_fused(weight)
         ctx.weight = weight  # the parameter itself: saved-tensor hooks would hand back a copy without its attributes
         return LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, *rest)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (input, _), weight = ctx.saved_tensors, ctx.weight
-        if not is_prepared(weight) or ctx.grad_output_buffer is not None:
+        if not weight_tasks.is_prepared(weight) or ctx.grad_output_buffer is not None:
             return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
         task = WeightGradient(weight, input, grad_output, ctx.tp_group if ctx.sequence_parallel else None)
-        deferred = _deferred is not None and not ctx.recomputed
-        if not deferred:
+        if not weight_tasks.is_deferred(ctx.fused):
             task.prefetch()  # before the input gradient's product, which hides it
 
         grad_input = grad_output.matmul(weight)
@@ -245,10 +195,7 @@ class SplitLinear(torch.autograd.Function):
             reduction = torch.distributed.reduce_scatter_tensor(grad_input, whole, group=ctx.tp_group, async_op=True)
 
         # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
-        if deferred:
-            submit(task)
-        else:
-            task.run()
+        weight_tasks.submit(task, ctx.fused)
         grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
         if reduction is not None:
             reduction.wait()

@@ -1,0 +1,142 @@
+"""Transformer Engine's linears under a schedule: B leaves their weight gradients in their own stores, W calls ``backward_dw``.
+
+Written against the public interface of transformer_engine.pytorch from 2.8 on. 2.3 brought ``delay_wgrad_compute`` and
+``backward_dw`` to Linear, LayerNormLinear, LayerNormMLP and GroupedLinear; 2.7 brought the mark ``skip_backward_post_hook``
+and ``register_wgrad_accumulation_and_reduce_hooks``, by which megatron-core's DDP waits for delayed gradients; from 2.8 on
+each ``backward_dw`` writes a gradient, whatever it finds. A module keeps the work of its backwards in the order they ran,
+and ``backward_dw`` does the oldest: W must run in the order of B, as the specification of schedules demands.
+
+The interface is made for a ``backward_dw`` right after each backward. What later ones would stumble over is the parameters'
+``grad``: a backward may leave the bias's gradient there (the bias is added outside of the module, or FP8), or a stand-in for
+one that is to go straight into ``main_grad``. ``backward_dw`` and DDP's hook then want to find one for every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import get_te_version
+
+from megatron.pipeline.model import weight_tasks
+
+OLDEST = "2.8"
+
+
+def check_version() -> None:
+    """Refuse a Transformer Engine whose backward cannot be split under DDP.
+
+    Raises:
+        ValueError: not installed, or older than ``OLDEST``.
+    """
+    from packaging.version import Version
+
+    version = get_te_version()
+    if version is None or version < Version(OLDEST):
+        found = "it is not installed" if version is None else f"{version} is installed"
+        raise ValueError(
+            f"splitting the backward of Transformer Engine's layers needs transformer-engine >= {OLDEST}, and {found}: "
+            f"pip install 'transformer-engine[pytorch]>={OLDEST}', or take --transformer-impl local"
+        )
+
+
+def delay_weight_gradients(config: TransformerConfig) -> None:
+    """Have modules of Transformer Engine that are built with ``config`` from here on leave their weight gradients to W.
+
+    It sets ``config.delay_wgrad_compute``, for which TransformerConfig's constructor demands the overlap of expert-parallel
+    communication: upstream's only use of it, and not ours.
+
+    Raises:
+        ValueError: as ``check_version``, or the settings overlap communication with weight gradients.
+    """
+    check_version()
+    if config.tp_comm_overlap and config.tp_comm_bulk_wgrad:
+        raise ValueError(
+            "tp_comm_overlap with tp_comm_bulk_wgrad hides a reduce-scatter behind weight gradients, which W computes later: "
+            "set tp_comm_bulk_wgrad to False"
+        )
+    config.delay_wgrad_compute = True
+
+
+def is_delayed(module: torch.nn.Module) -> bool:
+    """Whether a module is Transformer Engine's, and built to have ``backward_dw`` called."""
+    store: Any = getattr(module, "wgrad_store", None)
+    return store is not None and store.delay_wgrad_compute()
+
+
+def prepare(module: torch.nn.Module) -> None:
+    """Make a ``DelayedGradient`` of every backward of a module that is delayed."""
+    module.register_forward_pre_hook(_mark_input)
+
+
+class DelayedGradient:
+    """The weight gradient of a module for one microbatch: what its store holds, and what its backward left in ``grad``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._parameters = _delayed_parameters(module)
+        self._gradients = [_take_gradient(parameter) for parameter in self._parameters]
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """None that can be named: the store is the module's own. (They are counted on CPUs only, where there are none.)"""
+        return ()
+
+    def prefetch(self) -> None:
+        """Nothing to fetch: under sequence parallelism the module's store has the whole input."""
+
+    def run(self) -> None:
+        """Add the gradients of the oldest backward to ``main_grad`` and tell DDP.
+
+        Raises:
+            RuntimeError: nobody took the gradients.
+        """
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        self._gradients.clear()
+        self._module.backward_dw()
+        if any(parameter.grad is not None for parameter in self._parameters):
+            raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
+
+
+def _delayed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights and biases whose gradients DDP expects after ``backward_dw``."""
+    return [
+        parameter
+        for parameter in module.parameters(recurse=False)
+        if parameter.requires_grad and getattr(parameter, "skip_backward_post_hook", False)
+    ]
+
+
+def _take_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """What backward has left in ``grad``, which is then empty; of a stand-in, which nobody reads, one element."""
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):
+        return parameter.new_zeros(1).expand(parameter.shape)
+    return gradient
+
+
+def _mark_input(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not torch.is_grad_enabled():
+        return None
+    hidden, *rest = inputs
+    if not hidden.requires_grad:  # behind frozen layers; the backward is to come by here even so
+        hidden = hidden.detach().requires_grad_()
+    return _AfterBackward.apply(hidden, module), *rest
+
+
+class _AfterBackward(torch.autograd.Function):
+    """The identity, on a module's input: its backward runs when the module's has run, and all of its ``grad`` are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+        ctx.module = module
+        ctx.fused = any(map(weight_tasks.runs_fused, _delayed_parameters(module)))
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        weight_tasks.submit(DelayedGradient(ctx.module), ctx.fused)
+        return gradient, None

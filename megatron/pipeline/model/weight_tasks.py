@@ -1,0 +1,114 @@
+"""What W does, as tasks: backward makes one for every weight whose gradient can wait, B leaves them to W, BW runs them at once.
+
+A kind of layer joins by making a ``WeightTask`` in its backward and giving it to ``submit``: megatron-core's linears do
+(``split_linear.py``), their grouped experts (``grouped_experts.py``) and Transformer Engine's linears (``te_linear.py``).
+DDP learns from ``notify``, not from autograd, that a weight ``prepare``d here has its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+# Attributes of a weight. The first has what to call when the weight has its gradient of one microbatch.
+_HOOKS = "weight_gradient_hooks"
+_FUSED_IF_RECOMPUTED = "fused_if_recomputed"
+
+DDP_DOES_NOT_WAIT = (
+    "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
+    "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
+)
+
+
+class WeightTask(Protocol):
+    """What W does for one layer and one microbatch."""
+
+    @property
+    def held(self) -> Sequence[torch.Tensor]:
+        """The tensors kept alive until the task has run."""
+
+    def prefetch(self) -> None:
+        """Start what communication the task needs, so that it overlaps the work before it."""
+
+    def run(self) -> None:
+        """Compute the gradient and tell whoever waits for it. Once."""
+
+
+# Where backward puts weight gradients, while ``deferring`` says so. A plain variable because autograd may call backward
+# from a thread of its own while the thread that set this waits for it.
+_deferred: list[WeightTask] | None = None
+
+
+@contextmanager
+def deferring(tasks: list[WeightTask]) -> Iterator[None]:
+    """Within this context, backward appends weight tasks to ``tasks`` instead of running them."""
+    global _deferred
+    outer, _deferred = _deferred, tasks
+    try:
+        yield
+    finally:
+        _deferred = outer
+
+
+def is_deferred(fused: bool = False) -> bool:
+    """Whether a task submitted now is left to W.
+
+    Args:
+        fused: what ``runs_fused`` said when the layer ran its forward.
+    """
+    return _deferred is not None and not fused
+
+
+def submit(task: WeightTask, fused: bool = False) -> None:
+    """Leave a task to W if this backward is a B; otherwise, or if ``fused``, run it now."""
+    if _deferred is None or fused:
+        task.run()
+    else:
+        _deferred.append(task)
+
+
+def prepare(weight: torch.nn.Parameter) -> None:
+    """Have DDP, which is yet to wrap the weight's module, learn from ``notify`` that the weight has a gradient."""
+    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+    setattr(weight, _HOOKS, [])
+
+
+def is_prepared(weight: torch.Tensor | None) -> bool:
+    """Whether ``prepare`` has seen a weight."""
+    return hasattr(weight, _HOOKS)
+
+
+def register_hook(module: torch.nn.Module, hook: Callable[[], None]) -> None:
+    """Call ``hook`` whenever a microbatch has added its gradient to a prepared weight of a module.
+
+    DDP asks for each weight without saying for which, in the order of the module's parameters.
+    """
+    prepared = [getattr(weight, _HOOKS) for weight in module.parameters(recurse=False) if is_prepared(weight)]
+    min(prepared, key=len).append(hook)
+
+
+def notify(weight: torch.nn.Parameter) -> None:
+    """Tell whoever waits for a prepared weight that it has its gradient of one microbatch.
+
+    Raises:
+        RuntimeError: the weight is in DDP's buffers, but nobody waits.
+    """
+    hooks = getattr(weight, _HOOKS)
+    if not hooks and hasattr(weight, "main_grad"):
+        raise RuntimeError(DDP_DOES_NOT_WAIT)
+    for hook in hooks:
+        hook()
+
+
+def fuse_if_recomputed(weight: torch.nn.Parameter) -> None:
+    """Let ``runs_fused`` be true of a weight whenever its layer's activations are recomputed."""
+    setattr(weight, _FUSED_IF_RECOMPUTED, True)
+
+
+def runs_fused(weight: torch.nn.Parameter) -> bool:
+    """Asked in a forward: whether B is to compute the gradient of this weight as well, since its layer is being recomputed."""
+    within_a_backward = torch._C._current_graph_task_id() != -1
+    return within_a_backward and hasattr(weight, _FUSED_IF_RECOMPUTED)
