@@ -1,6 +1,7 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
 # make compare  the same model under megatron-core's own 1F1B, our 1F1B and ZB-H1: one table, one picture
 # make test     all tests, or some: make test ARGS=tests/schedule
+# make test-all all tests, and every schedule in every layout: hours
 # make setup    only what these share: .venv with all that is needed
 # make clean    remove prepared data, runs and caches; .venv stays
 #
@@ -30,7 +31,7 @@ export OMP_NUM_THREADS := 1
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup train compare test clean
+.PHONY: setup train compare test test-all clean
 
 setup: $(ready)
 
@@ -44,6 +45,9 @@ compare: $(ready) $(DATA_PATH).idx
 
 test: $(ready)
 	$(venv) -m pytest $(or $(ARGS),tests)
+
+test-all: $(ready)
+	$(venv) -m pytest -m '' $(or $(ARGS),tests)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis

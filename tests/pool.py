@@ -152,6 +152,9 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
         megatron = sys.modules.get("megatron.core.parallel_state")
         if megatron is not None:
             megatron.destroy_model_parallel()
+        schedules = sys.modules.get("megatron.pipeline.patches.schedules")
+        if schedules is not None:
+            schedules.restore()  # lets go of the pipeline, and through it of the model and its groups
         torch.distributed.destroy_process_group()
         # Models and hooks refer to each other and to process groups, whose gloo threads wake up a hundred times a second.
         gc.collect()

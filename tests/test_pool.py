@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,3 +50,22 @@ def test_failures_name_the_rank_and_the_place(how: str, message: str) -> None:
         assert own.run(1, rank_and_sum) == [(0, 1.0)], "the pool starts anew"
     finally:
         own.close()
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def groups_in_a_circle() -> None:
+    """What a wrapped model does: objects that refer to each other, and to process groups."""
+    circle: dict[str, object] = {"group": torch.distributed.new_group([0])}
+    circle["self"] = circle
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads in /proc")
+def test_groups_of_a_world_end_with_it(pool: Pool) -> None:
+    """gloo's threads wake up a hundred times a second: those of worlds that have ended would slow down all later ones."""
+    before = pool.run(1, threads)
+    for _ in range(3):
+        pool.run(1, groups_in_a_circle)
+    assert pool.run(1, threads) == before

@@ -44,6 +44,7 @@ class Run:
         patches.install()
         from megatron.pipeline.patches import schedules
 
+        from megatron.pipeline.model.slices import check_slices
         from megatron.pipeline.training.arguments import parse
         from megatron.pipeline.training.planning import plan_pipeline
         from megatron.pipeline.training.state import build_training, initialize_model_parallel
@@ -68,6 +69,7 @@ class Run:
         self.args = args
         self.microbatches = microbatches
         self.pipeline = plan_pipeline(args, measure=True)
+        check_slices(args, self.pipeline.splits)
         schedules.restore()
         initialize_model_parallel(args, self.pipeline.placement)
         training = build_training(args, self.pipeline.placement)

@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
+from megatron.pipeline.model.slices import Slices
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting, Tensors
@@ -78,6 +79,8 @@ def run(
     config = get_model_config(chunks[0])
     communicator, groups = _groups(config, p2p_communicator, pg_collection)
     _check(plan, chunks, config, adjust_tensor_shapes_fn, communicator.pp_group.size(), num_microbatches)
+    if collect_non_loss_data and plan.schedule.splits > 1:
+        raise ValueError("collect_non_loss_data needs whole sequences: take a schedule without slices")
     rank = communicator.pp_group.rank()
     last_rank, last_chunk = plan.schedule.placement.home(plan.schedule.placement.last_stage)
     holds_output = rank == last_rank
@@ -89,6 +92,7 @@ def run(
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
+    splits = plan.schedule.splits
     stages = _ModelStages(
         placement=plan.schedule.placement,
         rank=rank,
@@ -102,10 +106,12 @@ def run(
         collect_non_loss_data=collect_non_loss_data,
         first_val_step=first_val_step,
         forward_only=forward_only,
+        slices=Slices(chunks, splits, keep_graphs=not forward_only),
     )
+    lengths = [length and length // splits for length in (seq_length, decoder_seq_length)]
     links = Links(
         channels_of(communicator.pp_group, config.variable_seq_lengths),
-        _shapes(config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn),
+        _shapes(config, groups, lengths[0], micro_batch_size, lengths[1], adjust_tensor_shapes_fn),
         config.pipeline_dtype or config.params_dtype,
         next(chunks[0].parameters()).device,
         posting,
@@ -159,13 +165,14 @@ class _ModelStages:
     collect_non_loss_data: bool
     first_val_step: bool | None
     forward_only: bool
+    slices: Slices
 
     def __post_init__(self) -> None:
         self.reported: list[Any] = []
         self.num_tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
         self._model_type = get_model_type(self.chunks[0])
         self._forwarded: set[int] = set()  # chunks that have run a forward
-        self._data = [None if iterator is None else _Remembering(iterator) for iterator in self.iterators]
+        self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
         first = work.chunk not in self._forwarded
@@ -173,47 +180,49 @@ class _ModelStages:
             self._forwarded.add(work.chunk)
             if self.config.param_sync_func is not None and not self.forward_only:
                 _per_chunk(self.config.param_sync_func, work.chunk)(self.chunks[work.chunk].parameters())
-        data = self._data[work.chunk]
-        if data is not None:
-            data.remember_for(None if keep_graph else work.microbatch)
+        data = self.slices.iterator(work, self.iterators[work.chunk])
+        if data is not None and not keep_graph:
+            data = _noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
+        complete = self.slices.completes(work)
         with torch.set_grad_enabled(keep_graph and torch.is_grad_enabled()):
-            outputs, num_tokens = self._forward_step(work, inputs, data, self.reported, first)
-        if self.config.calculate_per_token_loss:
+            outputs, num_tokens = self._forward_step(work, inputs, data, self.reported if complete else [], first)
+        if self.config.calculate_per_token_loss and complete:
             self.num_tokens += num_tokens
         return outputs
 
     def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
-        data = self._data[work.chunk]
-        again = None if data is None else data.again(work.microbatch)
-        outputs, _ = self._forward_step(work, inputs, again, [], first=False)
+        read = self._read.pop((work.microbatch, work.chunk), None)
+        outputs, _ = self._forward_step(work, inputs, None if read is None else iter(read), [], first=False)
         return outputs
 
     def _forward_step(
         self, work: Pass, inputs: Tensors, data: Iterator[Any] | None, reported: list[Any], first: bool
     ) -> tuple[Tensors, Any]:
         partial = self.config.num_microbatches_with_partial_activation_checkpoints
-        outputs, num_tokens = schedules.forward_step(
-            self.forward_step_func,
-            data,
-            self.chunks[work.chunk],
-            self.num_microbatches,
-            inputs,
-            reported,
-            self.config,
-            self.context_parallel_size,
-            collect_non_loss_data=self.collect_non_loss_data,
-            checkpoint_activations_microbatch=(
-                None if partial is None else work.microbatch % self.in_flight[work.chunk] >= partial
-            ),
-            is_first_microbatch=schedules.check_first_val_step(self.first_val_step, self.forward_only, first),
-            current_microbatch=work.microbatch,
-            vp_stage=work.chunk if len(self.chunks) > 1 else None,
-            is_last_stage=self.placement.stage(self.rank, work.chunk) == self.placement.last_stage,
-        )
+        with self.slices.around(work):
+            outputs, num_tokens = schedules.forward_step(
+                self.forward_step_func,
+                data,
+                self.chunks[work.chunk],
+                self.num_microbatches,
+                inputs,
+                reported,
+                self.config,
+                self.context_parallel_size,
+                collect_non_loss_data=self.collect_non_loss_data,
+                checkpoint_activations_microbatch=(
+                    None if partial is None else work.microbatch % self.in_flight[work.chunk] >= partial
+                ),
+                is_first_microbatch=schedules.check_first_val_step(self.first_val_step, self.forward_only, first),
+                current_microbatch=work.microbatch,
+                vp_stage=work.chunk if len(self.chunks) > 1 else None,
+                is_last_stage=self.placement.stage(self.rank, work.chunk) == self.placement.last_stage,
+            )
         return outputs, num_tokens
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        return schedules.backward_step(inputs, outputs, gradients, self._model_type, self.config)
+        with self.slices.around(work):
+            return schedules.backward_step(inputs, outputs, gradients, self._model_type, self.config)
 
     def release(self, outputs: Tensors) -> None:
         if not self.forward_only:
@@ -221,30 +230,11 @@ class _ModelStages:
             schedules.deallocate_output_tensor(outputs[0], self.config.deallocate_pipeline_outputs)
 
 
-class _Remembering:
-    """A data iterator whose items can be had again, for the microbatches whose forward will be recomputed."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-        self._remembered: dict[int, list[Any]] = {}
-        self._now: list[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        item = next(self._iterator)
-        if self._now is not None:
-            self._now.append(item)
-        return item
-
-    def remember_for(self, microbatch: int | None) -> None:
-        """Keep what is read from here on for a microbatch, or (None) do not."""
-        self._now = None if microbatch is None else self._remembered.setdefault(microbatch, [])
-
-    def again(self, microbatch: int) -> Iterator[Any]:
-        """What was read for a microbatch; once."""
-        return iter(self._remembered.pop(microbatch))
+def _noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
+    """The items, each noted as it is read."""
+    for item in items:
+        noted.append(item)
+        yield item
 
 
 def _check(
