@@ -37,8 +37,9 @@ def ran(errors: list[str]) -> bool:
             "--fp16 --initial-loss-scale 1024 --loss-scale-window 2",
         ),
         (1, "--optimizer sgd"),
+        (4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer --num-experts 4 --expert-model-parallel-size 2"),
     ],
-    ids=["float32", "fp16-distributed-optimizer", "sgd"],
+    ids=["float32", "fp16-distributed-optimizer", "sgd", "experts-distributed-optimizer"],
 )
 def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
     flags = f"{data} {flags} --eval-interval 2 --eval-iters 1"
