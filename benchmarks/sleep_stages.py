@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline import patches
-from megatron.pipeline.model.split_linear import submit
+from megatron.pipeline.model.weight_tasks import submit
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.simulate import simulate

@@ -332,7 +332,7 @@ def _recompute(group: argparse._ArgumentGroup) -> None:
     modules = ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
     add("--recompute-modules", nargs="*", choices=modules, help="what --recompute-granularity selective covers; core_attn")
     add("--recompute-fused-backward", action="store_true",
-        help="B computes the weight gradients of what it recomputes as well: no time for W to fill, no memory held for it")  # fmt: skip
+        help="B also computes the weight gradients of what it recomputes: less memory, less for W to fill gaps with")  # fmt: skip
 
 
 def _fusions(group: argparse._ArgumentGroup) -> None:

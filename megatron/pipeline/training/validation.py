@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.pipeline.model import te_linear
 from megatron.pipeline.training.validation_experts import check_experts, check_prediction
 
 DEFAULT_SPLIT = "969,30,1"
@@ -75,6 +76,8 @@ def _check_platform(args: Namespace) -> None:
     if args.transformer_impl == "transformer_engine" and not (cuda and engine):
         lacking = "a CUDA device" if not cuda else "the package transformer-engine"
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
+    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
+        te_linear.check_version()
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
@@ -243,6 +246,11 @@ def _check_recompute(args: Namespace) -> None:
         raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.recompute_granularity != "selective" and args.recompute_modules:
         raise ValueError("--recompute-modules needs --recompute-granularity selective")
+    if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
+        raise ValueError(
+            "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "
+            "part of the graph of every later microbatch, and recomputes without end"
+        )
     if args.recompute_fused_backward and not args.recompute_granularity:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
 
