@@ -1,0 +1,184 @@
+"""The schedules that ``sleep_stages.py`` compares, each ready to run iterations of sleeping stages on this rank."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage
+from torch.distributed import pipelining
+
+from megatron.pipeline.runtime.forward_backward import Plan, run
+from megatron.pipeline.runtime.groups import new_group
+from megatron.pipeline.runtime.p2p import Channels
+from megatron.pipeline.runtime.pipeline import STOCK
+from megatron.pipeline.runtime.recorder import Unmeasured
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import Costs, uniform
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.placement import Placement, interleaved, v
+from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.torch_csv import from_csv
+
+_STEPS = schedules.forward_step, schedules.backward_step  # where megatron-core and we run passes; W is a call of ours
+
+
+class Times:
+    """F, B and W of a rank's whole share and one hop, in seconds."""
+
+    def __init__(self, forward: float, backward: float, weight: float, hop: float) -> None:
+        self._passes, self._hop = (forward, backward, weight), hop
+
+    def of(self, placement: Placement, hop: bool = True) -> Costs:
+        return uniform(placement, *self._passes, hop=self._hop if hop else 0.0)
+
+
+class Contender(Protocol):
+    """A schedule in a runtime.
+
+    Attributes:
+        name: how it is called in the table.
+        schedule: the passes that it runs, for the simulation.
+    """
+
+    name: str
+    schedule: Schedule
+
+    def iterate(self) -> None:
+        """Run this rank's part of one iteration."""
+
+
+class Megatron:
+    """Iterations of sleeping stages in functions with the signature of megatron-core's schedules.
+
+    One set of process groups serves all: each of gloo's groups has threads that wake up a hundred times a second.
+    """
+
+    def __init__(self, times: Times, microbatches: int, sleeper: Sleeper) -> None:
+        self.times, self.microbatches = times, microbatches
+        self.ranks, self._rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        self._sleeper = sleeper
+        alone, world = new_group([self._rank]), torch.distributed.group.WORLD
+        assert world is not None, "init_process_group comes first"
+        self.channels = Channels.open(world, variable_lengths=False)
+        self._groups = ProcessGroupCollection()
+        self._groups.tp = self._groups.cp = self._groups.dp_cp = alone
+        self._groups.embd = self._groups.pos_embd = None
+        self._groups.pp = world
+
+    def stages(self, placement: Placement) -> list[MegatronStage]:
+        """This rank's chunks."""
+        chunks, costs = placement.chunks, self.times.of(placement)
+        config = TransformerConfig(
+            num_layers=self.ranks * chunks,
+            hidden_size=HIDDEN,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=self.ranks,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            pipeline_dtype=torch.float32,
+            batch_p2p_comm=chunks == 1,
+            overlap_p2p_comm=chunks > 1,  # as Megatron-LM does unless told otherwise
+            batch_p2p_sync=False,
+            deallocate_pipeline_outputs=True,
+        )
+        stages = []
+        for chunk, stage in enumerate(placement.stages[self._rank]):
+            vp_stage, last = chunk if chunks > 1 else None, stage == placement.last_stage
+            stages.append(MegatronStage(config, self._sleeper, costs.stages[stage], vp_stage, last))
+        return stages
+
+    def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
+        """This rank's part of one iteration."""
+        schedules.forward_step, schedules.backward_step = map(self._sleeper.step, _STEPS)
+        forward_backward(
+            forward_step_func=lambda _, stage: (stage(), lambda loss: (loss, {"loss": loss.detach()})),
+            data_iterator=[None] * len(model),
+            model=model,
+            num_microbatches=self.microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=P2PCommunicator(self._groups.pp, model[0].config),
+            pg_collection=self._groups,
+        )
+
+
+class Ours:
+    """A schedule in our executor, planned for the shortest time from the first pass to the last.
+
+    Args:
+        name: of a family, with ``@X`` behind it for room for X times the activations of 1F1B.
+    """
+
+    def __init__(self, name: str, megatron: Megatron) -> None:
+        self.name, self._megatron = name, megatron
+        family, _, memory = name.partition("@")
+        ranks, microbatches = megatron.ranks, megatron.microbatches
+        costs = megatron.times.of(families.placement(family, ranks))
+        limit = float(memory) * ranks if memory else None
+        # Every rank plans: a plan depends on nothing but its request.
+        self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=Objective.MAKESPAN)
+        plan = Plan(self.schedule, lower(self.schedule, costs))
+        self._forward_backward = partial(run, plan, Unmeasured(), lambda _: None, lambda *_: megatron.channels)
+        self._model = megatron.stages(self.schedule.placement)
+
+    def iterate(self) -> None:
+        self._megatron.run(self._forward_backward, self._model)
+
+
+class Stock:
+    """megatron-core's own schedule: 1F1B, or with two chunks interleaved."""
+
+    def __init__(self, chunks: int, megatron: Megatron) -> None:
+        family = "1f1b" if chunks == 1 else "interleaved"
+        self.name, self._megatron = f"{STOCK} {family}", megatron
+        self.schedule = families.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
+        self._forward_backward = schedules.get_forward_backward_func(megatron.ranks, chunks if chunks > 1 else None)
+        self._model = megatron.stages(self.schedule.placement)
+
+    def iterate(self) -> None:
+        self._megatron.run(self._forward_backward, self._model)
+
+
+class Torch:
+    """A schedule of torch.distributed.pipelining, in torch's own runtime."""
+
+    def __init__(self, name: str, times: Times, microbatches: int, sleeper: Sleeper) -> None:
+        self.name = f"torch {name}"
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if name == "1F1B":
+            placement = interleaved(ranks, 1)
+        else:
+            placement = interleaved(ranks, 2) if name.startswith("Interleaved") else v(ranks)
+        costs, count = times.of(placement), placement.last_stage + 1
+        mine = placement.stages[rank]
+        stages = [
+            pipelining.PipelineStage(TorchStage(sleeper, costs.stages[stage], stage == 0), stage, count, torch.device("cpu"))
+            for stage in mine
+        ]
+        for stage in stages:
+            for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, method, sleeper.step(getattr(stage, method)))
+        own = getattr(pipelining.schedules, f"Schedule{name}")
+        self._schedule = own(stages[0] if len(stages) == 1 else stages, microbatches, loss_fn=lambda output, _: output.sum())
+        self._first, self._last = 0 in mine, count - 1 in mine
+        self._data = torch.zeros(microbatches, 1, HIDDEN)
+        self.schedule = families.plan("1f1b", ranks, microbatches) if name == "1F1B" else self._passes()
+
+    def iterate(self) -> None:
+        inputs = [self._data] if self._first else []
+        self._schedule.step(*inputs, target=self._data if self._last else None, return_outputs=False)
+
+    def _passes(self) -> Schedule:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "passes.csv"
+            self._schedule._dump_csv(str(path), format="compute_only")
+            return from_csv(path.read_text(), self.name)

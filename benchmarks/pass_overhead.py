@@ -1,0 +1,137 @@
+"""What the host does for one pass, in microseconds of processor time, and whose it is. Stages compute nothing.
+
+    torchrun --nproc-per-node 8 benchmarks/pass_overhead.py --schedule zb-v --microbatches 16
+
+Counted is the time that a rank's main thread runs on a core, not the time it waits. Reported are means per pass of one
+iteration, the median over iterations, on the rank where the executor takes longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from contenders import Megatron, Ours, Times
+from megatron.core.pipeline_parallel import schedules
+from rich.console import Console
+from rich.table import Table
+from sleeping import Sleeper
+
+from megatron.pipeline import patches
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.p2p import Links
+
+EXECUTOR, LINKS, STEPS, STAGES, BACKEND = "executor", "links", "megatron-core's steps", "stages", "gloo"
+
+
+class Account:
+    """Splits the processor time of a thread: every moment belongs to the innermost part that has been entered."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._parts: list[str] = ["around"]
+        self._since = time.thread_time()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        self._book()
+        self._parts.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._parts.pop()
+
+    def _book(self) -> None:
+        now = time.thread_time()
+        self.seconds[self._parts[-1]] += now - self._since
+        self._since = now
+
+    def count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose time belongs to a part."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return counted
+
+    def count_methods(self, name: str, owner: Any, methods: str) -> None:
+        for method in methods.split():
+            setattr(owner, method, self.count(name, getattr(owner, method)))
+
+
+class _Request:
+    """A request of a backend whose waiting is counted."""
+
+    def __init__(self, account: Account, request: Any) -> None:
+        self.wait = account.count(BACKEND, request.wait)
+
+
+def split(account: Account) -> None:
+    """Have an account split the time of the executor and of what it calls."""
+    account.count_methods(EXECUTOR, Executor, "run")
+    account.count_methods(LINKS, Links, "receive wait send start sweep finish unsent")
+    account.count_methods(STEPS, schedules, "forward_step backward_step")
+    account.count_methods(STAGES, Sleeper, "occupy")
+    for name in ("isend", "irecv"):
+        post = account.count(BACKEND, getattr(torch.distributed, name))
+        setattr(torch.distributed, name, lambda *args, _post=post, **kwargs: _Request(account, _post(*args, **kwargs)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", default="zb-v")
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--milliseconds", type=float, default=0.0, help="let F, B and W sleep: caches are cold then")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+
+    patches.install()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    seconds = options.milliseconds / 1000
+    megatron = Megatron(Times(seconds, seconds, seconds, hop=0.0), options.microbatches, Sleeper())
+    contender = Ours(options.schedule, megatron)
+    contender.iterate()  # connects the ranks
+    account = Account()
+    split(account)
+    rounds = []
+    for _ in range(options.rounds):
+        gc.collect()
+        torch.distributed.barrier()
+        account.seconds.clear()
+        gc.disable()
+        contender.iterate()
+        gc.enable()
+        rounds.append(dict(account.seconds))
+
+    passes = len(contender.schedule.passes[torch.distributed.get_rank()])
+    mine = {part: 1e6 * statistics.median(one.get(part, 0.0) for one in rounds) / passes for part in rounds[0]}
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    if torch.distributed.get_rank() == 0:
+        worst = max(everyone, key=lambda parts: parts[EXECUTOR] + parts[LINKS])
+        table = Table(title=f"{options.schedule}, {len(everyone)} ranks, {options.microbatches} microbatches: us per pass")
+        table.add_column("part")
+        table.add_column("worst rank", justify="right")
+        table.add_column("mean of ranks", justify="right")
+        for part in (EXECUTOR, LINKS, BACKEND, STEPS, STAGES):
+            mean = statistics.mean(parts[part] for parts in everyone)
+            table.add_row(part, f"{worst[part]:.0f}", f"{mean:.0f}")
+        Console(width=100).print(table)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Model stages that sleep instead of computing, for megatron-core and for torch.distributed.pipelining.
+
+Sleeping needs no cores: 8 ranks run side by side on 2. What an iteration takes beyond the passes is the runtime's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.enums import ModelType
+from megatron.core.transformer import TransformerConfig
+
+from megatron.pipeline.model.weight_tasks import submit
+from megatron.pipeline.schedule.costs import StageCosts
+
+HIDDEN = 64
+AWAKE = 0.0001  # seconds at the end of a pass that are not slept, because a sleep ends that much too late
+
+
+class Interval(NamedTuple):
+    """When a pass ran, in seconds of a clock that all processes of a machine share."""
+
+    start: float
+    end: float
+
+
+class Sleeper:
+    """The device of one rank: occupied for as long as passes take.
+
+    What a runtime calls to run a pass is wrapped in ``step``. Within a step stages ``occupy`` the device, and before the step
+    returns the rank sleeps until all of that has passed since the step began: the host's work within a step is part of the
+    pass, as it is in every measured cost, and on a GPU. All else that the host does is not.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[Interval] = []
+        self._occupied: float | None = None  # by the step that runs now
+
+    def occupy(self, seconds: float) -> None:
+        """Take a pass's time; outside of a step now."""
+        if self._occupied is None:
+            self._sleep(time.monotonic(), seconds)
+        else:
+            self._occupied += seconds
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that takes as long as the passes in it."""
+
+        def sleeping(*args: Any, **kwargs: Any) -> Any:
+            start, self._occupied = time.monotonic(), 0.0
+            result = function(*args, **kwargs)
+            seconds, self._occupied = self._occupied, None
+            if seconds:
+                self._sleep(start, seconds)
+            return result
+
+        return sleeping
+
+    def _sleep(self, start: float, seconds: float) -> None:
+        end = start + seconds
+        time.sleep(max(0.0, end - time.monotonic() - AWAKE))
+        while time.monotonic() < end:
+            pass
+        self.passes.append(Interval(start, time.monotonic()))
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes F to run forward and B to run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, received: torch.Tensor, sleeper: Sleeper, costs: StageCosts) -> torch.Tensor:
+        ctx.sleeper, ctx.costs = sleeper, costs
+        sleeper.occupy(costs.forward)
+        return received.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.sleeper.occupy(ctx.costs.backward)
+        return gradient.clone(), None, None
+
+
+class _SleepThenSubmit(_Sleep):
+    """Its weight gradient is a task, as those of megatron-core's linears are: fused in a BW, left to W by a B."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        gradients = _Sleep.backward(ctx, gradient)
+        submit(_SleepingWeight(ctx.sleeper, ctx.costs))
+        return gradients
+
+
+class _SleepingWeight:
+    held = ()
+
+    def __init__(self, sleeper: Sleeper, costs: StageCosts) -> None:
+        self._sleeper, self._costs = sleeper, costs
+
+    def prefetch(self) -> None:
+        """A sleeping weight needs no communication."""
+
+    def run(self) -> None:
+        self._sleeper.occupy(self._costs.weight)
+
+
+class MegatronStage(torch.nn.Module):
+    """A stage as megatron-core's schedules call it; its weight gradient goes where those of real linears go."""
+
+    model_type = ModelType.encoder_or_decoder
+
+    def __init__(self, config: TransformerConfig, sleeper: Sleeper, costs: StageCosts, vp_stage: int | None, last: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.vp_stage = vp_stage
+        self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
+        self._sleeper, self._costs, self._last = sleeper, costs, last
+        self._received: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        self._received = tensors[0]
+
+    def forward(self) -> torch.Tensor:
+        received = self.weight if self._received is None else self._received
+        output: torch.Tensor = _SleepThenSubmit.apply(received, self._sleeper, self._costs)
+        return output.sum() if self._last else output
+
+
+class _SleepForWeight(torch.autograd.Function):
+    """The weight's own branch of the graph: takes W to run backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, sleeper: Sleeper, costs: StageCosts) -> torch.Tensor:
+        ctx.sleeper, ctx.costs = sleeper, costs
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.sleeper.occupy(ctx.costs.weight)
+        return gradient.clone(), None, None
+
+
+class TorchStage(torch.nn.Module):
+    """A stage as torch.distributed.pipelining calls it, which splits a backward by asking autograd for some gradients only.
+
+    The output is the sum of two branches, one from the input and one from the weight: a gradient for the input runs only the
+    first, one for the weight only the second, and a whole backward both. On the first stage, whose input has no gradient,
+    the first branch starts from an embedding; torch runs both of its branches in W.
+    """
+
+    def __init__(self, sleeper: Sleeper, costs: StageCosts, first: bool) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
+        self.embedding = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN)) if first else None
+        self._sleeper, self._costs = sleeper, costs
+
+    def forward(self, received: torch.Tensor) -> torch.Tensor:
+        bias: torch.Tensor = _SleepForWeight.apply(self.weight, self._sleeper, self._costs)
+        if self.embedding is not None:
+            received = received + self.embedding
+        output: torch.Tensor = _Sleep.apply(received, self._sleeper, self._costs) + bias
+        return output
