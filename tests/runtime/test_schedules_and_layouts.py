@@ -30,6 +30,7 @@ LAYOUTS = {
     "dropout": "--hidden-dropout 0.1 --attention-dropout 0.1",
     "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1",
     "selective": "--recompute-granularity selective",
+    "batched": "--pipeline-p2p batched",
     "uneven": "--num-layers 9 --num-layers-in-last-pipeline-stage 2",
 }
 
