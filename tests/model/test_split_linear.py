@@ -102,6 +102,34 @@ def test_tensor_parallel(pool: Pool, cls: str, sequence_parallel: bool) -> None:
     assert pool.run(2, gradients, "B0 B1 W0 B2 W1 W2", **options) == pool.run(2, gradients, None, **options)
 
 
+def gradients_after_a_discarded_input(delayed: bool) -> list[float]:
+    """Of a linear whose input is discarded after the forward and recomputed by B, as with --recompute-modules layernorm."""
+    model = build(True, "ColumnParallelLinear", 1, {})
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    from megatron.pipeline.model.weight_tasks import WeightTask, deferring
+
+    tasks: list[WeightTask] = []
+    for number in range(3):
+        hidden = torch.full((4, 2, SIZE), 0.1 * number, requires_grad=True)
+        recomputed = CheckpointWithoutOutput(fp8=None)  # its default asks for Transformer Engine
+        output = model(recomputed.checkpoint(torch.exp, hidden))
+        recomputed.discard_output_and_register_recompute(output)
+        with deferring(tasks):
+            output.square().sum().backward()
+        if not delayed:
+            tasks.pop().run()
+    for task in tasks:
+        task.run()
+    return model.module.linear.weight.main_grad.flatten().tolist()
+
+
+def test_w_uses_an_input_that_b_recomputed(pool: Pool) -> None:
+    at_once = pool.run(1, gradients_after_a_discarded_input, False)
+    assert any(at_once[0])
+    assert pool.run(1, gradients_after_a_discarded_input, True) == at_once
+
+
 def readiness() -> list[bool]:
     """Whether DDP has started to reduce the one bucket, after each pass of the last microbatch."""
     model = build(True, "ColumnParallelLinear", 1, {"overlap_grad_reduce": True})

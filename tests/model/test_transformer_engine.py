@@ -38,7 +38,7 @@ class EngineLinear(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.randn(SIZE))
         self.fused, self.bias_is = fused, bias
         self.wgrad_store = Store(delayed)
-        self.hooks: list[Any] = []
+        self.wgrad_accumulation_and_reduce_hooks: list[Any] = []
         if delayed:
             for parameter in self.parameters():
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ class EngineLinear(torch.nn.Module):
         return result + self.bias if inside is None else result
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Any) -> None:
-        self.hooks.append(hook)
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
     def gradients(self, hidden: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight: Any = self.weight
@@ -65,7 +65,7 @@ class EngineLinear(torch.nn.Module):
             self.weight.grad = gradient
         if self.bias.grad is None:
             self.bias.grad = bias_gradient.to(self.bias.dtype)  # type: ignore[union-attr]
-        for hook in self.hooks:
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
 

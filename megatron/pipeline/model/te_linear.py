@@ -91,14 +91,14 @@ class DelayedGradient:
         """Add the gradients of the oldest backward to ``main_grad`` and tell DDP.
 
         Raises:
-            RuntimeError: nobody took the gradients.
+            RuntimeError: nobody waits for them.
         """
+        if not self._module.wgrad_accumulation_and_reduce_hooks:
+            raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
         self._gradients.clear()
         self._module.backward_dw()
-        if any(parameter.grad is not None for parameter in self._parameters):
-            raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
 
 
 def _delayed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
