@@ -246,7 +246,14 @@ def _check_recompute(args: Namespace) -> None:
         raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
     if args.recompute_granularity != "selective" and args.recompute_modules:
         raise ValueError("--recompute-modules needs --recompute-granularity selective")
-    if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
+    modules = set(args.recompute_modules or ())
+    discarding = sorted(modules & {"layernorm", "moe_act"})
+    if discarding and importlib.util.find_spec("transformer_engine") is None:
+        raise ValueError(
+            f"--recompute-modules {' '.join(discarding)} needs the package transformer-engine, which is not here: megatron-core "
+            "discards and restores outputs by its means"
+        )
+    if "mlp" in modules and args.add_bias_linear:
         raise ValueError(
             "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "
             "part of the graph of every later microbatch, and recomputes without end"
