@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool import Pool
@@ -116,7 +119,25 @@ def test_trace(pool: Pool, data: str, tmp_path: Path) -> None:
     record = json.loads((tmp_path / "trace" / "iteration_0000002.json").read_text())
     assert (record["schedule"], record["iteration"], record["placement"]) == ("zb-h1", 2, [[0], [1]])
     assert len(record["timeline"]["ranks"]) == 2
+    assert_perfetto_can_show(record["traceEvents"], ranks=2)
     assert (tmp_path / "trace" / "iteration_0000002.png").stat().st_size > 1000
+
+
+def assert_perfetto_can_show(events: list[dict[str, Any]], ranks: int) -> None:
+    """Measured and planned passes, with the measured waits in between: what overlaps in a row would be drawn nested."""
+    slices = [event for event in events if event["ph"] == "X"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {"measured", "planned"}
+    for process, rank in itertools.product((0, 1), range(ranks)):
+        row = sorted(
+            (event for event in slices if (event["pid"], event["tid"]) == (process, rank)), key=lambda event: event["ts"]
+        )
+        for before, after in itertools.pairwise(row):
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.01, (before, after)
+        kinds = Counter(event["cat"] for event in row)
+        assert kinds["F"] == kinds["B"] == kinds["W"] == 4
+        # What came, 4 activations or gradients, and what had not gone when the last pass was over.
+        assert kinds["wait"] >= 4 if process == 0 else not kinds["wait"]
+        assert any(event["ph"] == "C" and event["args"]["held"] > 0 for event in events if event["pid"] == process)
 
 
 def test_ramp_up(pool: Pool, data: str, tmp_path: Path) -> None:

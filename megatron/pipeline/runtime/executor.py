@@ -63,7 +63,7 @@ class Executor:
         self._placement = placement
         self._rank = rank
         self._stages = stages
-        self._links = links
+        self.links = links
         self._recorder = recorder
         self._around = around
         self._keep_graphs = keep_graphs
@@ -83,20 +83,22 @@ class Executor:
             self.begun += 1
             match operation:
                 case Receive(message, peer):
-                    self._links.receive(message, peer)
+                    self.links.receive(message, peer)
                 case Wait(message):
-                    self._received[message] = self._links.wait(message)
+                    with self._recorder.wait(message):
+                        self._received[message] = self.links.wait(message)
                 case Send(message, peer):
                     self._send(message, peer)
                 case Compute(work):
-                    self._links.start()
+                    self.links.start()
                     with self._around(work), self._recorder.measure(work):
                         self._compute(work)
-                    self._links.sweep()
-        for sending in self._links.unsent():
+                    self.links.sweep()
+        for sending in self.links.unsent():
             self.position = sending
             self.begun += 1
-            self._links.finish(sending.message)
+            with self._recorder.wait(sending.message):
+                self.links.finish(sending.message)
         self.position = None
 
     def _compute(self, work: Pass) -> None:
@@ -124,7 +126,7 @@ class Executor:
                 if stage < self._placement.last_stage:
                     gradients = self._take(Message(Flow.GRADIENT, work.microbatch, stage + 1))
                 # The gradient is here, so the activation it answers has been received: this only takes note of it.
-                self._links.finish(Message(Flow.ACTIVATION, work.microbatch, stage))
+                self.links.finish(Message(Flow.ACTIVATION, work.microbatch, stage))
                 inputs, outputs = self._graphs.pop(key)
                 tasks: list[WeightTask] = []
                 with deferring(tasks) if work.kind is Kind.B else nullcontext():
@@ -153,7 +155,7 @@ class Executor:
             if message.flow is Flow.ACTIVATION:
                 self._stages.release(tensors)
 
-        self._links.send(message, peer, tensors, when_sent=sent)
+        self.links.send(message, peer, tensors, when_sent=sent)
 
 
 @torch.no_grad()  # as in the backward that the tasks are a part of

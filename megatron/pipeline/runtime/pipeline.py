@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,37 +14,20 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan
-from megatron.pipeline.runtime.p2p import Channels, Posting
-from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
+from megatron.pipeline.runtime.p2p import Channels, Links, Posting
+from megatron.pipeline.runtime.recorder import Recorder, Report, Unmeasured
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement, interleaved
 from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
 
 STOCK = "stock"
 _FILE = "file:"
-
-
-@dataclass(frozen=True)
-class Report:
-    """What the last training iteration did, over the ranks of one pipeline.
-
-    Attributes:
-        timeline: every rank's passes, in seconds since the epoch.
-        peak_activation_bytes: per rank.
-    """
-
-    timeline: Timeline
-    peak_activation_bytes: list[int]
-
-    @property
-    def bubble_rate(self) -> float:
-        """The share of the measured span in which a rank, on average, ran no pass."""
-        return self.timeline.bubble_rate
 
 
 class Pipeline:
@@ -55,7 +38,7 @@ class Pipeline:
         ranks: size of the pipeline group.
         chunks: model chunks per rank; None for the family's own number.
         memory_limit: in microbatches of a rank's activations.
-        costs: what passes take; equal passes by default. They decide orders and when receives are posted.
+        costs: what passes take, in seconds and bytes; equal passes by default. They decide orders and when receives are posted.
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         posting: how sends and receives are started.
@@ -78,8 +61,9 @@ class Pipeline:
         self._ranks = ranks
         self._chunks = chunks
         self._memory_limit = memory_limit
-        self._costs = costs
-        self._measure = measure
+        self.costs = costs
+        self.measures = measure
+        self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
         self._posting = posting
         self._channels: dict[tuple[Any, bool], Channels] = {}
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
@@ -95,6 +79,23 @@ class Pipeline:
             self.placement = families.placement(schedule, ranks, chunks)
         if chunks is not None and chunks != self.placement.chunks:
             raise ValueError(f"{schedule} has {self.placement.chunks} chunk(s) per rank, but the model is cut into {chunks}")
+
+    @property
+    def splits(self) -> int:
+        """How many slices along the sequence every microbatch is cut into."""
+        if self.is_stock:
+            return 1
+        return self._from_file.splits if self._from_file else families.FAMILIES[self.name].splits
+
+    @property
+    def has_family(self) -> bool:
+        """Whether a family plans it, which can do so again at other costs."""
+        return not self.is_stock and self._from_file is None
+
+    @property
+    def links(self) -> Links | None:
+        """What carried the messages of the last iteration; None before the first, and under megatron-core's own schedule."""
+        return self._executor.links if self._executor else None
 
     @property
     def is_stock(self) -> bool:
@@ -121,7 +122,7 @@ class Pipeline:
         """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock stays, measured if asked for."""
         if self.is_stock:
             schedules_patch.restore()
-            if self._measure:
+            if self.measures:
                 schedules_patch.record(self._record)
         else:
             schedules_patch.use(self.forward_backward)
@@ -130,7 +131,7 @@ class Pipeline:
         """One iteration, with the keywords and the result of megatron-core's own schedules (see ``forward_backward.run``)."""
         forward_only = bool(kwargs.get("forward_only"))
         plan = self.plan(kwargs["num_microbatches"], forward_only)
-        measured = self._measure and not forward_only
+        measured = self.measures and not forward_only
         recorder = self._record(kwargs["model"]) if measured else Unmeasured()
 
         def started(executor: Executor) -> None:
@@ -156,18 +157,69 @@ class Pipeline:
 
         None before the first iteration, and for a pipeline that does not ``measure``.
         """
-        mine = (self._recorder.timed(), self._recorder.peak_activation_bytes) if self._recorder else None
+        mine = self._recorder.record() if self._recorder else None
         group = parallel_state.get_pipeline_model_parallel_group()
         everyone: list[Any] = [None] * group.size()
         torch.distributed.all_gather_object(everyone, mine, group=group)
         if None in everyone:
             return None
-        return Report(Timeline(tuple(timed for timed, _ in everyone)), [peak for _, peak in everyone])
+        return Report(tuple(everyone))
+
+    def schedule_of(self, report: Report) -> Schedule:
+        """The schedule that the iteration of a report ran, whatever is planned by now."""
+        rows = tuple(tuple(timed.work for timed in record.passes) for record in report.ranks)
+        forwards = sum(work.kind is Kind.F and work.chunk == 0 for work in rows[0])
+        return Schedule(self.name, self.placement, forwards // self.splits, rows, self.splits)
+
+    def slowdown(self, report: Report) -> float | None:
+        """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""
+        if self.costs is None:
+            return None
+        expected = simulate(self.schedule_of(report), self.costs).span
+        return report.timeline.span / expected if expected else None
+
+    @property
+    def planned(self) -> dict[int, Schedule]:
+        """The schedules of training, by the number of microbatches."""
+        plans = list(self._plans.items())  # at once: another thread may be asking
+        return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
+
+    def plan_again(self, costs: Costs, memory_limit: float | None) -> dict[int, Schedule]:
+        """What the family makes of these costs, for every number of microbatches that is planned by now.
+
+        A schedule in use stays where it fits into the limit and what the family makes is not shorter. Nothing changes until
+        ``adopt``; another thread may call this while iterations run.
+
+        Raises:
+            ValueError: there is no schedule within the limit.
+        """
+        return {m: self._better(schedule, costs, memory_limit) for m, schedule in self.planned.items()}
+
+    def adopt(self, costs: Costs, memory_limit: float | None, schedules: Mapping[int, Schedule]) -> None:
+        """Run other schedules from the next iteration on, on the same placement; all ranks must do so at the same time.
+
+        Args:
+            schedules: by the number of microbatches; those in use stay for the others.
+
+        Raises:
+            ValueError: a schedule breaks a rule or exceeds the limit; nothing has changed then.
+        """
+        plans = {(m, False): _prove(schedule, costs, memory_limit) for m, schedule in schedules.items()}
+        self._plans |= plans
+        self.costs, self._memory_limit = costs, memory_limit
+
+    def _better(self, used: Schedule, costs: Costs, memory_limit: float | None) -> Schedule:
+        made = families.plan(self.name, self._ranks, used.microbatches, costs, self._chunks, memory_limit=memory_limit)
+        try:
+            verify(used, costs, memory_limit)
+        except ValueError:
+            return made
+        return made if simulate(made, costs).span < simulate(used, costs).span else used
 
     def _make_plan(self, microbatches: int, forward_only: bool) -> Plan:
         if self._from_file is None:
             schedule = families.plan(
-                self.name, self._ranks, microbatches, self._costs, self._chunks, memory_limit=self._memory_limit
+                self.name, self._ranks, microbatches, self.costs, self._chunks, memory_limit=self._memory_limit
             )
         elif forward_only:
             # A file is for one number of microbatches; its placement is all that evaluation needs.
@@ -183,12 +235,11 @@ class Pipeline:
             schedule = schedule.forward_only()
         if schedule.placement.replicas > 1:
             raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
-        costs = self._costs or uniform(schedule.placement)
+        if schedule.splits > 1 and any(work.kind is Kind.R for row in schedule.passes for work in row):
+            raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         # Forwards alone keep nothing for a backward: the limit is for iterations that train.
-        verify(schedule, costs, None if forward_only else self._memory_limit, forward_only)
-        programs = lower(schedule, costs)
-        verify_programs(schedule, programs)
-        return Plan(schedule, programs)
+        limit = None if forward_only else self._memory_limit
+        return _prove(schedule, self.costs or uniform(schedule.placement), limit, forward_only)
 
     def _channels_of(self, group: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
         """Opened when they are first needed, by all ranks of the world together."""
@@ -199,8 +250,16 @@ class Pipeline:
 
     def _record(self, model: Any) -> Recorder:
         chunks = model if isinstance(model, list) else [model]
-        self._recorder = Recorder(parameter for chunk in chunks for parameter in chunk.parameters())
+        self._recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
         return self._recorder
+
+
+def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, forward_only: bool = False) -> Plan:
+    """The schedule with its programs, once both have been found right."""
+    verify(schedule, costs, memory_limit, forward_only)
+    programs = lower(schedule, costs)
+    verify_programs(schedule, programs)
+    return Plan(schedule, programs)
 
 
 def _read(path: str, ranks: int) -> Schedule:
@@ -219,14 +278,14 @@ def _read(path: str, ranks: int) -> Schedule:
 
 
 def _forwards_in_order(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forwards of the first microbatch, repeated: right for any placement and number of microbatches."""
+    """The forwards of the first microbatch (or slice), repeated: right for any placement and number of microbatches."""
     rows = tuple(
         tuple(
             work._replace(microbatch=microbatch)
-            for microbatch in range(microbatches)
+            for microbatch in range(microbatches * schedule.splits)
             for work in row
             if work.kind == "F" and work.microbatch == 0
         )
         for row in schedule.passes
     )
-    return Schedule(schedule.name, schedule.placement, microbatches, rows)
+    return Schedule(schedule.name, schedule.placement, microbatches, rows, schedule.splits)

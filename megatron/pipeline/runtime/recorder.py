@@ -1,23 +1,89 @@
-"""What one iteration did on this rank: when each pass ran, and how many activation bytes were held at most."""
+"""What one iteration did: when each pass ran, what was waited for, and how many activation bytes were held."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.pipeline.runtime.memory import ActivationMeter
 from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.timeline import Timed
+from megatron.pipeline.schedule.program import Message
+from megatron.pipeline.schedule.timeline import Timed, Timeline
+
+
+class Waited(NamedTuple):
+    """A wait for a message to come, or at the end of an iteration to have gone, with its start and end."""
+
+    message: Message
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one rank did in one iteration. Times are in seconds since the epoch.
+
+    Attributes:
+        passes: in the order they ran.
+        waits: in their order, between the passes.
+        held: activation bytes at the end of every pass.
+        peak_activation_bytes: the most at any moment.
+    """
+
+    passes: tuple[Timed, ...]
+    waits: tuple[Waited, ...]
+    held: tuple[int, ...]
+    peak_activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one iteration did, over the ranks of one pipeline."""
+
+    ranks: tuple[Record, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(record.passes for record in self.ranks))
+
+    @property
+    def peak_activation_bytes(self) -> list[int]:
+        """Per rank."""
+        return [record.peak_activation_bytes for record in self.ranks]
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of the measured span in which a rank, on average, ran no pass."""
+        return self.timeline.bubble_rate
+
+    @property
+    def memory(self) -> list[list[tuple[float, float]]]:
+        """For each rank, the moments at which its activation bytes change, and what it holds from then on.
+
+        Known is what it holds at the end of every pass. As in the simulation, a pass allocates when it starts and frees when
+        it ends.
+        """
+        return [
+            [
+                (timed.start if held > before else timed.end, held)
+                for timed, held, before in zip(one.passes, one.held, (0, *one.held), strict=False)
+            ]
+            for one in self.ranks
+        ]
 
 
 class Unmeasured:
     """Stands where a ``Recorder`` could, and measures nothing."""
 
     def measure(self, _: Pass) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait(self, _: Message) -> AbstractContextManager[None]:
         return nullcontext()
 
     def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
@@ -28,22 +94,25 @@ class Unmeasured:
 
 
 class Recorder:
-    """Measures the passes of one iteration.
+    """Measures one iteration of this rank.
 
-    On a GPU passes are timed by events, without waiting for them, and memory is the allocator's own peak above what was
-    allocated when the iteration began: its statistics of the peak start anew with every iteration. On a CPU passes are
-    timed by the clock and memory is counted by an ``ActivationMeter``.
+    On a GPU passes and waits are timed by events, without waiting for them, and are ranges for NVIDIA's profilers (NVTX).
+    Memory is the allocator's, above what was allocated when the iteration began: its statistics of the peak start anew with
+    every iteration. On a CPU the clock times, and memory is counted by an ``ActivationMeter``.
 
     Args:
         parameters: the model's, which are not activations.
+        count: on a GPU, too, what is held at the end of passes is counted by an ``ActivationMeter``: the allocator's numbers
+            include messages. That takes the host some microseconds for each tensor that autograd saves.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._marks: list[tuple[Pass, Any, Any]] = []
+    def __init__(self, parameters: Iterable[torch.Tensor], count: bool = False) -> None:
+        self._passes: list[tuple[Pass, Any, Any, int]] = []
+        self._waits: list[tuple[Message, Any, Any]] = []
         self._on_gpu = torch.cuda.is_available()
-        self._meter = None if self._on_gpu else ActivationMeter(parameters)
+        self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
         self._epoch = time.time()
-        self.peak_activation_bytes = 0
+        self._peak = 0
         if self._on_gpu:
             self._first = self._mark()
             self._allocated = torch.cuda.memory_allocated()
@@ -52,13 +121,21 @@ class Recorder:
     @contextmanager
     def measure(self, work: Pass) -> Iterator[None]:
         """Time a pass; if it is a forward, count what it saves."""
-        start = self._mark()
-        if self._meter and work.kind is Kind.F:
-            with self._meter.saving():
+        with self._range(work):
+            start = self._mark()
+            if self._meter and work.kind in (Kind.F, Kind.R):
+                with self._meter.saving():
+                    yield
+            else:
                 yield
-        else:
-            yield
-        self._marks.append((work, start, self._mark()))
+            self._passes.append((work, start, self._mark(), self._held()))
+
+    @contextmanager
+    def wait(self, message: Message) -> Iterator[None]:
+        """Time a wait for a message."""
+        start = self._mark()
+        yield
+        self._waits.append((message, start, self._mark()))
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """Count tensors that outlive their pass, until the returned objects die."""
@@ -66,13 +143,28 @@ class Recorder:
 
     def end(self) -> None:
         """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation."""
-        self.peak_activation_bytes = self._meter.peak if self._meter else torch.cuda.max_memory_allocated() - self._allocated
+        if self._on_gpu:
+            self._peak = torch.cuda.max_memory_allocated() - self._allocated
+        else:
+            assert self._meter is not None
+            self._peak = self._meter.peak
 
-    def timed(self) -> tuple[Timed, ...]:
-        """The passes in the order they ran, in seconds since the epoch. On a GPU this waits for them to end."""
+    def record(self) -> Record:
+        """What was measured. On a GPU this waits for the passes to end."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        return tuple(Timed(work, self._seconds(start), self._seconds(end)) for work, start, end in self._marks)
+        return Record(
+            tuple(Timed(work, self._seconds(start), self._seconds(end)) for work, start, end, _ in self._passes),
+            tuple(Waited(message, self._seconds(start), self._seconds(end)) for message, start, end in self._waits),
+            tuple(held for *_, held in self._passes),
+            self._peak,
+        )
+
+    def _held(self) -> int:
+        return self._meter.current if self._meter else torch.cuda.memory_allocated() - self._allocated
+
+    def _range(self, work: Pass) -> AbstractContextManager[Any]:
+        return torch.cuda.nvtx.range(str(work)) if self._on_gpu else nullcontext()
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -73,9 +73,18 @@ def _schedule(group: argparse._ArgumentGroup) -> None:
         help="a schedule, file:PATH, or stock for megatron-core's own",
     )
     add("--pipeline-memory-limit", metavar="X", help="activation memory per rank; 1.0 is 1F1B's peak; or bytes: 12GiB")
-    add("--pipeline-costs", metavar="FILE", help="JSON file with the seconds and bytes of every pass, to plan with")
+    add("--pipeline-costs", metavar="FILE", help="JSON file with the seconds and bytes of every pass, to plan with; or profile: "
+        "measure them in the first iterations, and plan again while training goes on")  # fmt: skip
+    add("--pipeline-costs-cache", metavar="FILE", help="where to write what --pipeline-costs profile measured; "
+        "pipeline_costs.json in the directory of --save, else of --pipeline-trace, if not given")  # fmt: skip
     add("--pipeline-timeout", type=_pass_seconds, metavar="SECONDS",
         help="end all ranks when no pass ends for so long; 300, or half the distributed timeout if less")  # fmt: skip
+    add(
+        "--pipeline-p2p",
+        choices=["single", "batched"],
+        default="single",
+        help="start sends and receives between two passes one by one, or together",
+    )
     add("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
     add("--metrics", metavar="FILE", help="append one JSON object per iteration here")
 

@@ -38,6 +38,21 @@ class Step:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of an iteration over the ranks of a pipeline.
+
+    Attributes:
+        bubble_rate: the idle share of the span.
+        slowdown: the span over the simulated one; None where costs are not known in seconds.
+        peak_activation_bytes: per rank.
+    """
+
+    bubble_rate: float
+    slowdown: float | None
+    peak_activation_bytes: list[int]
+
+
 class Log:
     """The outputs of one run; it writes on one rank, the one that has the loss, and is silent on all others.
 
@@ -84,8 +99,12 @@ class Log:
         if self._progress:
             self._progress.update(self._task, completed=iteration)
 
-    def step(self, step: Step, bubble_rate: float | None, peak_activation_bytes: list[int] | None) -> None:
-        """Record an iteration; every ``--log-interval`` iterations a line tells about those since the last."""
+    def step(self, step: Step, measured: Measured | None) -> None:
+        """Record an iteration; every ``--log-interval`` iterations a line tells about those since the last.
+
+        Args:
+            measured: where that was asked for.
+        """
         if not self.writes:
             return
         finite = math.isfinite(step.loss)
@@ -96,13 +115,13 @@ class Log:
             self.last_loss = step.loss
         self._window.append(step)
         if self._metrics:
-            self._write_metrics(step, bubble_rate, peak_activation_bytes)
+            self._write_metrics(step, measured)
         if self._board and step.iteration % self._args.tensorboard_log_interval == 0:
-            self._write_board(step, bubble_rate)
+            self._write_board(step, measured)
         if self._progress:
             self._progress.update(self._task, completed=step.iteration, loss=f"{step.loss:.4f}")
         if step.iteration % self._args.log_interval == 0:
-            self.line(self._log_line(step))
+            self.line(self._log_line(step, measured))
             self._window.clear()
             self._nan_iterations = self._skipped_iterations = 0
 
@@ -134,7 +153,7 @@ class Log:
     def _tokens_per_second(self, batch: int, seconds: float) -> float:
         return batch * int(self._args.seq_length) / seconds
 
-    def _log_line(self, step: Step) -> str:
+    def _log_line(self, step: Step, measured: Measured | None) -> str:
         """The last iteration's loss and norm in full, and times over all iterations since the last line."""
         seconds = sum(one.seconds for one in self._window)
         batch = sum(one.batch for one in self._window)
@@ -156,23 +175,28 @@ class Log:
             f"number of skipped iterations: {self._skipped_iterations:3d}",
             f"number of nan iterations: {self._nan_iterations:3d}",
         ]
+        if measured:
+            parts.append(f"bubble: {measured.bubble_rate:.1%}")
+            if measured.slowdown:
+                parts.append(f"measured / simulated: {measured.slowdown:.4f}")
         return " | ".join(parts) + " |"
 
-    def _write_metrics(self, step: Step, bubble_rate: float | None, peak_activation_bytes: list[int] | None) -> None:
+    def _write_metrics(self, step: Step, measured: Measured | None) -> None:
         assert self._metrics is not None
         record = {
             "iteration": step.iteration,
             "loss": _finite(step.loss),
             "grad_norm": _finite(step.grad_norm),
             "iteration_seconds": step.seconds,
-            "bubble_rate": bubble_rate,
+            "bubble_rate": measured.bubble_rate if measured else None,
+            "measured_over_simulated": measured.slowdown if measured else None,
             "tokens_per_second": self._tokens_per_second(step.batch, step.seconds),
-            "peak_activation_bytes": peak_activation_bytes,
+            "peak_activation_bytes": measured.peak_activation_bytes if measured else None,
         }
         self._metrics.write(json.dumps(record) + "\n")  # json writes floats as repr does
         self._metrics.flush()
 
-    def _write_board(self, step: Step, bubble_rate: float | None) -> None:
+    def _write_board(self, step: Step, measured: Measured | None) -> None:
         values = {
             "lm loss": step.loss,
             "grad-norm": step.grad_norm,
@@ -181,7 +205,8 @@ class Log:
             "batch-size": step.batch,
             "iteration-time": step.seconds,
             "tokens-per-second": self._tokens_per_second(step.batch, step.seconds),
-            "bubble-rate": bubble_rate,
+            "bubble-rate": measured.bubble_rate if measured else None,
+            "measured-over-simulated": measured.slowdown if measured else None,
         }
         for name, value in values.items():
             if value is not None:

@@ -25,9 +25,12 @@ from megatron.core.timers import Timers
 
 from megatron.pipeline.model import random
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.recorder import Report
+from megatron.pipeline.runtime.replan import Steps
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.data import Batch, Samples, evaluates, forward_step
-from megatron.pipeline.training.logging import Log, Step
+from megatron.pipeline.training.logging import Log, Measured, Step
+from megatron.pipeline.training.planning import replanning
 from megatron.pipeline.training.state import Training
 from megatron.pipeline.training.trace import write_trace
 
@@ -41,8 +44,11 @@ def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipel
         log.resume(training.iteration)
         saved_at = training.iteration if args.load else None
         reason = ""
+        profiling = replanning(args, pipeline)
         for step in _steps(args, training, samples):
-            _report(args, step, training, pipeline, log, timers)
+            report = _report(args, step, pipeline, log, timers, always=profiling is not None)
+            if profiling is not None and report is not None:
+                profiling = _go_on(profiling, report, log)
             if evaluates(args) and training.iteration % args.eval_interval == 0:
                 _evaluate_split(args, training, samples, Split.valid, log)
             if args.save and args.save_interval and training.iteration % args.save_interval == 0:
@@ -148,16 +154,30 @@ def _mean(total: torch.Tensor) -> float:
     return loss / tokens if tokens else float("nan")
 
 
-def _report(args: Namespace, step: Step, training: Training, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
+def _report(args: Namespace, step: Step, pipeline: Pipeline, log: Log, timers: Timers | None, always: bool) -> Report | None:
+    """Log an iteration, with what was measured if that is wanted now."""
     logged = step.iteration % args.log_interval == 0
-    report = None
-    if args.metrics or args.tensorboard_dir or (args.pipeline_trace and logged):
-        report = pipeline.report()
-    log.step(step, report.bubble_rate if report else None, report.peak_activation_bytes if report else None)
+    wanted = always or args.metrics or args.tensorboard_dir or logged
+    report = pipeline.report() if pipeline.measures and wanted else None
+    measured = None
+    if report and log.writes:
+        measured = Measured(report.bubble_rate, pipeline.slowdown(report), report.peak_activation_bytes)
+    log.step(step, measured)
     if args.pipeline_trace and logged and report and torch.distributed.get_rank() == 0:
         write_trace(args.pipeline_trace, step.iteration, pipeline, report)
     if timers is not None and logged:
         timers.log(list(timers._timers), normalizer=args.log_interval)
+    return report
+
+
+def _go_on(profiling: Steps, report: Report, log: Log) -> Steps | None:
+    """One step of ``--pipeline-costs profile``; None when it was the last."""
+    try:
+        for line in profiling.send(report):
+            log.line(line)
+    except StopIteration:
+        return None
+    return profiling
 
 
 def _evaluate_split(args: Namespace, training: Training, samples: Samples, split: Split, log: Log) -> None:

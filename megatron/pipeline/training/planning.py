@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import re
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
+from megatron.pipeline.runtime.p2p import Posting
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
 
 logger = logging.getLogger(__name__)
 
+PROFILE = "profile"  # where a user names costs: measured in this run
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
@@ -31,12 +36,20 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    costs = _read_costs(args.pipeline_costs) if args.pipeline_costs else None
+    profiles = args.pipeline_costs == PROFILE
+    costs = None if args.pipeline_costs is None or profiles else _read_costs(args.pipeline_costs)
     ranks, counts = args.pipeline_model_parallel_size, microbatch_counts(args)
-    limit = _memory_limit(args.pipeline_memory_limit, ranks, max(counts), costs)
+    text = args.pipeline_memory_limit
+    limit = _memory_limit(text, ranks, max(counts), costs)
+    if limit is None and text and not profiles:
+        raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}")
+    if limit is None and text:
+        logger.info("memory limit of %s: until activations have been measured the schedule is planned without it", text)
     name, chunks = args.pipeline_schedule, args.chunks
     if name == AUTO:
-        name, chunks = _best(ranks, max(counts), chunks, costs, limit)
+        # What is not yet known in bytes is taken to be 1F1B's peak.
+        unknown = _peak_of_1f1b(ranks, max(counts), None) if text else None
+        name, chunks = _best(ranks, max(counts), chunks, costs, unknown if limit is None else limit)
     elif name in _PLANNED_ONLY:
         raise ValueError(
             f"--pipeline-schedule {name} holds every layer on two ranks and is planned and simulated only: take dualpipe-v, "
@@ -48,7 +61,8 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
         chunks,
         memory_limit=limit,
         costs=costs,
-        measure=bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure,
+        posting=Posting(args.pipeline_p2p),
+        measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
     )
     if pipeline.placement.chunks > 1 and ranks == 1:
         raise ValueError(
@@ -58,6 +72,28 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
     for microbatches in counts:
         pipeline.check(microbatches)
     return pipeline
+
+
+def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
+    """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
+    if args.pipeline_costs != PROFILE:
+        return None
+    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
+    steps = replan(pipeline, partial(_memory_limit, args.pipeline_memory_limit, ranks, most), partial(_write_costs, args))
+    next(steps)
+    return steps
+
+
+def _write_costs(args: Namespace, text: str) -> Path | None:
+    """Write measured costs where ``--pipeline-costs FILE`` and ``mpipe --costs FILE`` can read them."""
+    path = args.pipeline_costs_cache
+    if path is None:
+        directory = args.save or args.pipeline_trace
+        if directory is None:
+            return None
+        path = Path(directory) / "pipeline_costs.json"
+    write_text(Path(path), text)
+    return Path(path)
 
 
 _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.placement(4, family.chunks).replicas > 1]
@@ -78,7 +114,7 @@ def _best(ranks: int, microbatches: int, chunks: int | None, costs: Costs | None
     wanted = [
         variant
         for variant in variants(ranks, names, None if chunks is None else [chunks])
-        if variant.group is None and families.FAMILIES[variant.name].splits == 1
+        if variant.group is None and families.FAMILIES[variant.name].splits == 1  # slices change sums: they are asked for by name
     ]
     if chunks is not None:
         wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
@@ -106,16 +142,14 @@ def _read_costs(path: str) -> Costs:
 
 
 def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs | None) -> float | None:
-    """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations."""
+    """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations, and bytes are None."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
     if match is None or (match[2] and match[2] not in _UNITS):
         raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
     if match[2]:
-        if costs is None:
-            raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes")
-        return float(match[1]) * _UNITS[match[2]]
+        return None if costs is None else float(match[1]) * _UNITS[match[2]]
     return float(match[1]) * _peak_of_1f1b(ranks, microbatches, costs)
 
 

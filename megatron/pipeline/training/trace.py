@@ -1,4 +1,7 @@
-"""Measured timelines on disk: ``DIR/iteration_0000020.json`` for every logged iteration, and a picture of the last."""
+"""Measured timelines on disk: ``DIR/iteration_0000020.json`` for every logged iteration, and a picture of the last.
+
+A file opens in ui.perfetto.dev, which passes over the fields that are ours: the measured iteration, and what was planned.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,47 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.pipeline.runtime.profile import measured_costs
+from megatron.pipeline.schedule.simulate import activation_profile, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.training.atomic import write_text
+from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.picture import draw
 
 if TYPE_CHECKING:
-    from megatron.pipeline.runtime.pipeline import Pipeline, Report
+    from megatron.pipeline.runtime.pipeline import Pipeline
+    from megatron.pipeline.runtime.recorder import Report
+
+_MIB = 2**20
 
 
 def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
-    """Write the timeline of one iteration."""
+    """Write the timeline of one iteration, and the one that its schedule has on paper.
+
+    That is at the costs that the pipeline was planned with, or where there are none at those of this very iteration, without
+    hops. Its memory is always at this iteration's.
+    """
+    schedule = pipeline.schedule_of(report)
+    found = measured_costs(schedule, [report], report)
+    planned = simulate(schedule, pipeline.costs or found)
+    memory = activation_profile(schedule, planned, found)
+    waits = [[(f"wait for {message}", start, end) for message, start, end in record.waits] for record in report.ranks]
     record = {
         "schedule": pipeline.name,
         "iteration": iteration,
         "placement": pipeline.placement.stages,
         "timeline": json.loads(report.timeline.to_json()),
+        "waits": waits,
+        "memory": report.memory,
+        "planned": {
+            "costs": "of all iterations" if pipeline.costs else "of this iteration",
+            "timeline": json.loads(planned.to_json()),
+            "memory": memory,
+        },
     }
+    measured_trace = to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
+    planned_trace = to_trace(planned, schedule, memory=memory, name="planned", process=1)
+    record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
     write_text(Path(directory) / f"iteration_{iteration:07d}.json", json.dumps(record))
 
 
@@ -36,11 +64,23 @@ def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
 
 
 def draw_last_trace(directory: str) -> Path | None:
-    """Draw the iteration that was written last, beside it; returns the picture's path."""
+    """Draw the iteration that was written last, beside it, under what was planned; returns the picture's path."""
     trace = read_last_trace(directory)
     if trace is None:
         return None
     record, timeline = trace
     path = Path(directory) / f"iteration_{record['iteration']:07d}.png"
-    draw({f"{record['schedule']}, iteration {record['iteration']}": timeline}, path, unit="s")
+    planned, measured = f"{record['schedule']}, planned", f"measured in iteration {record['iteration']}"
+    draw(
+        {planned: Timeline.from_json(json.dumps(record["planned"])), measured: timeline},
+        path,
+        memory={planned: _mebibytes(record["planned"]["memory"]), measured: _mebibytes(record["memory"])},
+        unit="s",
+        memory_unit="MiB",
+        waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
+    )
     return path
+
+
+def _mebibytes(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+    return [[(time, held / _MIB) for time, held in steps] for steps in profile]

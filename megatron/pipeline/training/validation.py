@@ -306,10 +306,11 @@ def _check_timeouts(args: Namespace) -> None:
 
 def _check_outputs(args: Namespace) -> None:
     """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
-    metrics = str(Path(args.metrics).parent) if args.metrics else None
+    metrics, costs = (str(Path(file).parent) if file else None for file in (args.metrics, args.pipeline_costs_cache))
     for flag, directory in (
         ("--save", args.save),
         ("--metrics", metrics),
+        ("--pipeline-costs-cache", costs),
         ("--tensorboard-dir", args.tensorboard_dir),
         ("--pipeline-trace", args.pipeline_trace),
         ("--data-cache-path", args.data_cache_path),

@@ -1,13 +1,13 @@
 """Timelines as a trace for ``ui.perfetto.dev`` or ``chrome://tracing``, planned or measured.
 
 The format is the JSON of Google's *Trace Event Format*: one process per pipeline, one thread per rank, one complete event
-per pass, one counter per rank for its activation memory, and a flow from every pass to the one on another rank that needs
-its result.
+per pass and per wait, one counter per rank for its activation memory, and a flow from every pass to the one on another rank
+that needs its result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.pipeline.schedule.costs import Costs
@@ -29,6 +29,8 @@ def to_trace(
     name: str | None = None,
     process: int = 0,
     unit: float = 1.0,
+    memory: Sequence[Sequence[tuple[float, float]]] | None = None,
+    waits: Sequence[Sequence[tuple[str, float, float]]] = (),
 ) -> dict[str, Any]:
     """One object that ``json.dump`` writes and the viewers open.
 
@@ -41,6 +43,8 @@ def to_trace(
         name: of the process; by default the schedule's.
         process: the number of the process.
         unit: the seconds that 1 in the timeline stands for; times in a trace are microseconds.
+        memory: for each rank, moments and what it holds from then on, where that was measured instead of following from costs.
+        waits: for each rank, what it waited for between its passes, with start and end.
 
     Raises:
         ValueError: the timeline is not one of this schedule, the costs are for another number of stages, or the unit is
@@ -60,8 +64,14 @@ def to_trace(
     events = list(_passes(timeline, schedule, clock))
     if schedule is not None:
         events += _flows(timeline, schedule, clock, process)
-        if costs is not None:
-            events += _memory(timeline, schedule, costs, clock)
+        if costs is not None and memory is None:
+            memory = activation_profile(schedule, timeline, costs)
+    events += [
+        {"ph": "X", "name": name, "cat": "wait", "tid": rank, "ts": clock(start), "dur": round(clock(end) - clock(start), 3)}
+        for rank, row in enumerate(waits)
+        for name, start, end in row
+    ]
+    events += _memory(memory or (), clock)
     # The sort is stable, so that at one time a pass comes before the flow that ends in it.
     ordered = sorted(({**event, "pid": process} for event in events), key=lambda event: event["ts"])
     return {"traceEvents": named + ordered, "displayTimeUnit": "ms"}
@@ -107,8 +117,8 @@ def _flows(timeline: Timeline, schedule: Schedule, clock: _Clock, process: int) 
         yield {**about, "ph": "f", "bp": "e", "tid": receiver, "ts": clock(timeline.ranks[receiver][consumer].start)}
 
 
-def _memory(timeline: Timeline, schedule: Schedule, costs: Costs, clock: _Clock) -> Iterator[_Event]:
-    for rank, steps in enumerate(activation_profile(schedule, timeline, costs)):
+def _memory(memory: Sequence[Sequence[tuple[float, float]]], clock: _Clock) -> Iterator[_Event]:
+    for rank, steps in enumerate(memory):
         name = f"activation memory of rank {rank}"
         for time, held in steps:
             yield {"ph": "C", "name": name, "tid": rank, "ts": clock(time), "args": {"held": float(held)}}

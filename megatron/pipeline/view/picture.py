@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Profile: TypeAlias = Sequence[Sequence[tuple[float, float]]]
+Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 
 _IDLE = "#F1F1F1"
+_WAIT = "#C9C9C9"
 _INK = "#222222"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH = 0.3, 0.05, 9.0, 0.13  # inches
@@ -32,6 +34,8 @@ def draw(
     memory: Mapping[str, Profile] | None = None,
     unit: str = "",
     splits: Mapping[str, int] | None = None,
+    memory_unit: str = "",
+    waits: Mapping[str, Intervals] | None = None,
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
@@ -44,6 +48,8 @@ def draw(
         memory: for some of the titles, the ``activation_profile`` of the timeline, drawn under its panel.
         unit: of time, for the axis, such as ``ms``.
         splits: for some of the titles, into how many slices each microbatch is cut.
+        memory_unit: of the memory, such as ``MiB``.
+        waits: for some of the titles, for each rank, from when to when it waited for messages; drawn as flat bars.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -56,7 +62,7 @@ def draw(
         raise ValueError("nothing to draw: give at least one timeline")
     if Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"cannot draw {path}: the file name must end in .png or .svg")
-    memory = memory or {}
+    memory, waits = memory or {}, waits or {}
     heights = [
         height
         for title, timeline in timelines.items()
@@ -78,15 +84,15 @@ def draw(
     for title, timeline in timelines.items():
         top -= _TITLE
         rows = _row(timeline) * len(timeline.ranks)
-        _panel(add(rows), title, timeline, numbers)
+        _panel(add(rows), title, timeline, numbers, waits.get(title, ()))
         top -= rows + _GAP
         if title in memory:
-            _curve(add(_CURVE), memory[title], _origin(timeline), peak)
+            _curve(add(_CURVE), memory[title], _origin(timeline), peak, memory_unit)
             top -= _CURVE + _GAP
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=_FONT, color=_INK, labelpad=2)
-    _legend(figure, list(timelines.values()), total, any(map(numbers.crowded, timelines.values())))
+    _legend(figure, list(timelines.values()), total, any(map(numbers.crowded, timelines.values())), bool(waits))
     figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
@@ -130,13 +136,13 @@ def _row(timeline: Timeline) -> float:
     return min(_ROW, max(_FLATTEST, _TALLEST_PANEL / len(timeline.ranks)))
 
 
-def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> None:
+def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals) -> None:
     """One row per rank; grey is idle time between the first pass of any rank and the last."""
     ranks = len(timeline.ranks)
     if numbers.crowded(timeline):
         _columns(axes, timeline)
     else:
-        _boxes(axes, title, timeline, numbers)
+        _boxes(axes, title, timeline, numbers, waits)
     axes.set_ylim(ranks - 0.5, -0.5)
     every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
@@ -145,7 +151,7 @@ def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> Non
     axes.text(1, 1.0, _summary(timeline), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK)
 
 
-def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> None:
+def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals) -> None:
     """One box per pass. All alike boxes of a rank are one path: a fraction of the time and of the file."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
@@ -156,6 +162,9 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers) -> Non
     for row, rank in enumerate(timeline.ranks):
         low, high = row - 0.42, row + 0.42
         axes.broken_barh([(0, timeline.makespan)], (low, high - low), facecolor=_IDLE, linewidth=0)
+        if waits:
+            bars = [(start - origin, end - start) for start, end in waits[row]]
+            axes.broken_barh(bars, (row - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
         alike: dict[tuple[Kind, int], list[Timed]] = {}
         for timed in rank:
             alike.setdefault((timed.work.kind, timed.work.chunk), []).append(timed)
@@ -204,7 +213,7 @@ def _columns(axes: Axes, timeline: Timeline) -> None:
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
 
 
-def _curve(axes: Axes, profile: Profile, origin: float, peak: float) -> None:
+def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) -> None:
     """Activation memory over time, one line per rank, from the first rank (dark) to the last (light).
 
     All curves of a picture share the scale up to ``peak``; the axis names the peak of this one.
@@ -218,8 +227,8 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float) -> None:
         colour = colours(0.9 * rank / max(1, len(profile) - 1))
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
-    axes.set_yticks([0, top], ["0", f"{top:g}"])
-    axes.set_ylabel("memory", fontsize=_FONT, color=_INK)
+    axes.set_yticks([0, top], ["0", f"{top:.4g}"])
+    axes.set_ylabel(f"memory ({unit})" if unit else "memory", fontsize=_FONT, color=_INK)
     if len(profile) <= 8:
         axes.legend(
             ncols=len(profile),
@@ -248,7 +257,7 @@ def _thinned(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
     return [*times, steps[-1][0]], [*highest.values(), steps[-1][1]]
 
 
-def _legend(figure: Figure, timelines: Sequence[Timeline], total: float, crowded: bool) -> None:
+def _legend(figure: Figure, timelines: Sequence[Timeline], total: float, crowded: bool, waits: bool) -> None:
     """The kinds of passes that occur, and how chunks are shaded, once for the whole picture."""
     from matplotlib.patches import Patch
 
@@ -258,6 +267,8 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], total: float, crowded
     shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
     handles += [Patch(facecolor=shade("#777777", chunk, chunks), label=f"chunk {chunk}") for chunk in shown if chunks > 1]
     handles.append(Patch(facecolor=_IDLE, label="idle"))
+    if waits:
+        handles.append(Patch(facecolor=_WAIT, label="waits for a message"))
     if crowded:
         handles.append(Patch(facecolor="none", label="columns: share of time"))
     figure.legend(

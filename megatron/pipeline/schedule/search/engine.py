@@ -22,11 +22,14 @@ Array: TypeAlias = NDArray[Any]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function when it is first called, and keep the result on disk where there is a place for it."""
+    """Compile a function when it is first called, and keep the result on disk where there is a place for it.
+
+    It lets other threads run: a training goes on while a thread of it plans.
+    """
     try:
-        return njit(cache=True)(function)
+        return njit(cache=True, nogil=True)(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        return njit(function)
+        return njit(nogil=True)(function)
 
 
 PRE, DOWN, MID, UP, POST = range(5)

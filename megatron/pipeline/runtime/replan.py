@@ -1,0 +1,168 @@
+"""From equal costs to measured ones while training goes on: profile some iterations, plan in a thread, swap in between.
+
+Training's numbers stay what they are: the placement does not change, and every schedule on it computes the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.pipeline.runtime import profile
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.recorder import Report
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+
+_TIMED = 3  # iterations
+_MIB = 2**20
+
+Steps: TypeAlias = Generator[list[str], Report, None]
+
+
+def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write: Callable[[str], Path | None]) -> Steps:
+    """Profile a pipeline's first iterations, plan its schedules again at the costs found, and run those from then on.
+
+    One step per iteration, on all ranks of the world together (some steps are collective): ``next`` before the first
+    iteration, then ``send`` with the report of every training iteration, which returns lines for the log. It is over
+    (StopIteration) when the new schedule has been measured, or there is none.
+
+    The first iteration warms up, the second is counted in bytes, the next three are timed. Then rank 0 of the world plans in
+    a thread. While it does there is one small collective per iteration; when it is done everybody gets the schedules,
+    verifies them, and runs them from the next iteration on. A schedule from a file and megatron-core's own are just measured.
+
+    Args:
+        pipeline: one that measures.
+        limit_of: from measured costs to the most activation memory that a rank may hold, in bytes; None for no limit.
+        write: called on rank 0 of the world with the costs as JSON; returns where it wrote them.
+    """
+    yield []
+    pipeline.counts_bytes = True
+    counted = yield []
+    pipeline.counts_bytes = False
+    timed = []
+    for _ in range(_TIMED):
+        timed.append((yield []))
+
+    costs = _profile(pipeline, counted, timed)
+    lines = [f" profiled: {_words(costs)}"]
+    if torch.distributed.get_rank() == 0 and (path := write(costs.to_json())) is not None:
+        logging.getLogger(__name__).info("costs of this run: %s", path)
+    if not pipeline.has_family:
+        pipeline.adopt(costs, None, {})
+        yield [*lines, f" {_measured(pipeline, timed)}"]
+        return
+
+    before, limit = pipeline.planned, limit_of(costs)
+    answers: list[dict[str, Any]] = []
+    if torch.distributed.get_rank() == 0:
+        planning = threading.Thread(target=lambda: answers.append(_plan(pipeline, costs, limit)), daemon=True)
+        planning.start()
+    recent = timed
+    while (answer := _answered(answers)) is None:
+        recent = [*recent, (yield lines)][-_TIMED:]
+        lines = []
+    error = answer.get("error")
+    try:
+        after = {} if error else {m: Schedule.from_json(text) for m, text in answer["schedules"].items()}
+        pipeline.adopt(costs, None if error else limit, after)
+    except ValueError as wrong:
+        error = str(wrong)
+    old = _measured(pipeline, recent)
+    if error:
+        yield [*lines, f" WARNING: {pipeline.name} is not planned again, and goes on as it is: {error}", f" {old}"]
+        return
+    lines += [
+        f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
+        + _change(before[m], schedule, costs)
+        for m, schedule in after.items()
+    ]
+    fresh: list[Report] = []
+    for _ in range(1 + _TIMED):
+        fresh.append((yield lines))
+        lines = []
+    yield [f" until then: {old}", f" since then: {_measured(pipeline, fresh[1:])}"]
+
+
+def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
+    """What the ranks agree that passes and hops cost. Collective over the world."""
+    mine = profile.measured_costs(pipeline.schedule_of(counted), timed, counted)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    hops = profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
+    return profile.agree(mine, hops)
+
+
+def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, Any]:
+    """The schedules as JSON, or why there are none: whatever happens in here, training goes on."""
+    began = time.monotonic()
+    try:
+        schedules = pipeline.plan_again(costs, limit)
+    except ValueError as error:
+        return {"error": str(error) if limit is None else f"{error} (limits are in bytes; {_least(pipeline, costs)})"}
+    except Exception as error:
+        return {"error": f"planning failed: {type(error).__name__}: {error}"}
+    return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}
+
+
+def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What rank 0 of the world has planned, once it has, on every rank. Collective over the world."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    ready = torch.tensor(bool(answers), dtype=torch.int32, device=device)
+    torch.distributed.broadcast(ready, src=0)
+    if not ready.item():
+        return None
+    answer: list[Any] = [answers[0] if answers else None]
+    torch.distributed.broadcast_object_list(answer, src=0)
+    agreed: dict[str, Any] = answer[0]
+    return agreed
+
+
+def _words(costs: Costs) -> str:
+    """The costs in one line: the range over the stages."""
+
+    def spread(values: list[float], unit: float) -> str:
+        low, high = (f"{value / unit:.4g}" for value in (min(values), max(values)))
+        return low if low == high else f"{low}..{high}"
+
+    stages = costs.stages
+    times = {"F": "forward", "B": "backward", "W": "weight"}
+    parts = [f"{kind} {spread([getattr(stage, name) for stage in stages], 1e-3)}" for kind, name in times.items()]
+    held, kept = (spread([getattr(stage, name) for stage in stages], _MIB) for name in ("activation", "retained"))
+    return f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
+
+
+def _change(before: Schedule, after: Schedule, costs: Costs) -> str:
+    """What a new schedule is expected to bring."""
+    old, new = simulate(before, costs), simulate(after, costs)
+    peak = max(activation_peaks(after, costs)) / _MIB
+    kept = "the order stays" if before.passes == after.passes else "another order"
+    return (
+        f"{kept}; predicted span {1e3 * old.span:.4g} -> {1e3 * new.span:.4g} ms, bubble {old.bubble_rate:.1%} -> "
+        f"{new.bubble_rate:.1%}, activations up to {peak:.4g} MiB a rank"
+    )
+
+
+def _measured(pipeline: Pipeline, reports: Sequence[Report]) -> str:
+    """Medians over iterations, next to what the pipeline's costs predict for each of them."""
+    bubble = statistics.median(report.bubble_rate for report in reports)
+    ratios = list(filter(None, map(pipeline.slowdown, reports)))
+    compared = f", measured / simulated {statistics.median(ratios):.4f}" if ratios else ""
+    return f"measured bubble {bubble:.1%}{compared} ({len(reports)} iterations)"
+
+
+def _least(pipeline: Pipeline, costs: Costs) -> str:
+    """The least limit that can be: what one microbatch holds on the fullest rank."""
+    problem = Problem(pipeline.placement, 1, costs)
+    least = max(problem.microbatch_memory(rank) for rank in range(pipeline.placement.ranks))
+    return f"one microbatch holds {math.ceil(least / _MIB)}MiB on a rank, and no limit can be less"

@@ -1,0 +1,36 @@
+"""Costs from measured iterations are those that the iterations took."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.pipeline.runtime.profile import measured_costs
+from megatron.pipeline.runtime.recorder import Record, Report
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.simulate import activation_changes, activation_profile, simulate
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved", "seq-1f1b"])
+@pytest.mark.parametrize("recompute", [(), (0,)], ids=["", "recompute"])
+def test_costs_come_back(name: str, recompute: tuple[int, ...]) -> None:
+    placement = families.placement(name, 4)
+    costs = Costs(tuple(StageCosts(2 + i, 4.0, 4.0, 8, 8, 8.0, 2.0 + i) for i in range(placement.last_stage + 1)), hop=0.5)
+    if name in ("zb-h1", "v-half"):
+        costs = Costs(tuple(StageCosts(2 + i, 3.0, 4.0, 8, 4, None, 2.0 + i) for i in range(placement.last_stage + 1)), hop=0.5)
+    if recompute:
+        first = costs.stages[0]
+        values = (first.forward, first.backward, first.weight, 8, first.retained, first.fused, 7.0, 2)
+        costs = Costs((StageCosts(*values), *costs.stages[1:]), 0.5)
+    schedule = families.plan(name, 4, 6, costs, recompute=recompute)
+    timeline = simulate(schedule, costs)
+    held = [tuple(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
+    ranks = zip(timeline.ranks, held, strict=True)
+    report = Report(tuple(Record(passes, (), bytes_, max(bytes_)) for passes, bytes_ in ranks))  # type: ignore[arg-type]
+    found = measured_costs(schedule, [report, report], report, hop=0.5)
+    for stage, expected in zip(found.stages, costs.stages, strict=True):
+        assert vars(stage) == pytest.approx(vars(expected))
+    assert found.hop == 0.5
+    assert report.memory == activation_profile(schedule, timeline, costs)

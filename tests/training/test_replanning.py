@@ -1,0 +1,143 @@
+"""``--pipeline-costs profile``: costs are measured, planned with while training goes on, and no loss changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from pool import Pool
+from training.short_runs import MODEL, metrics, train
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.training import program
+
+MIB = 2**20
+FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 13 --rampup-batch-size 4 2 24"
+# Costs at which another order than at equal ones is the best.
+UNEQUAL = Costs((StageCosts(1e-3, 5e-3, 1e-3, MIB, MIB / 2), StageCosts(4e-3, 1e-3, 3e-3, MIB, MIB / 2)), hop=2e-3)
+
+
+class Joined(threading.Thread):
+    """A thread that is over when it has started: on a busy machine a short training would end before its planning."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
+def train_profiled(flags: str, breaks: bool = False) -> list[str]:
+    """The lines that this rank would log, in a run whose measured costs come out ``UNEQUAL``.
+
+    Args:
+        breaks: planning fails in a way that nobody thought of.
+    """
+    from megatron.pipeline.runtime import profile, replan
+    from megatron.pipeline.runtime.pipeline import Pipeline
+    from megatron.pipeline.training.logging import Log
+
+    lines: list[str] = []
+    real = Pipeline.plan_again
+
+    def plan_again(self: Pipeline, costs: Costs, limit: float | None) -> Any:
+        return 1 / 0 if breaks else real(self, costs, limit)
+
+    with (
+        patch.object(Log, "line", lambda _, text: lines.append(text)),
+        patch.object(Pipeline, "plan_again", plan_again),
+        patch.object(profile, "agree", agreed),
+        patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
+    ):
+        error = train(flags)
+    assert not error
+    return lines
+
+
+def agreed(costs: Costs, hops: list[float]) -> Costs:
+    """Looks at what was measured, and says something else."""
+    import torch
+
+    assert len(hops) == (5 if torch.distributed.get_rank() == 0 else 0) and all(seconds > 0 for seconds in hops)
+    assert all(0 < stage.retained < stage.activation and stage.forward > 0 for stage in costs.stages)
+    assert all(stage.backward > 0 and stage.weight > 0 and stage.fused is None for stage in costs.stages)
+    return UNEQUAL
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float, float]]:
+    """What equal costs train."""
+    path = tmp_path_factory.mktemp("plain") / "m.jsonl"
+    assert pool.run(2, train, f"{FLAGS} --pipeline-schedule zb-auto --metrics {path}") == ["", ""]
+    return metrics(path)
+
+
+def test_the_swap_changes_no_number(
+    pool: Pool, plain: list[tuple[int, float, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"{FLAGS} --pipeline-schedule zb-auto --metrics {tmp_path}/m.jsonl"
+    cache = tmp_path / "costs.json"
+    lines = pool.run(2, train_profiled, f"{flags} --pipeline-costs profile --pipeline-costs-cache {cache}")[-1]
+    text = "\n".join(lines)
+    for microbatches in (2, 3, 4):  # the ramp-up's
+        assert f"for {microbatches} microbatches" in text
+    assert "another order; predicted span" in text and "since then: measured bubble" in text
+    assert metrics(tmp_path / "m.jsonl") == plain
+    ratios = [json.loads(line)["measured_over_simulated"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert ratios[:4] == [None] * 4 and all(ratio > 0 for ratio in ratios[5:])
+
+    assert Costs.from_json(cache.read_text()) == UNEQUAL
+    planned = "--pp 2 --microbatches 4 --schedule zb-auto --json"
+    assert main(f"plan {planned} --costs {cache}".split()) == 0
+    passes = json.loads(capsys.readouterr().out)["passes"]
+    _, _, pipeline = program.prepare(f"{MODEL} {flags} --pipeline-costs {cache}".split(), world_size=2)
+    assert [[str(work) for work in row] for row in pipeline.plan(4).schedule.passes] == passes
+
+
+def test_planning_that_fails_does_not_end_the_training(pool: Pool, plain: list[tuple[int, float, float]], tmp_path: Path) -> None:
+    flags = f"{FLAGS} --pipeline-schedule zb-auto --pipeline-costs profile --metrics {tmp_path}/m.jsonl"
+    lines = pool.run(2, train_profiled, flags, breaks=True)[-1]
+    assert any("WARNING: zb-auto is not planned again" in line and "ZeroDivisionError" in line for line in lines)
+    assert metrics(tmp_path / "m.jsonl") == plain
+
+
+@pytest.mark.parametrize("schedule", ["stock", "1f1b"])
+def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedule: str) -> None:
+    flags = f"--mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --pipeline-costs profile"
+    assert pool.run(2, train, f"{flags} --pipeline-trace {tmp_path}") == ["", ""]
+    costs = Costs.from_json((tmp_path / "pipeline_costs.json").read_text())
+    for stage in costs.stages:
+        assert stage.backward == stage.weight and stage.fused == stage.backward + stage.weight > 0
+        assert stage.retained == stage.activation > 0
+    assert (costs.hop > 0) == (schedule != "stock")
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
+def test_limits_in_bytes(schedule: str, stages: int) -> None:
+    from megatron.pipeline.runtime.replan import _plan
+    from megatron.pipeline.training.planning import _memory_limit
+
+    flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
+    costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, 2 * MIB, MIB),) * stages)
+    needed = 2 * stages // 2  # MiB of one microbatch on a rank
+    _, _, pipeline = program.prepare(
+        f"{flags} --pipeline-costs profile --pipeline-memory-limit {needed}.5MiB".split(), world_size=2
+    )
+    before = pipeline.plan(8).schedule
+    assert max(activation_peaks(before, costs)) > (needed + 0.5) * MIB, "it is not known before that this is too much"
+    limit = _memory_limit(f"{needed}.5MiB", 2, 8, costs)
+    assert limit == (needed + 0.5) * MIB
+    after = pipeline.plan_again(costs, limit)[8]
+    assert max(activation_peaks(after, costs)) <= limit
+    assert f"one microbatch holds {needed}MiB on a rank" in _plan(pipeline, costs, limit / 2)["error"]
+
+
+def test_limits_in_bytes_need_bytes() -> None:
+    flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-memory-limit 12GiB"
+    with pytest.raises(ValueError, match=r"12GiB needs --pipeline-costs with activations in bytes: a file, or profile"):
+        program.prepare(flags.split(), world_size=2)
