@@ -29,7 +29,8 @@ from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.torch_csv import from_csv
 
-_STEPS = schedules.forward_step, schedules.backward_step  # where megatron-core and we run passes; W is a call of ours
+# Where megatron-core and we run passes; W is a call of ours.
+STEPS: tuple[Callable[..., Any], ...] = (schedules.forward_step, schedules.backward_step)
 
 
 class Times:
@@ -98,7 +99,7 @@ class Megatron:
 
     def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
         """This rank's part of one iteration."""
-        schedules.forward_step, schedules.backward_step = map(self._sleeper.step, _STEPS)
+        schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
         forward_backward(
             forward_step_func=lambda _, stage: (stage(), lambda loss: (loss, {"loss": loss.detach()})),
             data_iterator=[None] * len(model),

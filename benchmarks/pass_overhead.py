@@ -14,15 +14,14 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import contenders
 import torch
 from contenders import Megatron, Ours, Times
-from megatron.core.pipeline_parallel import schedules
 from rich.console import Console
 from rich.table import Table
 from sleeping import Sleeper
@@ -42,29 +41,24 @@ class Account:
         self._parts: list[str] = ["around"]
         self._since = time.thread_time()
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        self._book()
-        self._parts.append(name)
-        try:
-            yield
-        finally:
+    def count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose time belongs to a part."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self._book()
-            self._parts.pop()
+            self._parts.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._book()
+                self._parts.pop()
+
+        return counted
 
     def _book(self) -> None:
         now = time.thread_time()
         self.seconds[self._parts[-1]] += now - self._since
         self._since = now
-
-    def count(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose time belongs to a part."""
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            with self.part(name):
-                return function(*args, **kwargs)
-
-        return counted
 
     def count_methods(self, name: str, owner: Any, methods: str) -> None:
         for method in methods.split():
@@ -82,11 +76,11 @@ def split(account: Account) -> None:
     """Have an account split the time of the executor and of what it calls."""
     account.count_methods(EXECUTOR, Executor, "run")
     account.count_methods(LINKS, Links, "receive wait send start sweep finish unsent")
-    account.count_methods(STEPS, schedules, "forward_step backward_step")
-    account.count_methods(STAGES, Sleeper, "occupy")
-    for name in ("isend", "irecv"):
-        post = account.count(BACKEND, getattr(torch.distributed, name))
-        setattr(torch.distributed, name, lambda *args, _post=post, **kwargs: _Request(account, _post(*args, **kwargs)))
+    contenders.STEPS = tuple(account.count(STEPS, step) for step in contenders.STEPS)
+    account.count_methods(STAGES, Sleeper, "occupy _sleep")
+    for name in ("send", "recv"):
+        post = account.count(BACKEND, getattr(torch.distributed.ProcessGroup, name))
+        setattr(torch.distributed.ProcessGroup, name, lambda *args, _post=post: _Request(account, _post(*args)))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from typing import Any
 
@@ -11,59 +12,53 @@ import torch
 from pool import Pool
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.placement import Placement, linear, v
 from megatron.pipeline.schedule.simulate import activation_peaks
 
-FLAGS = ("--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
+FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
 
 
 def peak_bytes(pipeline: Any, _chunks: Any) -> list[int]:
     return pipeline.report().peak_activation_bytes
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+SCHEDULES = [name for name, family in families.FAMILIES.items() if name not in ("dualpipe", "chimera")]
+
+
+def stage_costs(schedule: str) -> Costs:
+    """What one microbatch holds on every stage, measured with no other in flight."""
+    from megatron.pipeline.runtime.profile import measured_costs
+
+    run = tiny_gpt.Run(schedule, pp=4, microbatches=1, flags=FLAGS)
+    for iteration in range(2):
+        run.step(iteration)
+    report = run.pipeline.report()
+    assert report is not None
+    return measured_costs(run.pipeline.schedule_of(report), [report], report)
+
+
+@functools.cache
+def costs_on(pool: Pool, placement: Placement, splits: int) -> Costs:
+    """The costs of the stages of a placement, by a family that splits the backward there."""
+    name = {1: "zb-h1", 2: "zb-v" if placement == v(4) else "gis"}[placement.chunks] if splits == 1 else "seq-1f1b"
+    return pool.run(4, stage_costs, name)[0]
+
+
 @pytest.mark.parametrize("microbatches", [3, 8])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) -> None:
-    stages = pool.run(4, measure_stage_costs)
-    costs = Costs(tuple(StageCosts(1, 1, 1, held, retained) for held, retained in stages))
-    predicted = activation_peaks(families.plan(schedule, 4, microbatches, costs), costs)
+    planned = families.plan(schedule, 4, microbatches)
+    predicted = activation_peaks(planned, costs_on(pool, planned.placement, planned.splits))
     measured = pool.run(
         4, tiny_gpt.train, schedule, pp=4, microbatches=microbatches, iterations=2, flags=FLAGS, inspect=peak_bytes
     )[0]
     assert measured == pytest.approx(predicted, rel=0.02)
 
 
-def measure_stage_costs() -> tuple[int, int]:
-    """Bytes that one microbatch holds on this stage after F, and after B."""
-    run: Any = tiny_gpt.Run("zb-h1", pp=4, microbatches=1, flags=FLAGS)
-    run.step(0)
-    run.step(1)
-    meter = run.pipeline._recorder._meter
-    held = meter.peak
-
-    from megatron.pipeline.runtime import executor
-
-    retained = []
-    original = executor._run
-
-    def weights(tasks: Any) -> None:
-        retained.append(meter_now().current)
-        original(tasks)
-
-    def meter_now() -> Any:
-        return run.pipeline._executor._recorder._meter
-
-    executor._run = weights
-    try:
-        run.step(2)
-    finally:
-        executor._run = original
-    return held, retained[0]
-
-
 def test_split_backward_frees_most_at_b(pool: Pool) -> None:
-    for held, retained in pool.run(4, measure_stage_costs):
-        assert 0 < retained < held
+    for stage in costs_on(pool, linear(4), 1).stages:
+        assert 0 < stage.retained < stage.activation
 
 
 def what_is_left(schedule: str) -> tuple[int, int]:

@@ -108,10 +108,10 @@ def run(
         forward_only=forward_only,
         slices=Slices(chunks, splits, keep_graphs=not forward_only),
     )
-    lengths = [length and length // splits for length in (seq_length, decoder_seq_length)]
+    decoder_length = decoder_seq_length and decoder_seq_length // splits
     links = Links(
         channels_of(communicator.pp_group, config.variable_seq_lengths),
-        _shapes(config, groups, lengths[0], micro_batch_size, lengths[1], adjust_tensor_shapes_fn),
+        _shapes(config, groups, seq_length // splits, micro_batch_size, decoder_length, adjust_tensor_shapes_fn),
         config.pipeline_dtype or config.params_dtype,
         next(chunks[0].parameters()).device,
         posting,

@@ -23,6 +23,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.timers import Timers
 
 from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
@@ -66,6 +67,7 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     validate(args, world_size)
     pipeline = plan_pipeline(args)
     stage_layers(args, pipeline.placement)
+    check_slices(args, pipeline.splits)
     tokenizer = build_tokenizer(args)
     args.vocab_size = tokenizer.vocab_size
     args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)
