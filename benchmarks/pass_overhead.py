@@ -22,15 +22,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import contenders
 import torch
 from contenders import Megatron, Ours, Times
+from megatron.core.pipeline_parallel import schedules
 from rich.console import Console
 from rich.table import Table
 from sleeping import Sleeper
 
 from megatron.pipeline import patches
 from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.p2p import Links
 
-EXECUTOR, LINKS, STEPS, STAGES, BACKEND = "executor", "links", "megatron-core's steps", "stages", "gloo"
+EXECUTOR, STEPS, STAGES, BACKEND = "executor and its links", "megatron-core's steps", "stages", "gloo"
 
 
 class Account:
@@ -75,9 +75,9 @@ class _Request:
 def split(account: Account) -> None:
     """Have an account split the time of the executor and of what it calls."""
     account.count_methods(EXECUTOR, Executor, "run")
-    account.count_methods(LINKS, Links, "receive wait send start sweep finish unsent")
     contenders.STEPS = tuple(account.count(STEPS, step) for step in contenders.STEPS)
-    account.count_methods(STAGES, Sleeper, "occupy _sleep")
+    account.count_methods(STEPS, schedules, "deallocate_output_tensor")
+    account.count_methods(STAGES, Sleeper, "occupy _begin")
     for name in ("send", "recv"):
         post = account.count(BACKEND, getattr(torch.distributed.ProcessGroup, name))
         setattr(torch.distributed.ProcessGroup, name, lambda *args, _post=post: _Request(account, _post(*args)))
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="zb-v")
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--milliseconds", type=float, default=0.0, help="let F, B and W sleep: caches are cold then")
+    parser.add_argument("--milliseconds", type=float, default=0.0, help="of F, B and W: caches are cold then")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
 
@@ -95,7 +95,9 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     seconds = options.milliseconds / 1000
-    megatron = Megatron(Times(seconds, seconds, seconds, hop=0.0), options.microbatches, Sleeper())
+    sleeper = Sleeper()
+    sleeper.precede_sends()
+    megatron = Megatron(Times(seconds, seconds, seconds, hop=0.0), options.microbatches, sleeper)
     contender = Ours(options.schedule, megatron)
     contender.iterate()  # connects the ranks
     account = Account()
@@ -115,12 +117,12 @@ def main() -> None:
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     if torch.distributed.get_rank() == 0:
-        worst = max(everyone, key=lambda parts: parts[EXECUTOR] + parts[LINKS])
+        worst = max(everyone, key=lambda parts: parts[EXECUTOR])
         table = Table(title=f"{options.schedule}, {len(everyone)} ranks, {options.microbatches} microbatches: us per pass")
         table.add_column("part")
         table.add_column("worst rank", justify="right")
         table.add_column("mean of ranks", justify="right")
-        for part in (EXECUTOR, LINKS, BACKEND, STEPS, STAGES):
+        for part in (EXECUTOR, BACKEND, STEPS, STAGES):
             mean = statistics.mean(parts[part] for parts in everyone)
             table.add_row(part, f"{worst[part]:.0f}", f"{mean:.0f}")
         Console(width=100).print(table)

@@ -1,6 +1,7 @@
 """How close does a measured iteration come to the simulated one, in our runtime and in others?
 
-Stages sleep instead of computing. Run it with as many processes as pipeline ranks; 2 cores are enough for 8:
+Stages sleep instead of computing, as devices that the host does not wait for until it sends what they made. Run it with as
+many processes as pipeline ranks, which share the machine's cores; 2 cores are enough for 8 ranks:
 
     torchrun --nproc-per-node 4 benchmarks/sleep_stages.py --microbatches 8 --milliseconds 40 40 40
 
@@ -24,7 +25,7 @@ import torch
 from contenders import Contender, Megatron, Ours, Stock, Times, Torch
 from rich.console import Console
 from rich.table import Table
-from sleeping import HIDDEN, Interval, Sleeper
+from sleeping import HIDDEN, Interval, Sleeper, bind_to_core
 
 from megatron.pipeline import patches
 from megatron.pipeline.schedule.simulate import simulate
@@ -40,6 +41,7 @@ def iteration(contender: Contender, sleeper: Sleeper) -> float:
     torch.distributed.barrier()
     gc.disable()  # as timeit does
     contender.iterate()
+    sleeper.synchronize()
     gc.enable()
     return _makespan(sleeper.passes)
 
@@ -59,6 +61,7 @@ def measure_hop(sleeper: Sleeper, rounds: int = 20) -> float:
         torch.distributed.barrier()
         if rank == 0:
             sleeper.occupy(0.02)
+            sleeper.synchronize()
             moment[0] = time.monotonic()
             torch.distributed.send(tensor, 1)
         elif rank == 1:
@@ -83,9 +86,11 @@ def main() -> None:
 
     patches.install()
     torch.set_num_threads(1)
+    bind_to_core()
     torch.distributed.init_process_group("gloo")
     sleeper = Sleeper()
     hop = measure_hop(sleeper)
+    sleeper.precede_sends()
     forward, backward, weight = (value / 1000 for value in options.milliseconds)
     times = Times(forward, backward, weight, hop)
     megatron = Megatron(times, options.microbatches, sleeper)

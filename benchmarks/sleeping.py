@@ -5,6 +5,7 @@ Sleeping needs no cores: 8 ranks run side by side on 2. What an iteration takes 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,13 @@ from megatron.pipeline.model.weight_tasks import submit
 from megatron.pipeline.schedule.costs import StageCosts
 
 HIDDEN = 64
-AWAKE = 0.0001  # seconds at the end of a pass that are not slept, because a sleep ends that much too late
+AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late
+
+
+def bind_to_core() -> None:
+    """Bind this rank to one core, as on a cluster; ranks share the machine's cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"]) % len(cores)]})
 
 
 class Interval(NamedTuple):
@@ -28,43 +35,58 @@ class Interval(NamedTuple):
 
 
 class Sleeper:
-    """The device of one rank: occupied for as long as passes take.
+    """The device of one rank: occupied for as long as passes take, while the host goes on, as it does with a GPU.
 
-    What a runtime calls to run a pass is wrapped in ``step``. Within a step stages ``occupy`` the device, and before the step
-    returns the rank sleeps until all of that has passed since the step began: the host's work within a step is part of the
-    pass, as it is in every measured cost, and on a GPU. All else that the host does is not.
+    What a runtime calls to run a pass is wrapped in ``step``. Within a step stages ``occupy`` the device; the step returns
+    without waiting for that. A pass begins with its step, so the host's work within it is part of the pass, as it is in every
+    measured cost, or when the pass before it ends. What is sent has been computed: see ``precede_sends``.
     """
 
     def __init__(self) -> None:
         self.passes: list[Interval] = []
         self._occupied: float | None = None  # by the step that runs now
+        self._free = 0.0  # when the passes so far end
 
     def occupy(self, seconds: float) -> None:
         """Take a pass's time; outside of a step now."""
         if self._occupied is None:
-            self._sleep(time.monotonic(), seconds)
+            self._begin(time.monotonic(), seconds)
         else:
             self._occupied += seconds
 
     def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function that takes as long as the passes in it."""
 
-        def sleeping(*args: Any, **kwargs: Any) -> Any:
+        def occupying(*args: Any, **kwargs: Any) -> Any:
             start, self._occupied = time.monotonic(), 0.0
             result = function(*args, **kwargs)
             seconds, self._occupied = self._occupied, None
             if seconds:
-                self._sleep(start, seconds)
+                self._begin(start, seconds)
             return result
 
-        return sleeping
+        return occupying
 
-    def _sleep(self, start: float, seconds: float) -> None:
-        end = start + seconds
-        time.sleep(max(0.0, end - time.monotonic() - AWAKE))
-        while time.monotonic() < end:
+    def synchronize(self) -> None:
+        """Sleep until all passes so far are over."""
+        time.sleep(max(0.0, self._free - time.monotonic() - AWAKE))
+        while time.monotonic() < self._free:
             pass
-        self.passes.append(Interval(start, time.monotonic()))
+
+    def precede_sends(self) -> None:
+        """Have every send of this process, in whatever runtime, wait for the device."""
+        send = torch.distributed.ProcessGroup.send
+
+        def send_what_is_there(*args: Any, **kwargs: Any) -> Any:
+            self.synchronize()
+            return send(*args, **kwargs)
+
+        setattr(torch.distributed.ProcessGroup, "send", send_what_is_there)  # noqa: B010 - a method, to mypy
+
+    def _begin(self, start: float, seconds: float) -> None:
+        start = max(start, self._free)
+        self._free = start + seconds
+        self.passes.append(Interval(start, self._free))
 
 
 class _Sleep(torch.autograd.Function):

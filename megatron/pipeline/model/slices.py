@@ -21,7 +21,7 @@ import inspect
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -97,12 +97,12 @@ class Slices:
         )
         self._in_flight: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
 
-    @contextmanager
-    def around(self, work: Pass) -> Iterator[None]:
+    def around(self, work: Pass) -> AbstractContextManager[None]:
         """The context that a pass runs in: forwards, and backwards as well, since they may recompute forwards."""
-        if self.splits == 1 or work.kind is Kind.W:
-            yield
-            return
+        return nullcontext() if self.splits == 1 or work.kind is Kind.W else self._hooked(work)
+
+    @contextmanager
+    def _hooked(self, work: Pass) -> Iterator[None]:
         current = self._slice(work)
         model = self._models[work.chunk]
         with ExitStack() as hooks:

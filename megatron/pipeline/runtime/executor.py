@@ -61,6 +61,7 @@ class Executor:
     ) -> None:
         self.program = program
         self._placement = placement
+        self._last_stage = placement.last_stage
         self._rank = rank
         self._stages = stages
         self.links = links
@@ -111,7 +112,7 @@ class Executor:
                     inputs = self._take(Message(Flow.ACTIVATION, work.microbatch, stage - 1))
                 recomputed = key in self._recomputed
                 outputs = self._stages.forward(work, inputs, keep_graph=not recomputed)
-                if stage < self._placement.last_stage:
+                if stage < self._last_stage:
                     self._made[Message(Flow.ACTIVATION, work.microbatch, stage)] = outputs
                 if self._keep_graphs:
                     self._graphs[key] = inputs, [] if recomputed else outputs
@@ -119,11 +120,11 @@ class Executor:
                 inputs, _ = self._graphs[key]
                 outputs = self._stages.recompute(work, inputs)
                 self._graphs[key] = inputs, outputs
-                if stage < self._placement.last_stage:
+                if stage < self._last_stage:
                     self._stages.release(outputs)  # the next stage has had them from F
             case Kind.B | Kind.BW:
                 gradients: Tensors = [None]
-                if stage < self._placement.last_stage:
+                if stage < self._last_stage:
                     gradients = self._take(Message(Flow.GRADIENT, work.microbatch, stage + 1))
                 # The gradient is here, so the activation it answers has been received: this only takes note of it.
                 self.links.finish(Message(Flow.ACTIVATION, work.microbatch, stage))

@@ -8,6 +8,7 @@ with ``finalize_model_grads_func``. What differs is that the order of passes is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,7 +185,7 @@ class _ModelStages:
         if data is not None and not keep_graph:
             data = _noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
         complete = self.slices.completes(work)
-        with torch.set_grad_enabled(keep_graph and torch.is_grad_enabled()):
+        with nullcontext() if keep_graph else torch.no_grad():
             outputs, num_tokens = self._forward_step(work, inputs, data, self.reported if complete else [], first)
         if self.config.calculate_per_token_loss and complete:
             self.num_tokens += num_tokens

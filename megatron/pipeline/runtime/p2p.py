@@ -122,6 +122,7 @@ class Links:
         self._unshaped: dict[int, deque[_Receiving]] = defaultdict(deque)  # by peer, in the order in which they will come
         self._peers: dict[Message, int] = {}
         self._sends: dict[tuple[int, Flow], deque[_Sending]] = defaultdict(deque)
+        self._unsent: dict[Message, deque[_Sending]] = {}
         self._together: list[tuple[torch.distributed.P2POp, list[Any]]] = []  # operations to start, and where requests go
 
     def blank(self, flow: Flow) -> Tensors:
@@ -164,9 +165,10 @@ class Links:
             self._start(torch.distributed.isend, tensor, peer, group, requests)
         queue = self._sends[peer, message.flow]
         queue.append(_Sending(message, requests, [*tensors, *present], when_sent))
+        self._unsent[message] = queue
         if len(queue) > _UNFINISHED_SENDS and not self._polls:
             self.start()
-            queue.popleft().finish()
+            self._finish_first(queue)
 
     def start(self) -> None:
         """Start what was posted since the last time, where posting is batched. Called before every pass; waits call it too."""
@@ -186,20 +188,23 @@ class Links:
             return
         for queue in self._sends.values():
             while queue and queue[0].requests and all(request.is_completed() for request in queue[0].requests):
-                queue.popleft().finish()
+                self._finish_first(queue)
 
     def finish(self, message: Message) -> None:
         """Wait until a message has been sent, if it is still on its way."""
         self.start()
-        for queue in self._sends.values():
-            if any(sending.message == message for sending in queue):
-                while queue[0].message != message:
-                    queue.popleft().finish()
-                queue.popleft().finish()
+        queue = self._unsent.get(message)
+        while queue and message in self._unsent:
+            self._finish_first(queue)
 
     def unsent(self) -> list[Send]:
         """Every send that may not be over, in the order to ``finish`` them at the end of the iteration."""
         return [Send(sending.message, peer) for (peer, _), queue in self._sends.items() for sending in queue]
+
+    def _finish_first(self, queue: deque[_Sending]) -> None:
+        first = queue.popleft()
+        first.finish()
+        del self._unsent[first.message]
 
     def _post_buffers(self, receiving: _Receiving, peer: int, shapes: Sequence[Shape]) -> None:
         group = self._channels.group(peer, self._channels.rank)
