@@ -1,5 +1,5 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
-# make compare  the same model under megatron-core's own 1F1B, our 1F1B and ZB-H1: one table, one picture
+# make compare  the same model under megatron-core's own 1F1B, our 1F1B, ZB-H1 and V-Half: one table, one picture
 # make test     all tests, or some: make test ARGS=tests/schedule
 # make test-all all tests, and every schedule in every layout: hours
 # make setup    only what these share: .venv with all that is needed

@@ -53,21 +53,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def difference(run: Run, reference: Run) -> str:
-    """How losses and gradient norms compare: ``bit-identical``, or the largest relative difference of any iteration."""
-    pairs = [
-        (ours[key], theirs[key])
-        for ours, theirs in zip(run.metrics, reference.metrics, strict=True)
-        for key in ("loss", "grad_norm")
-    ]
-    if all(ours == theirs for ours, theirs in pairs):
-        return "bit-identical"
-    return f"differs by up to {max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs):.1e}"
+    """How losses and gradient norms compare: ``bit-identical``, or the largest relative difference of any iteration.
+
+    On another placement the same gradients are added up in another order for the norm.
+    """
+    words = {}
+    for key, name in (("loss", "loss"), ("grad_norm", "norm")):
+        pairs = [(ours[key], theirs[key]) for ours, theirs in zip(run.metrics, reference.metrics, strict=True)]
+        equal = all(ours == theirs for ours, theirs in pairs)
+        words[name] = "bit-identical" if equal else f"within {max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs):.0e}"
+    return words["loss"] if len(set(words.values())) == 1 else ", ".join(f"{name} {how}" for name, how in words.items())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     end = list(argv).index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=["stock", "1f1b", "zb-h1"], help="the first is the reference")
+    parser.add_argument("--schedules", nargs="+", default=["stock", "1f1b", "zb-h1", "v-half"], help="the first is the reference")
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine")
     parser.add_argument("--output", default="runs/compare", metavar="DIR", help="metrics, logs, traces and the picture")
