@@ -61,7 +61,9 @@ def difference(run: Run, reference: Run) -> str:
     for key, name in (("loss", "loss"), ("grad_norm", "norm")):
         pairs = [(ours[key], theirs[key]) for ours, theirs in zip(run.metrics, reference.metrics, strict=True)]
         equal = all(ours == theirs for ours, theirs in pairs)
-        words[name] = "bit-identical" if equal else f"within {max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs):.0e}"
+        words[name] = (
+            "bit-identical" if equal else f"within {max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs):.0e}"
+        )
     return words["loss"] if len(set(words.values())) == 1 else ", ".join(f"{name} {how}" for name, how in words.items())
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
-from typing import Any
+
+from megatron.pipeline.training.flag_types import (
+    layer_pattern,
+    minutes,
+    pass_seconds,
+    positive_float,
+    positive_int,
+    probability,
+    whole,
+)
 
 TOKENIZERS = (
     "ByteLevelTokenizer",
@@ -21,48 +29,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add_group(parser.add_argument_group(title))
 
 
-def _number(
-    text: str,
-    kind: type[int] | type[float],
-    wanted: str,
-    low: float,
-    high: float = float("inf"),
-    *,
-    open_end: bool = False,
-) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
-    if not low <= value <= high or (open_end and value == low):
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    return int(_number(text, int, "a whole number of at least 1", 1))
-
-
-def _whole(text: str) -> int:
-    return int(_number(text, int, "a whole number of at least 0", 0))
-
-
-def _positive_float(text: str) -> float:
-    return float(_number(text, float, "a number above 0", 0, open_end=True))
-
-
-def _minutes(text: str) -> float:
-    return float(_number(text, float, "a number of minutes above 0, of at most a year", 0, 366 * 24 * 60, open_end=True))
-
-
-def _pass_seconds(text: str) -> float:
-    return float(_number(text, float, "a number of seconds of at least 5", 5))
-
-
-def _probability(text: str) -> float:
-    return float(_number(text, float, "a number from 0 to 1", 0, 1))
-
-
 def _schedule(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--config", metavar="FILE", help="YAML file of flags without the dashes; flags on the command line win")
@@ -77,7 +43,7 @@ def _schedule(group: argparse._ArgumentGroup) -> None:
         "measure them in the first iterations, and plan again while training goes on")  # fmt: skip
     add("--pipeline-costs-cache", metavar="FILE", help="where to write what --pipeline-costs profile measured; "
         "pipeline_costs.json in the directory of --save, else of --pipeline-trace, if not given")  # fmt: skip
-    add("--pipeline-timeout", type=_pass_seconds, metavar="SECONDS",
+    add("--pipeline-timeout", type=pass_seconds, metavar="SECONDS",
         help="end all ranks when no pass ends for so long; 300, or half the distributed timeout if less")  # fmt: skip
     add(
         "--pipeline-p2p",
@@ -91,19 +57,19 @@ def _schedule(group: argparse._ArgumentGroup) -> None:
 
 def _model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--num-layers", type=_positive_int, help="transformer layers")
-    add("--hidden-size", type=_positive_int, help="width of the residual stream")
+    add("--num-layers", type=positive_int, help="transformer layers")
+    add("--hidden-size", type=positive_int, help="width of the residual stream")
     add(
         "--ffn-hidden-size",
-        type=_positive_int,
+        type=positive_int,
         help="width of the MLP; 4*hidden, or 8/3*hidden rounded to 64 with --swiglu",
     )
-    add("--num-attention-heads", type=_positive_int, help="attention heads")
+    add("--num-attention-heads", type=positive_int, help="attention heads")
     add("--group-query-attention", action="store_true", help="share keys and values between heads")
-    add("--num-query-groups", type=_positive_int, default=1, help="key/value heads with --group-query-attention")
-    add("--kv-channels", type=_positive_int, help="width of a head; hidden/heads when not given")
-    add("--seq-length", type=_positive_int, help="tokens of a sample")
-    add("--max-position-embeddings", type=_positive_int, help="longest sequence; --seq-length when not given")
+    add("--num-query-groups", type=positive_int, default=1, help="key/value heads with --group-query-attention")
+    add("--kv-channels", type=positive_int, help="width of a head; hidden/heads when not given")
+    add("--seq-length", type=positive_int, help="tokens of a sample")
+    add("--max-position-embeddings", type=positive_int, help="longest sequence; --seq-length when not given")
     add(
         "--position-embedding-type",
         default="learned_absolute",
@@ -126,29 +92,29 @@ def _model(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--make-vocab-size-divisible-by",
-        type=_positive_int,
+        type=positive_int,
         default=128,
         help="pad the vocabulary to a multiple of this",
     )
-    add("--mtp-num-layers", type=_positive_int, help="layers that predict tokens after the next, each one token further")
-    add("--mtp-loss-scaling-factor", type=_positive_float, default=0.1, help="weight of the losses of those tokens")
+    add("--mtp-num-layers", type=positive_int, help="layers that predict tokens after the next, each one token further")
+    add("--mtp-loss-scaling-factor", type=positive_float, default=0.1, help="weight of the losses of those tokens")
     add("--init-method-std", type=float, default=0.02, help="standard deviation of the initial weights")
-    add("--attention-dropout", type=_probability, default=0.1, help="dropout of attention probabilities")
-    add("--hidden-dropout", type=_probability, default=0.1, help="dropout of hidden states")
+    add("--attention-dropout", type=probability, default=0.1, help="dropout of attention probabilities")
+    add("--hidden-dropout", type=probability, default=0.1, help="dropout of hidden states")
     add(
         "--transformer-impl",
         choices=["local", "transformer_engine"],
         help="transformer_engine where it is installed, else local",
     )
     add("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
-    add("--seed", type=_whole, default=1234, help="of weights, dropout and data order")
+    add("--seed", type=whole, default=1234, help="of weights, dropout and data order")
 
 
 def _parallel(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--tensor-model-parallel-size", type=_positive_int, default=1, help="ranks that share each layer")
-    add("--pipeline-model-parallel-size", type=_positive_int, default=1, help="ranks that share the layers' sequence")
-    add("--context-parallel-size", type=_positive_int, default=1, help="ranks that share each sequence")
+    add("--tensor-model-parallel-size", type=positive_int, default=1, help="ranks that share each layer")
+    add("--pipeline-model-parallel-size", type=positive_int, default=1, help="ranks that share the layers' sequence")
+    add("--context-parallel-size", type=positive_int, default=1, help="ranks that share each sequence")
     add(
         "--sequence-parallel",
         action="store_true",
@@ -156,10 +122,10 @@ def _parallel(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--num-layers-per-virtual-pipeline-stage",
-        type=_positive_int,
+        type=positive_int,
         help="layers of one chunk; sets the chunks per rank",
     )
-    add("--num-virtual-stages-per-pipeline-rank", type=_positive_int, help="chunks per rank")
+    add("--num-virtual-stages-per-pipeline-rank", type=positive_int, help="chunks per rank")
     add(
         "--pipeline-model-parallel-layout",
         metavar="STAGES",
@@ -169,14 +135,14 @@ def _parallel(group: argparse._ArgumentGroup) -> None:
         "--num-layers-in-first-pipeline-stage",
         "--decoder-first-pipeline-num-layers",
         dest="decoder_first_pipeline_num_layers",
-        type=_positive_int,
+        type=positive_int,
         help="layers of the model's first stage; the others share the rest",
     )
     add(
         "--num-layers-in-last-pipeline-stage",
         "--decoder-last-pipeline-num-layers",
         dest="decoder_last_pipeline_num_layers",
-        type=_positive_int,
+        type=positive_int,
         help="layers of the model's last stage; the others share the rest",
     )
     add(
@@ -192,38 +158,38 @@ def _parallel(group: argparse._ArgumentGroup) -> None:
     add("--use-distributed-optimizer", action="store_true", help="cut the optimizer state over the data-parallel ranks")
     add("--overlap-grad-reduce", action="store_true", help="reduce gradients while the backward runs")
     add("--overlap-param-gather", action="store_true", help="gather parameters while the forward runs")
-    add("--ddp-bucket-size", type=_positive_int, help="parameters of one gradient bucket")
+    add("--ddp-bucket-size", type=positive_int, help="parameters of one gradient bucket")
     add("--distributed-backend", choices=["nccl", "gloo"], help="nccl with a GPU, gloo without")
-    add("--distributed-timeout-minutes", type=_minutes, default=10, help="longest wait of a collective")
+    add("--distributed-timeout-minutes", type=minutes, default=10, help="longest wait of a collective")
 
 
 def _experts(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     balancing = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
-    add("--num-experts", type=_positive_int, help="experts of a layer, which replace its MLP")
-    add("--expert-model-parallel-size", type=_positive_int, default=1, help="ranks that share the experts of a layer")
+    add("--num-experts", type=positive_int, help="experts of a layer, which replace its MLP")
+    add("--expert-model-parallel-size", type=positive_int, default=1, help="ranks that share the experts of a layer")
     add(
         "--expert-tensor-parallel-size",
-        type=_positive_int,
+        type=positive_int,
         help="ranks that share each expert; --tensor-model-parallel-size when not given",
     )
     add(
         "--moe-layer-freq",
-        type=_layer_pattern,
+        type=layer_pattern,
         default=1,
         metavar="N",
         help="experts in every Nth layer, or a list with 1 (experts) or 0 for every layer: '([0]+[1]*3)*2'",
     )
-    add("--moe-ffn-hidden-size", type=_positive_int, help="width of an expert; --ffn-hidden-size when not given")
-    add("--moe-shared-expert-intermediate-size", type=_positive_int, help="width of the experts that see every token")
+    add("--moe-ffn-hidden-size", type=positive_int, help="width of an expert; --ffn-hidden-size when not given")
+    add("--moe-shared-expert-intermediate-size", type=positive_int, help="width of the experts that see every token")
     add("--moe-grouped-gemm", action="store_true", help="all experts of a rank in one product")
-    add("--moe-router-topk", type=_positive_int, default=2, help="experts of a token")
+    add("--moe-router-topk", type=positive_int, default=2, help="experts of a token")
     add("--moe-router-score-function", default="softmax", choices=["softmax", "sigmoid"], help="score of an expert")
     add("--moe-router-pre-softmax", action="store_true", help="softmax over all experts, before the choice")
     add("--moe-router-dtype", choices=["fp32", "fp64"], help="precision of the router; the model's when not given")
-    add("--moe-router-num-groups", type=_positive_int, help="groups of experts for --moe-router-group-topk")
-    add("--moe-router-group-topk", type=_positive_int, help="groups of experts that a token may choose from")
-    add("--moe-router-topk-scaling-factor", type=_positive_float, help="factor of the chosen scores")
+    add("--moe-router-num-groups", type=positive_int, help="groups of experts for --moe-router-group-topk")
+    add("--moe-router-group-topk", type=positive_int, help="groups of experts that a token may choose from")
+    add("--moe-router-topk-scaling-factor", type=positive_float, help="factor of the chosen scores")
     add(
         "--moe-router-load-balancing-type",
         nargs="+",
@@ -232,47 +198,31 @@ def _experts(group: argparse._ArgumentGroup) -> None:
         help="how tokens are spread over experts; several auxiliary losses add up",
     )
     add("--moe-aux-loss-coeff", nargs="+", type=float, default=[0.0], help="weight of each auxiliary loss")
-    add("--moe-z-loss-coeff", type=_positive_float, help="weight of the loss that keeps the router's logits small")
+    add("--moe-z-loss-coeff", type=positive_float, help="weight of the loss that keeps the router's logits small")
     add("--moe-router-enable-expert-bias", action="store_true", help="balance by a bias that follows the experts' load")
-    add("--moe-router-bias-update-rate", type=_positive_float, default=1e-3, help="change of that bias per iteration")
+    add("--moe-router-bias-update-rate", type=positive_float, default=1e-3, help="change of that bias per iteration")
     add("--moe-token-dispatcher-type", default="allgather", choices=["allgather", "alltoall"], help="how tokens travel")
-    add("--moe-expert-capacity-factor", type=_positive_float, help="tokens of an expert over their mean; others are dropped")
+    add("--moe-expert-capacity-factor", type=positive_float, help="tokens of an expert over their mean; others are dropped")
     add("--moe-pad-expert-input-to-capacity", action="store_true", help="every expert gets as many tokens as it has room for")
     add("--moe-token-drop-policy", default="probs", choices=["probs", "position"], help="which tokens are dropped")
 
 
-def _layer_pattern(text: str) -> int | list[int]:
-    """A number, or Megatron's list expression of zeros and ones."""
-    wanted = f"expected a number or a list such as '([0]+[1]*3)*2', got {text!r}"
-    if text.isdecimal() and int(text):
-        return int(text)
-    if not re.fullmatch(r"[\[\]()01+, ]*(\*\s*\d{1,4}[\[\]()01+, ]*)*", text):
-        raise argparse.ArgumentTypeError(wanted)
-    try:
-        pattern = eval(text, {"__builtins__": {}})  # brackets, zeros, ones, sums and small multiples
-    except (SyntaxError, TypeError):
-        pattern = None
-    if not isinstance(pattern, list) or not set(pattern) <= {0, 1}:
-        raise argparse.ArgumentTypeError(wanted)
-    return pattern
-
-
 def _batch(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--micro-batch-size", type=_positive_int, help="samples of one microbatch on one data-parallel rank")
+    add("--micro-batch-size", type=positive_int, help="samples of one microbatch on one data-parallel rank")
     add(
         "--global-batch-size",
-        type=_positive_int,
+        type=positive_int,
         help="samples of one iteration; micro batch times data-parallel size if not given",
     )
     add(
         "--rampup-batch-size",
         nargs=3,
-        type=_positive_int,
+        type=positive_int,
         metavar=("START", "STEP", "SAMPLES"),
         help="grow the batch from START",
     )
-    add("--train-iters", type=_positive_int, help="iterations of the whole training")
+    add("--train-iters", type=positive_int, help="iterations of the whole training")
     add("--calculate-per-token-loss", action="store_true", help="average over all tokens instead of over microbatches")
 
 
@@ -293,19 +243,19 @@ def _optimizer(group: argparse._ArgumentGroup) -> None:
 def _learning_rate(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     styles = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-    add("--lr", type=_positive_float, help="largest learning rate")
+    add("--lr", type=positive_float, help="largest learning rate")
     add("--min-lr", type=float, default=0.0, help="smallest learning rate after the warm-up")
     add("--lr-decay-style", default="linear", choices=styles, help="how it falls")
-    add("--lr-decay-iters", type=_positive_int, help="iterations until --min-lr; --train-iters when not given")
+    add("--lr-decay-iters", type=positive_int, help="iterations until --min-lr; --train-iters when not given")
     add(
         "--lr-wsd-decay-style",
         default="exponential",
         choices=["exponential", "linear", "cosine", "minus_sqrt"],
         help="WSD's fall",
     )
-    add("--lr-wsd-decay-iters", type=_positive_int, help="iterations of the fall of WSD")
-    add("--lr-warmup-iters", type=_whole, default=0, help="iterations from --lr-warmup-init to --lr")
-    add("--lr-warmup-fraction", type=_probability, help="the same as a share of --lr-decay-iters")
+    add("--lr-wsd-decay-iters", type=positive_int, help="iterations of the fall of WSD")
+    add("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init to --lr")
+    add("--lr-warmup-fraction", type=probability, help="the same as a share of --lr-decay-iters")
     add("--lr-warmup-init", type=float, default=0.0, help="learning rate at the start of the warm-up")
     add(
         "--override-opt_param-scheduler",
@@ -321,11 +271,11 @@ def _precision(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--bf16", action="store_true", help="bfloat16 weights and activations")
     add("--fp16", action="store_true", help="float16 weights and activations")
-    add("--loss-scale", type=_positive_float, help="constant loss scale of fp16; dynamic when not given")
-    add("--initial-loss-scale", type=_positive_float, default=2.0**32, help="first dynamic loss scale")
-    add("--min-loss-scale", type=_positive_float, default=1.0, help="smallest dynamic loss scale")
-    add("--loss-scale-window", type=_positive_float, default=1000, help="good iterations before the scale doubles")
-    add("--hysteresis", type=_positive_int, default=2, help="bad iterations before the scale halves")
+    add("--loss-scale", type=positive_float, help="constant loss scale of fp16; dynamic when not given")
+    add("--initial-loss-scale", type=positive_float, default=2.0**32, help="first dynamic loss scale")
+    add("--min-loss-scale", type=positive_float, default=1.0, help="smallest dynamic loss scale")
+    add("--loss-scale-window", type=positive_float, default=1000, help="good iterations before the scale doubles")
+    add("--hysteresis", type=positive_int, default=2, help="bad iterations before the scale halves")
     add("--accumulate-allreduce-grads-in-fp32", action="store_true", help="sum and reduce gradients in float32")
     add("--fp16-lm-cross-entropy", action="store_true", help="cross entropy in fp16")
     add("--no-check-for-nan-in-loss-and-grad", action="store_false", dest="check_for_nan_in_loss_and_grad",
@@ -337,7 +287,7 @@ def _recompute(group: argparse._ArgumentGroup) -> None:
     add("--recompute-activations", action="store_true", help="the same as --recompute-granularity selective")
     add("--recompute-granularity", choices=["full", "selective"], help="whole layers, or --recompute-modules")
     add("--recompute-method", choices=["uniform", "block"], help="which layers, with --recompute-granularity full")
-    add("--recompute-num-layers", type=_positive_int, help="layers per unit (uniform) or per chunk (block)")
+    add("--recompute-num-layers", type=positive_int, help="layers per unit (uniform) or per chunk (block)")
     modules = ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
     add("--recompute-modules", nargs="*", choices=modules, help="what --recompute-granularity selective covers; core_attn")
     add("--recompute-fused-backward", action="store_true",
@@ -370,10 +320,10 @@ def _data(group: argparse._ArgumentGroup) -> None:
     add("--test-data-path", nargs="*", metavar="PREFIX", help="test data, instead of --data-path")
     add("--mock-data", action="store_true", help="synthetic tokens")
     add("--data-cache-path", metavar="DIR", help="where the sample orders are kept; beside the data when not given")
-    add("--num-workers", type=_whole, default=2, help="processes that read data on each rank; 0 reads in the trainer")
+    add("--num-workers", type=whole, default=2, help="processes that read data on each rank; 0 reads in the trainer")
     add("--tokenizer-type", choices=TOKENIZERS, help="tokenizer")
     add("--tokenizer-model", metavar="PATH", help="file or directory of the tokenizer")
-    add("--vocab-size", type=_positive_int, help="vocabulary of NullTokenizer")
+    add("--vocab-size", type=positive_int, help="vocabulary of NullTokenizer")
     add("--reset-position-ids", action="store_true", help="positions start anew after an end of document")
     add("--reset-attention-mask", action="store_true", help="no attention across an end of document")
     add("--eod-mask-loss", action="store_true", help="no loss on the end of document")
@@ -381,30 +331,30 @@ def _data(group: argparse._ArgumentGroup) -> None:
 
 def _evaluation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--eval-interval", type=_positive_int, default=1000, help="iterations between evaluations")
-    add("--eval-iters", type=_whole, default=100, help="iterations of one evaluation; 0 for no evaluation")
+    add("--eval-interval", type=positive_int, default=1000, help="iterations between evaluations")
+    add("--eval-iters", type=whole, default=100, help="iterations of one evaluation; 0 for no evaluation")
 
 
 def _logging(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--log-interval", type=_positive_int, default=100, help="iterations between log lines")
+    add("--log-interval", type=positive_int, default=100, help="iterations between log lines")
     add("--log-throughput", action="store_true", help="log TFLOP/s per GPU")
     add("--timing-log-level", type=int, default=0, choices=[0, 1, 2], help="0 logs no times of parts, 2 all of them")
     add("--timing-log-option", default="minmax", choices=["max", "minmax", "all"], help="which ranks' times")
     add("--tensorboard-dir", metavar="DIR", help="write a TensorBoard log here")
-    add("--tensorboard-log-interval", type=_positive_int, default=1, help="iterations between points")
+    add("--tensorboard-log-interval", type=positive_int, default=1, help="iterations between points")
 
 
 def _checkpoint(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--save", metavar="DIR", help="write checkpoints here: at the end, on SIGTERM, and every --save-interval")
-    add("--save-interval", type=_positive_int, help="iterations between checkpoints")
+    add("--save-interval", type=positive_int, help="iterations between checkpoints")
     add("--load", metavar="DIR", help="go on from the checkpoint here; start anew when there is none")
     add("--no-save-optim", action="store_true", help="do not save the optimizer")
     add("--no-load-optim", action="store_true", help="do not load the optimizer")
     add("--finetune", action="store_true", help="load the weights alone and start at iteration 0")
-    add("--exit-interval", type=_positive_int, help="save and exit at an iteration that is a multiple of this")
-    add("--exit-duration-in-mins", type=_positive_float, help="save and exit after so many minutes")
+    add("--exit-interval", type=positive_int, help="save and exit at an iteration that is a multiple of this")
+    add("--exit-duration-in-mins", type=positive_float, help="save and exit after so many minutes")
 
 
 _GROUPS = {

@@ -1,0 +1,71 @@
+"""What flags may be: from a word of the command line to a number, or an error that says what is expected."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+
+def _number(
+    text: str,
+    kind: type[int] | type[float],
+    wanted: str,
+    low: float,
+    high: float = float("inf"),
+    *,
+    open_end: bool = False,
+) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
+    if not low <= value <= high or (open_end and value == low):
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    return int(_number(text, int, "a whole number of at least 1", 1))
+
+
+def whole(text: str) -> int:
+    """A whole number of at least 0."""
+    return int(_number(text, int, "a whole number of at least 0", 0))
+
+
+def positive_float(text: str) -> float:
+    """A number above 0."""
+    return float(_number(text, float, "a number above 0", 0, open_end=True))
+
+
+def minutes(text: str) -> float:
+    """Minutes, at most a year's."""
+    return float(_number(text, float, "a number of minutes above 0, of at most a year", 0, 366 * 24 * 60, open_end=True))
+
+
+def pass_seconds(text: str) -> float:
+    """Seconds of at least 5."""
+    return float(_number(text, float, "a number of seconds of at least 5", 5))
+
+
+def probability(text: str) -> float:
+    """A number from 0 to 1."""
+    return float(_number(text, float, "a number from 0 to 1", 0, 1))
+
+
+def layer_pattern(text: str) -> int | list[int]:
+    """A number, or Megatron's list expression of zeros and ones."""
+    wanted = f"expected a number or a list such as '([0]+[1]*3)*2', got {text!r}"
+    if text.isdecimal() and int(text):
+        return int(text)
+    if not re.fullmatch(r"[\[\]()01+, ]*(\*\s*\d{1,4}[\[\]()01+, ]*)*", text):
+        raise argparse.ArgumentTypeError(wanted)
+    try:
+        pattern = eval(text, {"__builtins__": {}})  # brackets, zeros, ones, sums and small multiples
+    except (SyntaxError, TypeError):
+        pattern = None
+    if not isinstance(pattern, list) or not set(pattern) <= {0, 1}:
+        raise argparse.ArgumentTypeError(wanted)
+    return pattern
