@@ -24,7 +24,7 @@ MODEL = (
         ("--pipeline-schedule zb-h9", "unknown schedule 'zb-h9'"),
         ("--pipeline-schedule zb-h9", "zb-h1"),
         ("--pipeline-schedule file:/nowhere.json", "cannot read the schedule /nowhere.json"),
-        ("--num-layers 3", "--num-layers 3 cannot be split over 2 pipeline ranks"),
+        ("--num-layers 1", "--num-layers 1 cannot be split over 2 pipeline ranks"),
         ("--global-batch-size 7", "is 3.5 microbatches"),
         ("--pipeline-memory-limit 0.1", "limit"),
         ("--pipeline-memory-limit much", "--pipeline-memory-limit much: expected a share of 1F1B's peak"),
