@@ -18,7 +18,7 @@ from torch.distributed import pipelining
 
 from megatron.pipeline.runtime.forward_backward import Plan, run
 from megatron.pipeline.runtime.groups import new_group
-from megatron.pipeline.runtime.p2p import Channels
+from megatron.pipeline.runtime.p2p import Channels, Posting
 from megatron.pipeline.runtime.pipeline import STOCK
 from megatron.pipeline.runtime.recorder import Unmeasured
 from megatron.pipeline.schedule import families
@@ -116,11 +116,13 @@ class Ours:
     """A schedule in our executor, planned for the shortest time from the first pass to the last.
 
     Args:
-        name: of a family, with ``@X`` behind it for room for X times the activations of 1F1B.
+        name: of a family, with ``@X`` behind it for room for X times the activations of 1F1B, and then ``/batched`` for
+            messages that are started together.
     """
 
     def __init__(self, name: str, megatron: Megatron) -> None:
         self.name, self._megatron = name, megatron
+        name, _, posting = name.partition("/")
         family, _, memory = name.partition("@")
         ranks, microbatches = megatron.ranks, megatron.microbatches
         costs = megatron.times.of(families.placement(family, ranks))
@@ -128,7 +130,9 @@ class Ours:
         # Every rank plans: a plan depends on nothing but its request.
         self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=Objective.MAKESPAN)
         plan = Plan(self.schedule, lower(self.schedule, costs))
-        self._forward_backward = partial(run, plan, Unmeasured(), lambda _: None, lambda *_: megatron.channels)
+        self._forward_backward = partial(
+            run, plan, Unmeasured(), lambda _: None, lambda *_: megatron.channels, Posting(posting or "single")
+        )
         self._model = megatron.stages(self.schedule.placement)
 
     def iterate(self) -> None:

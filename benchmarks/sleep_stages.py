@@ -77,7 +77,7 @@ def measure_hop(sleeper: Sleeper, rounds: int = 20) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY]", help="@2: room for twice 1F1B's activations")
+    parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see Ours in contenders.py")
     parser.add_argument("--torchs", nargs="*", default=TORCHS, metavar="NAME", help="schedules of torch.distributed.pipelining")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--milliseconds", nargs=3, type=float, default=(40, 40, 40), metavar=("F", "B", "W"))

@@ -119,7 +119,7 @@ def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedu
 
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
 def test_limits_in_bytes(schedule: str, stages: int) -> None:
-    from megatron.pipeline.runtime.replan import _plan
+    from megatron.pipeline.runtime.replan import _change, _plan
     from megatron.pipeline.training.planning import _memory_limit
 
     flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
@@ -134,6 +134,7 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     assert limit == (needed + 0.5) * MIB
     after = pipeline.plan_again(costs, limit)[8]
     assert max(activation_peaks(after, costs)) <= limit
+    assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit)
     assert f"one microbatch holds {needed}MiB on a rank" in _plan(pipeline, costs, limit / 2)["error"]
 
 

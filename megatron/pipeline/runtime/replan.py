@@ -85,7 +85,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         return
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
-        + _change(before[m], schedule, costs)
+        + _change(before[m], schedule, costs, limit)
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
@@ -142,14 +142,16 @@ def _words(costs: Costs) -> str:
     return f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
 
 
-def _change(before: Schedule, after: Schedule, costs: Costs) -> str:
+def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None) -> str:
     """What a new schedule is expected to bring."""
     old, new = simulate(before, costs), simulate(after, costs)
-    peak = max(activation_peaks(after, costs)) / _MIB
+    held, holds = (max(activation_peaks(schedule, costs)) / _MIB for schedule in (before, after))
     kept = "the order stays" if before.passes == after.passes else "another order"
+    if limit is not None and held > limit / _MIB:
+        kept += f", since the one before held up to {held:.4g} MiB and the limit is {limit / _MIB:.4g} MiB"
     return (
         f"{kept}; predicted span {1e3 * old.span:.4g} -> {1e3 * new.span:.4g} ms, bubble {old.bubble_rate:.1%} -> "
-        f"{new.bubble_rate:.1%}, activations up to {peak:.4g} MiB a rank"
+        f"{new.bubble_rate:.1%}, activations up to {holds:.4g} MiB a rank"
     )
 
 
