@@ -112,6 +112,13 @@ def test_text_that_is_cut_says_so() -> None:
     assert hidden == int(parts[3]) > 0
 
 
+def test_text_that_cuts_through_a_pass_says_so() -> None:
+    passes = tuple(Timed(Pass(kind, 0), start, end) for kind, start, end in ((Kind.F, 0, 32), (Kind.B, 32, 64), (Kind.W, 64, 65)))
+    first, note = render(Timeline((passes,)), width=40).splitlines()
+    assert "B" not in first
+    assert note.endswith("of 65; 0 of 3 passes")
+
+
 @settings(max_examples=40, deadline=None)
 @given(p=st.integers(1, 20), m=st.integers(1, 30), width=st.integers(40, 130), height=st.integers(10, 30), weight=st.floats(0, 2))
 def test_text_never_floods_and_never_hides_silently(p: int, m: int, width: int, height: int, weight: float) -> None:

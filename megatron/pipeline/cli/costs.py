@@ -19,7 +19,7 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
     """The costs of every stage of a placement: from the flags, and what they leave open from a file or by default.
 
     One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
-    is 1. The extras of the first and the last stage come on top, in every replica of the model.
+    is 1. The extras of the first and the last stage come on top, and ``--costs`` is meant, for every replica of the model.
 
     Args:
         options: of ``cost_flags``.
@@ -31,10 +31,11 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
     told = told or {}
     if options.costs:
         costs = _file_only(options)
-        _check_count(costs, placement)
+        _check_count(costs, placement, placement.depth)
+        costs = Costs(costs.stages * placement.replicas, costs.hop)
     elif told.get("stage_costs") is not None:
         costs = Costs.from_fields(told["stage_costs"])
-        _check_count(costs, placement)
+        _check_count(costs, placement, placement.last_stage + 1)
         costs = _set(costs, placement, options.cost or {}, options.activation)
     else:
         cost = checked(told.get("costs", {}), TIMES) | (options.cost or {})
@@ -72,10 +73,10 @@ def _file_only(options: argparse.Namespace) -> Costs:
     return options.costs
 
 
-def _check_count(costs: Costs, placement: Placement) -> None:
-    if len(costs.stages) != placement.last_stage + 1:
+def _check_count(costs: Costs, placement: Placement, stages: int) -> None:
+    if len(costs.stages) != stages:
         raise ValueError(
-            f"costs of {len(costs.stages)} stages; this schedule has {placement.last_stage + 1} ({placement.ranks} ranks with "
+            f"costs of {len(costs.stages)} stages; this schedule has {stages} ({placement.ranks} ranks with "
             f"{placement.chunks} chunk(s) each)"
         )
 

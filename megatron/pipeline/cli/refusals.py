@@ -65,7 +65,7 @@ def _other_stages(options: argparse.Namespace, refusal: Refusal) -> int:
     if not options.costs or options.pp > MOST_RANKS:
         return 0
     try:
-        stages = families.placement(variant.name, options.pp, variant.chunks).last_stage + 1
+        stages = families.placement(variant.name, options.pp, variant.chunks).depth
     except ValueError:
         return 0  # there is no such placement at all
     return stages if stages != len(options.costs.stages) else 0

@@ -117,6 +117,11 @@ class Pipeline:
         if not self.is_stock:
             self.plan(microbatches)
             self.plan(microbatches, forward_only=True)
+        elif self.placement.chunks > 1 and microbatches % self._ranks:
+            raise ValueError(
+                f"megatron-core's own interleaved schedule needs a multiple of {self._ranks} microbatches for {self._ranks} "
+                f"pipeline ranks, and an iteration has {microbatches}: change the batch size, or take interleaved"
+            )
 
     def install(self) -> None:
         """Make megatron-core's ``get_forward_backward_func()`` return this pipeline's; stock stays, measured if asked for."""

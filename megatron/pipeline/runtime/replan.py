@@ -21,7 +21,7 @@ from megatron.pipeline.runtime import profile
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.recorder import Report
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 
@@ -108,8 +108,9 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
     began = time.monotonic()
     try:
         schedules = pipeline.plan_again(costs, limit)
-    except ValueError as error:
-        return {"error": str(error) if limit is None else f"{error} (limits are in bytes; {_least(pipeline, costs)})"}
+    except LimitTooLow as error:
+        needs = math.ceil(100 * error.least / _MIB) / 100
+        return {"error": f"it needs {needs:g}MiB on a rank, and the limit is {(limit or 0) / _MIB:g}MiB"}
     except Exception as error:
         return {"error": f"planning failed: {type(error).__name__}: {error}"}
     return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}
@@ -161,10 +162,3 @@ def _measured(pipeline: Pipeline, reports: Sequence[Report]) -> str:
     ratios = list(filter(None, map(pipeline.slowdown, reports)))
     compared = f", measured / simulated {statistics.median(ratios):.4f}" if ratios else ""
     return f"measured bubble {bubble:.1%}{compared} ({len(reports)} iterations)"
-
-
-def _least(pipeline: Pipeline, costs: Costs) -> str:
-    """The least limit that can be: what one microbatch holds on the fullest rank."""
-    problem = Problem(pipeline.placement, 1, costs)
-    least = max(problem.microbatch_memory(rank) for rank in range(pipeline.placement.ranks))
-    return f"one microbatch holds {math.ceil(least / _MIB)}MiB on a rank, and no limit can be less"

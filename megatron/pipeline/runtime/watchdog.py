@@ -137,8 +137,9 @@ class Watchdog:
 
 
 def _line_of_main_thread() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None:
+    main = threading.main_thread()
+    frame = sys._current_frames().get(main.ident or 0)
+    if frame is None or threading.current_thread() is main:  # it has left its place to tell of an error
         return ""
     innermost = traceback.extract_stack(frame, limit=1)[-1]
     return f" (at {innermost.filename}:{innermost.lineno} in {innermost.name})"

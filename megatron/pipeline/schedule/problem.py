@@ -17,6 +17,18 @@ class Objective(StrEnum):
     MAKESPAN = "makespan"  # where they do not: from the first pass of all ranks to the last of all
 
 
+class LimitTooLow(ValueError):
+    """A family has no schedule within a memory limit.
+
+    Attributes:
+        least: the limit that it can do with, in the costs' unit.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 @dataclass(frozen=True)
 class Problem:
     """One instance of pipeline scheduling: families plan it, ``bound`` and ``exact`` say how well it can be done.

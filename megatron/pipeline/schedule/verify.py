@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.simulate import Stuck, activation_changes, dependency_order, first_before_its_need
 from megatron.pipeline.schedule.verify_programs import verify_programs
@@ -18,6 +19,10 @@ from megatron.pipeline.schedule.verify_programs import verify_programs
 F, R, B, W, BW = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
 
 __all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
+
+
+class LimitExceeded(ScheduleError, LimitTooLow):
+    """A schedule holds more than its limit."""
 
 
 def verify(
@@ -173,10 +178,11 @@ def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | 
             peaks = [max(held, default=0) for held in levels]
             fullest = max(range(schedule.ranks), key=peaks.__getitem__)
             more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * (1 + 1e-9) else ""
-            raise ScheduleError(
+            raise LimitExceeded(
                 f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
                 f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {rounded_up(peaks[rank])} there{more}: raise "
-                f"the limit to {rounded_up(peaks[fullest])}, or take a schedule that holds less"
+                f"the limit to {rounded_up(peaks[fullest])}, or take a schedule that holds less",
+                peaks[fullest],
             )
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
+import math
 import re
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
 from megatron.pipeline.runtime.p2p import Posting
-from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, variants
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
@@ -36,8 +39,21 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
+    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
+    costs = None if args.pipeline_costs in (None, PROFILE) else _read_costs(args.pipeline_costs)
+    try:
+        return _plan(args, costs, measure)
+    except LimitTooLow as error:
+        text = args.pipeline_memory_limit
+        needs = _as_limit(error.least, text, _peak_of_1f1b(ranks, most, costs))
+        raise ValueError(
+            f"--pipeline-memory-limit {text} is too little for {args.pipeline_schedule}, which needs {needs}: raise it, or take "
+            "a schedule that holds less (v-auto and zb-auto plan for any limit)"
+        ) from None
+
+
+def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipeline:
     profiles = args.pipeline_costs == PROFILE
-    costs = None if args.pipeline_costs is None or profiles else _read_costs(args.pipeline_costs)
     ranks, counts = args.pipeline_model_parallel_size, microbatch_counts(args)
     text = args.pipeline_memory_limit
     limit = _memory_limit(text, ranks, max(counts), costs)
@@ -46,15 +62,11 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
     if limit is None and text:
         logger.info("memory limit of %s: until activations have been measured the schedule is planned without it", text)
     name, chunks = args.pipeline_schedule, args.chunks
+    _check_name(name)
     if name == AUTO:
         # What is not yet known in bytes is taken to be 1F1B's peak.
         unknown = _peak_of_1f1b(ranks, max(counts), None) if text else None
         name, chunks = _best(ranks, max(counts), chunks, costs, unknown if limit is None else limit)
-    elif name in _PLANNED_ONLY:
-        raise ValueError(
-            f"--pipeline-schedule {name} holds every layer on two ranks and is planned and simulated only: take dualpipe-v, "
-            f"which is as fast with every layer once, or another of {', '.join(_TRAINED)}"
-        )
     pipeline = Pipeline(
         name,
         ranks,
@@ -64,14 +76,34 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
         posting=Posting(args.pipeline_p2p),
         measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
     )
-    if pipeline.placement.chunks > 1 and ranks == 1:
+    placement = pipeline.placement
+    if placement.chunks > 1 and ranks == 1:
         raise ValueError(
-            f"--pipeline-schedule {pipeline.name} with {pipeline.placement.chunks} chunks per rank needs at least 2 pipeline "
+            f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
+        )
+    if costs is not None and len(costs.stages) != placement.last_stage + 1:
+        raise ValueError(
+            f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages, but {pipeline.name} cuts the "
+            f"model into {placement.last_stage + 1} ({ranks} ranks with {placement.chunks} chunk(s)): measure them under this "
+            f"schedule with --pipeline-costs {PROFILE}"
         )
     for microbatches in counts:
         pipeline.check(microbatches)
     return pipeline
+
+
+def _check_name(name: str) -> None:
+    if name in _PLANNED_ONLY:
+        better = "; dualpipe-v is as fast as dualpipe with every layer once" if name == "dualpipe" else ""
+        raise ValueError(
+            f"--pipeline-schedule {name} holds every layer on two ranks and is planned and simulated only{better}; those that "
+            f"train are {', '.join(_TRAINED)}"
+        )
+    if name not in (*_TRAINED, AUTO, STOCK) and not name.startswith("file:"):
+        near = difflib.get_close_matches(name.lower(), [*_TRAINED, AUTO, STOCK])
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(_TRAINED)}, {AUTO}, {STOCK} and file:PATH{meant}")
 
 
 def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
@@ -119,6 +151,9 @@ def _best(ranks: int, microbatches: int, chunks: int | None, costs: Costs | None
     if chunks is not None:
         wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
     planned, refused = candidates(Request(ranks, microbatches, costs_of, limit), wanted)
+    needs = [refusal.needs for refusal in refused if refusal.needs is not None]
+    if not planned and needs:
+        raise LimitTooLow("no schedule fits into the limit", min(needs))
     if not planned:
         reasons = "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused)
         raise ValueError(
@@ -151,6 +186,14 @@ def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs 
     if match[2]:
         return None if costs is None else float(match[1]) * _UNITS[match[2]]
     return float(match[1]) * _peak_of_1f1b(ranks, microbatches, costs)
+
+
+def _as_limit(amount: float, text: str, peak_of_1f1b: float) -> str:
+    """An amount of memory as the limit ``text`` is written, never less than it is."""
+    unit = text.lstrip("0123456789.")
+    digits, whole = (2, _UNITS[unit]) if unit else (3, peak_of_1f1b)
+    # Rounded first, since sums such as 1/3 + 2/3 stray in the last bits.
+    return f"{math.ceil(round(amount / whole * 10**digits, 6)) / 10**digits:g}{unit}"
 
 
 def _peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None) -> float:

@@ -21,15 +21,19 @@ from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
 )
 from megatron.core.timers import Timers
+from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
+from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
+from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.data import Samples, check_data
 from megatron.pipeline.training.logging import Log
 from megatron.pipeline.training.loop import train
@@ -100,6 +104,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             log.line(_first_words(args, pipeline, loaded))
+            log.line(_plan_in_words(args, pipeline))
             train(args, training, samples, pipeline, log, timers)
             torch.distributed.barrier()  # what other ranks write is there
             if log.writes:
@@ -177,6 +182,24 @@ def _first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> st
     if loaded:
         return f"{words}, going on from {loaded}"
     return f"{words}, no checkpoint in {args.load}: starting anew" if args.load else words
+
+
+def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
+    """How the model is cut, and what the largest iteration is planned to be like."""
+    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
+    words = f" layers of the model's {len(layers)} stages: {' '.join(map(str, layers))}"
+    if pipeline.is_stock:
+        return words
+    schedule = pipeline.plan(max(microbatch_counts(args))).schedule
+    costs = pipeline.costs or uniform(schedule.placement)
+    timeline, peak = simulate(schedule, costs), max(activation_peaks(schedule, costs))
+    span = f"span {1e3 * timeline.span:.4g} ms, " if pipeline.costs else ""
+    held = f"{peak / 2**20:.4g} MiB" if pipeline.costs else f"{peak:.4g} microbatches"
+    at = "these costs" if pipeline.costs else "equal costs"
+    return (
+        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {span}bubble {timeline.bubble_rate:.1%}, "
+        f"activations of at most {held} on a rank"
+    )
 
 
 def _last_words(args: Namespace, log: Log) -> str:

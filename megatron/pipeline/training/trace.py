@@ -33,7 +33,11 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     found = measured_costs(schedule, [report], report)
     planned = simulate(schedule, pipeline.costs or found)
     memory = activation_profile(schedule, planned, found)
-    waits = [[(f"wait for {message}", start, end) for message, start, end in record.waits] for record in report.ranks]
+    waits = [
+        # A rank that waits for a message which one of its own stages made waits until that has been sent.
+        [(f"{'send' if message.stage in stages else 'wait for'} {message}", start, end) for message, start, end in one.waits]
+        for stages, one in zip(schedule.placement.stages, report.ranks, strict=True)
+    ]
     record = {
         "schedule": pipeline.name,
         "iteration": iteration,

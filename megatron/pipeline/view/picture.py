@@ -19,7 +19,7 @@ Profile: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 
 _IDLE = "#F1F1F1"
-_WAIT = "#C9C9C9"
+_WAIT = "#BBA9C9"
 _INK = "#222222"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH = 0.3, 0.05, 9.0, 0.13  # inches

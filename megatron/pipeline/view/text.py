@@ -71,7 +71,7 @@ def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int =
     if columns > room:
         left_out.append(f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}")
     instant = sum(timed.start == timed.end for timed in passes)
-    if len(shown) + instant < len(passes):
+    if left_out or len(shown) + instant < len(passes):
         reason = ", ".join(left_out) or "passes too short for a column"
         note = f"left out: {reason}; {len(passes) - len(shown):,} of {len(passes):,} passes"
         lines += textwrap.wrap(note, max(20, width))

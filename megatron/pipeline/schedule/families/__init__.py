@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.families import (
 )
 from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Objective, Problem
+from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.transform import fuse, recompute
 from megatron.pipeline.schedule.verify import memory_stays_within, per_rank, rounded_up
@@ -143,10 +143,11 @@ def _limits(
     if given is None:
         return own
     if family.memory_is != "default" and min(given) < own[0] * (1 - 1e-9):
-        raise ValueError(
+        raise LimitTooLow(
             f"{family.name} on {placement.ranks} ranks is the schedule with room for {count:g} microbatches, {own[0]:g} on every "
             f"rank, and the limit is {min(given):g}: give at least {rounded_up(own[0])}, or take v-auto, which plans for any "
-            f"limit from {rounded_up(microbatch)} up"
+            f"limit from {rounded_up(microbatch)} up",
+            own[0],
         )
     return own if family.memory_is == "fixed" else given
 

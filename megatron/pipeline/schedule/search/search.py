@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.pipeline.schedule.bound import lower_bound
 from megatron.pipeline.schedule.families.family import Order
-from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
@@ -48,9 +48,10 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     for rank in range(problem.ranks):
         least = problem.microbatch_memory(rank)
         if problem.limits is not None and problem.limits[rank] < least * (1 - SLACK):
-            raise ValueError(
+            raise LimitTooLow(
                 f"rank {rank}: a memory limit of {problem.limits[rank]:g} is less than the {least:g} that one microbatch needs "
-                f"there; give at least {rounded_up(least)}"
+                f"there; give at least {rounded_up(least)}",
+                max(map(problem.microbatch_memory, range(problem.ranks))),
             )
     whole, short = Instance(problem), _cut_down(problem)
     plans = _read(whole, known)
