@@ -3,6 +3,8 @@
 The three ``forward_backward_*`` functions: ``get_forward_backward_func`` looks them up when it is called, so rebinding
 them reaches every caller, however it imported the getter. ``use`` puts another in, ``restore`` upstream's back.
 ``forward_step``, ``backward_step``: upstream's schedules look these up as well; ``record`` measures them, for comparison.
+``set_current_microbatch``: upstream tells the layers of a chunk. Here the chunk itself hears it too, which may have no layers
+and yet draws dropout masks, for the embedding.
 
 Known versions: see ``upstream.KNOWN_VERSIONS``. Importing this file refuses others with a RuntimeError.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import upstream
 
 from megatron.pipeline.schedule.passes import Kind, Pass
@@ -27,13 +30,29 @@ _FUNCTIONS = (
 _STEPS = ("forward_step", "backward_step")
 _UPSTREAM = upstream.require(
     "megatron.core.pipeline_parallel.schedules",
-    (*_FUNCTIONS, *_STEPS, "get_forward_backward_func", "get_tensor_shapes", "deallocate_output_tensor"),
+    (
+        *_FUNCTIONS,
+        *_STEPS,
+        "set_current_microbatch",
+        "get_forward_backward_func",
+        "get_tensor_shapes",
+        "deallocate_output_tensor",
+    ),
 )
 _ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
 
 
+_TELL_LAYERS = _UPSTREAM.set_current_microbatch
+
+
 def install() -> None:
-    """Nothing is replaced until ``use`` or ``record``: importing this file has checked the symbols."""
+    """Have chunks told of microbatches. What runs iterations is not replaced until ``use`` or ``record``."""
+    _UPSTREAM.set_current_microbatch = _tell_chunk  # type: ignore[attr-defined]
+
+
+def _tell_chunk(model: Any, microbatch: int) -> None:
+    _TELL_LAYERS(model, microbatch)
+    unwrap_model(model).current_microbatch = microbatch
 
 
 def use(forward_backward: Callable[..., Any]) -> None:

@@ -47,6 +47,17 @@ def test_recomputation_draws_the_same_masks(pool: Pool) -> None:
     assert pool.run(1, losses, dropout + recompute) == pool.run(1, losses, dropout)
 
 
+def test_masks_do_not_depend_on_which_stages_have_layers(pool: Pool) -> None:
+    """The embedding has dropout too."""
+    dropout = ("--hidden-dropout", "0.2", "--attention-dropout", "0.2", "--pipeline-model-parallel-layout")
+    found = [
+        pool.run(2, tiny_gpt.train, schedule, pp=2, iterations=3, flags=(*dropout, layout))[1]
+        for schedule in ("zb-h1", "stock")
+        for layout in ("Ett|ttL", "E|ttttL")
+    ]
+    assert [[loss for loss, _ in steps] for steps in found] == [[loss for loss, _ in found[0]]] * 4
+
+
 def test_masks_depend_on_the_iteration(pool: Pool) -> None:
     flags = ("--hidden-dropout", "0.2", "--lr", "1e-30")
     same_tokens = pool.run(1, repeated_tokens, flags)[0]

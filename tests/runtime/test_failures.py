@@ -58,6 +58,9 @@ def test_every_rank_names_the_culprit(how: str, failing: int, message: str) -> N
         assert code != 0
         if (how, rank) != ("stop", failing):
             assert re.fullmatch(message, reason(ended.stderr, rank))
+    if how == "raise":
+        assert ended.stderr.count("Traceback (most recent call last)") == 1
+        assert re.search(r'File ".*failing_ranks.py", line \d+, in failing\n', ended.stderr)
     if how == "stuck":
         assert re.fullmatch(
             r"Wait gradient of microbatch 2 from stage 2, for B2.0 after iteration 1, waiting for rank 2; "

@@ -93,6 +93,9 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
         ("--num-layers 0", "--num-layers: expected a whole number of at least 1, got 0"),
         ("--hidden-dropout 1.5", "--hidden-dropout: expected a number from 0 to 1, got 1.5"),
         ("--optimizer lion", "invalid choice: 'lion'"),
+        ("--clip-grad nan", "--clip-grad: expected a number of at least 0, got nan"),
+        ("--adam-beta1 2", "--adam-beta1: expected a number from 0 to 1, got 2"),
+        ("--moe-layer-freq [[1]]", "expected a number or a list such as"),
         ("--config /nowhere.yaml", "No such file"),
     ],
 )
@@ -124,6 +127,8 @@ def test_bad_flags(flags_given: str, message: str) -> None:
         ("--data-path A", 4, "more than one data source"),
         ("--split 1,x", 4, "--split 1,x: expected up to three shares"),
         ("--save-interval 5", 4, "--save-interval 5 needs --save DIR"),
+        ("--metrics /tmp", 4, "--metrics /tmp is a directory: name a file"),
+        ("--pipeline-costs-cache costs.json", 4, "is where --pipeline-costs profile writes"),
         ("--distributed-backend nccl", 4, "needs a CUDA device"),
         ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
         ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),

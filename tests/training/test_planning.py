@@ -20,6 +20,7 @@ MODEL = (
 )
 ONE_CHUNK = ("1f1b", "zb-h1", "zb-h2", "zb-auto")
 SEVERAL_CHUNKS = ("interleaved", "gis", "gis-h", "1f1b-v", "zb-v", "v-half", "v-min", "v-auto", "dualpipe-v")
+SEVERAL_TOKENS = "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"
 TWO_CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
 
 
@@ -41,12 +42,53 @@ def test_what_runs_is_planned_for_its_own_placement(name: str) -> None:
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])
 def test_what_holds_the_model_twice_is_refused(name: str) -> None:
     message = refusal(f"--pipeline-schedule {name}")
-    assert f"--pipeline-schedule {name} " in message and "take dualpipe-v" in message
+    assert f"--pipeline-schedule {name} " in message and message.endswith(", dualpipe-v")
 
 
 def test_more_chunks_than_a_family_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"zb-h2 has 1 chunk\(s\) per rank, got 2"):
         program.prepare(f"{MODEL} --pipeline-schedule zb-h2 {TWO_CHUNKS}".split(), world_size=2)
+
+
+STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("v-half --pipeline-memory-limit 0.5 --pipeline-model-parallel-size 4", "too little for v-half, which needs 0.75:"),
+        ("v-auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for v-auto, which needs 0.5:"),
+        ("auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for auto, which needs 0.5:"),
+        ("v-min --pipeline-costs COSTS --pipeline-memory-limit 3.25MiB", "too little for v-min, which needs 4MiB:"),
+        (
+            "zb-h1 --pipeline-costs COSTS",
+            "costs.json has the costs of 4 stages, but zb-h1 cuts the model into 2 (2 ranks",
+        ),
+        ("zbv", "unknown schedule 'zbv'; known are 1f1b, "),
+        ("zbv", ", auto, stock and file:PATH; did you mean zb-v"),
+        ("file:NESTED", "not a schedule: the JSON is nested too deeply"),
+        (
+            f"stock {TWO_CHUNKS} --global-batch-size 6",
+            "needs a multiple of 2 microbatches for 2 pipeline ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_the_words_of_the_flags(flags: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps({"stages": [STAGE] * 4}))
+    (tmp_path / "nested.json").write_text("[" * 100_000)
+    given = flags.replace("COSTS", str(tmp_path / "costs.json")).replace("NESTED", str(tmp_path / "nested.json"))
+    with pytest.raises(ValueError, match=re.escape(reason)) as refused:
+        program.prepare(f"{MODEL} --pipeline-schedule {given}".split(), world_size=4 if "size 4" in flags else 2)
+    advised = re.search(r"which needs ([\d.]+\w*):", str(refused.value))
+    if advised and not given.startswith("auto"):
+        enough = re.sub(r"(--pipeline-memory-limit) \S+", rf"\1 {advised[1]}", given)
+        program.prepare(f"{MODEL} --pipeline-schedule {enough}".split(), world_size=4 if "size 4" in flags else 2)
+
+
+def test_auto_takes_no_more_stages_than_there_are_layers() -> None:
+    flags = "--pipeline-schedule auto --pipeline-memory-limit 0.5 --global-batch-size 16 --pipeline-model-parallel-size 4"
+    args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=4)
+    assert min(stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)) >= 1
 
 
 def test_chunks_need_two_ranks() -> None:
@@ -88,6 +130,7 @@ def test_ends_of_interleaved_stages_are_ranks() -> None:
         ("--pipeline-model-parallel-layout Ett|tt|tttL", "3 stages, which 2 pipeline ranks cannot share"),
         ("--pipeline-model-parallel-layout Ett|tttL", "zb-v has 2 chunk"),
         ("--pipeline-model-parallel-layout Ett|tt|tt|tt", "must be loss"),
+        (f"{SEVERAL_TOKENS} --pipeline-model-parallel-layout Ett|tt|ttttm|L", "(m) in stage 2: they belong into the last stage"),
         ("--pipeline-model-parallel-layout Ett|xx|tt|ttL", "Invalid layer character"),
         (f"--pipeline-model-parallel-layout Ett|tt|tt|ttL {TWO_CHUNKS}", "each say how many chunks"),
         ("--num-layers-in-first-pipeline-stage 2 --account-for-loss-in-pipeline-split", "give one kind"),

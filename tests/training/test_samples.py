@@ -7,9 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.training.data import SequentialSampler, masked_loss
+from megatron.pipeline.training.data import SequentialSampler, forward_step, masked_loss
 
 small = st.integers(1, 4)
+
+
+def test_the_model_has_the_mask_too() -> None:
+    """For the losses of further tokens (MTP), which it computes itself."""
+    batch = {name: torch.zeros(1, 4) for name in ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")}
+    given: dict[str, object] = {}
+    forward_step(iter([batch]), lambda *_, **kwargs: given.update(kwargs))  # type: ignore[arg-type]
+    assert torch.equal(given["loss_mask"], batch["loss_mask"])  # type: ignore[arg-type]
 
 
 @given(ranks=small, micro_batch=small, consumed=st.integers(0, 30), total=st.integers(0, 60))

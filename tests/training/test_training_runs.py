@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pool import Pool
@@ -111,6 +112,27 @@ def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_pat
         "iter_0000004",
         checkpoint.TRACKER,
     ]
+
+
+def test_a_full_disk_for_metrics_ends_no_training(pool: Pool, data: str, tmp_path: Path) -> None:
+    assert pool.run(1, train, f"{data} --metrics /dev/full --save {tmp_path}/saved --exit-interval 2") == [""]
+    assert Path("/dev/full").is_char_device()
+    assert (tmp_path / "saved" / "iter_0000002").is_dir()
+
+
+@pytest.mark.parametrize("flag", ["--pipeline-trace", "--pipeline-costs profile --pipeline-costs-cache"])
+def test_a_full_disk_for_what_was_measured_ends_no_training(pool: Pool, data: str, tmp_path: Path, flag: str) -> None:
+    assert pool.run(1, train_on_full_disk, f"{data} {flag} {tmp_path}/measured --log-interval 1") == [""]
+    assert not list(tmp_path.rglob("*.json*"))
+
+
+def train_on_full_disk(flags: str) -> str:
+    def write_text(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    package = "megatron.pipeline.training"
+    with patch(f"{package}.trace.write_text", write_text), patch(f"{package}.planning.write_text", write_text):
+        return train(flags)
 
 
 def test_trace(pool: Pool, data: str, tmp_path: Path) -> None:

@@ -83,6 +83,12 @@ def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerTyp
             f"--pipeline-model-parallel-layout {text} has {len(rows)} stages, but {placement.ranks} pipeline ranks with "
             f"{placement.chunks} chunk(s) have {stages}"
         )
+    early = [stage for stage, row in enumerate(rows[:-1]) if LayerType.mtp in row]
+    if early:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text} has layers of --mtp-num-layers (m) in stage {early[0]}: they belong into "
+            "the last stage, before its L"
+        )
     return tuple(map(tuple, rows))
 
 

@@ -63,6 +63,7 @@ class SeededGPTModel(GPTModel):
     """GPTModel that announces the identity of a microbatch before its layers draw dropout masks."""
 
     iteration = 0
+    current_microbatch = 0  # see patches/schedules.py
 
     def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
         seed_layer(weight_base(seed), EMBEDDING)
@@ -89,9 +90,8 @@ class SeededGPTModel(GPTModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.training and _uses_dropout(self.config):
-            microbatch = getattr(self.decoder.layers[0], "current_microbatch", 0) if self.decoder.layers else 0
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-            base = derive(self.seed, "dropout", self.iteration, microbatch, replica)
+            base = derive(self.seed, "dropout", self.iteration, self.current_microbatch, replica)
             upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH] = base
             seed_layer(base, EMBEDDING)
         return super().forward(*args, **kwargs)

@@ -275,6 +275,8 @@ def _read(path: str, ranks: int) -> Schedule:
     try:
         schedule = Schedule.from_json(text)
         verify(schedule)
+    except RecursionError:
+        raise ValueError(f"{path}: not a schedule: the JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if schedule.ranks != ranks:

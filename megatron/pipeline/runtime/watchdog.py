@@ -71,7 +71,10 @@ class Watchdog:
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             # The launcher of a dead rank now ends the others: they have something to say first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            self._end(self._cause(error))
+            news = self._blame(error)
+            if news is None:
+                traceback.print_exception(error)
+            self._end(news or f"rank {self._rank} failed in {self._situation().place}: {type(error).__name__}: {error}")
         self._board.close()
 
     def _watch(self) -> None:
@@ -109,9 +112,8 @@ class Watchdog:
             return silent
         return set() if self._board.keeper is None else {self._board.keeper}
 
-    def _cause(self, error: BaseException) -> str:
-        """Who is to blame for an exception on this rank: itself, unless another rank failed or was lost just before."""
-        mine = f"rank {self._rank} failed in {self._situation().place}: {type(error).__name__}: {error}"
+    def _blame(self, error: BaseException) -> str | None:
+        """Which other rank failed or was lost just before an exception on this one; None if this one is to blame."""
         lost_peer = isinstance(error, torch.distributed.DistError) or "gloo" in str(error).lower()
         deadline = time.monotonic() + 2 * _SILENT_LOOKS * self._interval * lost_peer
         while time.monotonic() < deadline:
@@ -119,7 +121,7 @@ class Watchdog:
             if news:
                 return news
             time.sleep(self._interval / 2)
-        return mine
+        return None
 
     def _end(self, news: str) -> None:
         news = self._board.announce(news)

@@ -9,11 +9,22 @@ UNFINISHED = ".incomplete"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file and make it durable before its name shows it; directories are made as needed."""
+    """Write a file and make it durable before its name shows it; directories are made as needed.
+
+    Devices and pipes are written to as they are.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + UNFINISHED)
-    unfinished.write_text(text)
-    sync(unfinished)
+    try:
+        unfinished.write_text(text)
+        sync(unfinished)
+    except OSError:  # such as a full disk, which half a file would keep full
+        unfinished.unlink(missing_ok=True)
+        raise
     unfinished.rename(path)
     sync(path.parent)
 

@@ -146,8 +146,9 @@ def forward_step(data: Iterator[Batch] | None, model: MegatronModule, check_for_
         check_for_nan: whether a loss that is not finite ends the training.
     """
     batch = get_batch(data)
-    output = model(batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels"))
-    return output, partial(masked_loss, batch.get("loss_mask"), check_for_nan=check_for_nan)
+    inputs, mask = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")], batch.get("loss_mask")
+    output = model(*inputs, labels=batch.get("labels"), loss_mask=mask)  # further tokens have losses of their own to mask
+    return output, partial(masked_loss, mask, check_for_nan=check_for_nan)
 
 
 def masked_loss(

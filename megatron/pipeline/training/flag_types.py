@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import Any
 
 
@@ -40,6 +41,11 @@ def positive_float(text: str) -> float:
     return float(_number(text, float, "a number above 0", 0, open_end=True))
 
 
+def not_negative(text: str) -> float:
+    """A number of at least 0."""
+    return float(_number(text, float, "a number of at least 0", 0, sys.float_info.max))
+
+
 def minutes(text: str) -> float:
     """Minutes, at most a year's."""
     return float(_number(text, float, "a number of minutes above 0, of at most a year", 0, 366 * 24 * 60, open_end=True))
@@ -66,6 +72,6 @@ def layer_pattern(text: str) -> int | list[int]:
         pattern = eval(text, {"__builtins__": {}})  # brackets, zeros, ones, sums and small multiples
     except (SyntaxError, TypeError):
         pattern = None
-    if not isinstance(pattern, list) or not set(pattern) <= {0, 1}:
+    if not isinstance(pattern, list) or not all(one in (0, 1) for one in pattern):
         raise argparse.ArgumentTypeError(wanted)
     return pattern

@@ -7,6 +7,7 @@ import argparse
 from megatron.pipeline.training.flag_types import (
     layer_pattern,
     minutes,
+    not_negative,
     pass_seconds,
     positive_float,
     positive_int,
@@ -77,11 +78,11 @@ def _model(group: argparse._ArgumentGroup) -> None:
         help="positions",
     )
     add("--rotary-base", type=int, default=10000, help="base of the rotary angles")
-    add("--rotary-percent", type=float, default=1.0, help="share of a head's channels that is rotated")
+    add("--rotary-percent", type=probability, default=1.0, help="share of a head's channels that is rotated")
     add("--swiglu", action="store_true", help="gated SiLU in the MLP instead of GELU")
     add("--squared-relu", action="store_true", help="squared ReLU in the MLP instead of GELU")
     add("--normalization", default="LayerNorm", choices=["LayerNorm", "RMSNorm"], help="kind of normalisation")
-    add("--norm-epsilon", type=float, default=1e-5, dest="layernorm_epsilon", help="epsilon of the normalisation")
+    add("--norm-epsilon", type=not_negative, default=1e-5, dest="layernorm_epsilon", help="epsilon of the normalisation")
     add("--qk-layernorm", action="store_true", help="normalise queries and keys")
     add("--disable-bias-linear", action="store_false", dest="add_bias_linear", help="no biases in the linear layers")
     add("--add-qkv-bias", action="store_true", help="biases in the QKV projection even so")
@@ -98,7 +99,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
     )
     add("--mtp-num-layers", type=positive_int, help="layers that predict tokens after the next, each one token further")
     add("--mtp-loss-scaling-factor", type=positive_float, default=0.1, help="weight of the losses of those tokens")
-    add("--init-method-std", type=float, default=0.02, help="standard deviation of the initial weights")
+    add("--init-method-std", type=not_negative, default=0.02, help="standard deviation of the initial weights")
     add("--attention-dropout", type=probability, default=0.1, help="dropout of attention probabilities")
     add("--hidden-dropout", type=probability, default=0.1, help="dropout of hidden states")
     add(
@@ -197,7 +198,7 @@ def _experts(group: argparse._ArgumentGroup) -> None:
         choices=balancing,
         help="how tokens are spread over experts; several auxiliary losses add up",
     )
-    add("--moe-aux-loss-coeff", nargs="+", type=float, default=[0.0], help="weight of each auxiliary loss")
+    add("--moe-aux-loss-coeff", nargs="+", type=not_negative, default=[0.0], help="weight of each auxiliary loss")
     add("--moe-z-loss-coeff", type=positive_float, help="weight of the loss that keeps the router's logits small")
     add("--moe-router-enable-expert-bias", action="store_true", help="balance by a bias that follows the experts' load")
     add("--moe-router-bias-update-rate", type=positive_float, default=1e-3, help="change of that bias per iteration")
@@ -229,22 +230,22 @@ def _batch(group: argparse._ArgumentGroup) -> None:
 def _optimizer(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--optimizer", default="adam", choices=["adam", "sgd"], help="optimizer")
-    add("--adam-beta1", type=float, default=0.9, help="decay of the first moment")
-    add("--adam-beta2", type=float, default=0.999, help="decay of the second moment")
-    add("--adam-eps", type=float, default=1e-8, help="epsilon of Adam")
-    add("--sgd-momentum", type=float, default=0.9, help="momentum of SGD")
-    add("--weight-decay", type=float, default=0.01, help="weight decay")
-    add("--start-weight-decay", type=float, help="weight decay at the start, when it grows")
-    add("--end-weight-decay", type=float, help="weight decay at the end, when it grows")
+    add("--adam-beta1", type=probability, default=0.9, help="decay of the first moment")
+    add("--adam-beta2", type=probability, default=0.999, help="decay of the second moment")
+    add("--adam-eps", type=not_negative, default=1e-8, help="epsilon of Adam")
+    add("--sgd-momentum", type=probability, default=0.9, help="momentum of SGD")
+    add("--weight-decay", type=not_negative, default=0.01, help="weight decay")
+    add("--start-weight-decay", type=not_negative, help="weight decay at the start, when it grows")
+    add("--end-weight-decay", type=not_negative, help="weight decay at the end, when it grows")
     add("--weight-decay-incr-style", default="constant", choices=["constant", "linear", "cosine"], help="how it grows")
-    add("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0 does not clip")
+    add("--clip-grad", type=not_negative, default=1.0, help="largest gradient norm; 0 does not clip")
 
 
 def _learning_rate(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     styles = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     add("--lr", type=positive_float, help="largest learning rate")
-    add("--min-lr", type=float, default=0.0, help="smallest learning rate after the warm-up")
+    add("--min-lr", type=not_negative, default=0.0, help="smallest learning rate after the warm-up")
     add("--lr-decay-style", default="linear", choices=styles, help="how it falls")
     add("--lr-decay-iters", type=positive_int, help="iterations until --min-lr; --train-iters when not given")
     add(
@@ -256,7 +257,7 @@ def _learning_rate(group: argparse._ArgumentGroup) -> None:
     add("--lr-wsd-decay-iters", type=positive_int, help="iterations of the fall of WSD")
     add("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init to --lr")
     add("--lr-warmup-fraction", type=probability, help="the same as a share of --lr-decay-iters")
-    add("--lr-warmup-init", type=float, default=0.0, help="learning rate at the start of the warm-up")
+    add("--lr-warmup-init", type=not_negative, default=0.0, help="learning rate at the start of the warm-up")
     add(
         "--override-opt_param-scheduler",
         "--override-opt-param-scheduler",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -193,8 +194,14 @@ class Log:
             "tokens_per_second": self._tokens_per_second(step.batch, step.seconds),
             "peak_activation_bytes": measured.peak_activation_bytes if measured else None,
         }
-        self._metrics.write(json.dumps(record) + "\n")  # json writes floats as repr does
-        self._metrics.flush()
+        try:
+            self._metrics.write(json.dumps(record) + "\n")  # json writes floats as repr does
+            self._metrics.flush()
+        except OSError as error:
+            self.line(f" WARNING: no more metrics in {self._args.metrics} ({error.strerror}); training goes on")
+            with suppress(OSError):  # what is still buffered does not fit either
+                self._metrics.close()
+            self._metrics = None
 
     def _write_board(self, step: Step, measured: Measured | None) -> None:
         values = {

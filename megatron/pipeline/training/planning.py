@@ -10,6 +10,7 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
+from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.runtime.p2p import Posting
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
@@ -66,7 +67,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     if name == AUTO:
         # What is not yet known in bytes is taken to be 1F1B's peak.
         unknown = _peak_of_1f1b(ranks, max(counts), None) if text else None
-        name, chunks = _best(ranks, max(counts), chunks, costs, unknown if limit is None else limit)
+        name, chunks = _best(args, max(counts), costs, unknown if limit is None else limit)
     pipeline = Pipeline(
         name,
         ranks,
@@ -124,7 +125,11 @@ def _write_costs(args: Namespace, text: str) -> Path | None:
         if directory is None:
             return None
         path = Path(directory) / "pipeline_costs.json"
-    write_text(Path(path), text)
+    try:
+        write_text(Path(path), text)
+    except OSError as error:
+        logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)
+        return None
     return Path(path)
 
 
@@ -132,10 +137,12 @@ _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.pl
 _TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
-def _best(ranks: int, microbatches: int, chunks: int | None, costs: Costs | None, limit: float | None) -> tuple[str, int | None]:
+def _best(args: Namespace, microbatches: int, costs: Costs | None, limit: float | None) -> tuple[str, int | None]:
     """The family and its number of chunks that ``mpipe plan --schedule auto`` would choose among those that train."""
+    ranks, chunks = args.pipeline_model_parallel_size, args.chunks
 
     def costs_of(placement: Placement) -> Costs:
+        stage_layers(args, placement)  # a ValueError says that there are too few
         if costs is None:
             return uniform(placement)
         if len(costs.stages) != placement.ranks * placement.chunks:

@@ -6,6 +6,7 @@ A file opens in ui.perfetto.dev, which passes over the fields that are ours: the
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.picture import draw
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from megatron.pipeline.runtime.pipeline import Pipeline
@@ -54,7 +57,11 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     measured_trace = to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
     planned_trace = to_trace(planned, schedule, memory=memory, name="planned", process=1)
     record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
-    write_text(Path(directory) / f"iteration_{iteration:07d}.json", json.dumps(record))
+    path = Path(directory) / f"iteration_{iteration:07d}.json"
+    try:
+        write_text(path, json.dumps(record))
+    except OSError as error:
+        logger.warning("WARNING: no trace in %s (%s); training goes on", path, error.strerror)
 
 
 def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
@@ -75,6 +82,15 @@ def draw_last_trace(directory: str) -> Path | None:
     record, timeline = trace
     path = Path(directory) / f"iteration_{record['iteration']:07d}.png"
     planned, measured = f"{record['schedule']}, planned", f"measured in iteration {record['iteration']}"
+    try:
+        _draw(record, timeline, planned, measured, path)
+    except OSError as error:
+        logger.warning("WARNING: no picture in %s (%s)", path, error.strerror)
+        return None
+    return path
+
+
+def _draw(record: dict[str, Any], timeline: Timeline, planned: str, measured: str, path: Path) -> None:
     draw(
         {planned: Timeline.from_json(json.dumps(record["planned"])), measured: timeline},
         path,
@@ -83,7 +99,6 @@ def draw_last_trace(directory: str) -> Path | None:
         memory_unit="MiB",
         waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
     )
-    return path
 
 
 def _mebibytes(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:

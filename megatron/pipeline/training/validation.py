@@ -306,6 +306,11 @@ def _check_timeouts(args: Namespace) -> None:
 
 def _check_outputs(args: Namespace) -> None:
     """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
+    for flag, file in (("--metrics", args.metrics), ("--pipeline-costs-cache", args.pipeline_costs_cache)):
+        if file and Path(file).is_dir():
+            raise ValueError(f"{flag} {file} is a directory: name a file")
+    if args.pipeline_costs_cache and args.pipeline_costs != "profile":
+        raise ValueError("--pipeline-costs-cache is where --pipeline-costs profile writes: give both, or neither")
     metrics, costs = (str(Path(file).parent) if file else None for file in (args.metrics, args.pipeline_costs_cache))
     for flag, directory in (
         ("--save", args.save),
