@@ -34,7 +34,7 @@ class Run(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Run, print and draw; returns the exit code: that of the first run that failed, if one did."""
     args = _parse(argv)
-    console = Console(width=max(130, Console().width))  # a cut-off digit would hide what the table is for
+    console = Console(width=max(150, Console().width))  # a cut-off digit would hide what the table is for
     runs = []
     for schedule in args.schedules:
         console.print(f"{schedule}: training {args.iterations} iterations on {args.ranks} ranks")
