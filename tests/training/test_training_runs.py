@@ -114,6 +114,30 @@ def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_pat
     ]
 
 
+def test_garbage_collection_is_quick_while_training(pool: Pool, data: str) -> None:
+    before, during, after = pool.run(1, frozen_objects, f"{data} --exit-interval 1")[0]
+    assert before == after == 0
+    assert during > 100_000, "what was imported, at least"
+
+
+def frozen_objects(flags: str) -> tuple[int, int, int]:
+    """How many objects the collector leaves out before, in and after a training."""
+    import gc
+
+    from megatron.pipeline.training import loop
+
+    counts = [gc.get_freeze_count()]
+    real_step = loop.train_step
+
+    def step(*args: Any) -> Any:
+        counts.append(gc.get_freeze_count())
+        return real_step(*args)
+
+    with patch.object(loop, "train_step", step):
+        assert not train(flags)
+    return counts[0], counts[1], gc.get_freeze_count()
+
+
 def test_a_full_disk_for_metrics_ends_no_training(pool: Pool, data: str, tmp_path: Path) -> None:
     assert pool.run(1, train, f"{data} --metrics /dev/full --save {tmp_path}/saved --exit-interval 2") == [""]
     assert Path("/dev/full").is_char_device()
