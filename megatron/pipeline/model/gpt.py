@@ -44,7 +44,11 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
     models = [_model(args, config, stage) for stage in stages]
 
     if split:
-        fused = [name for model in models for name in split_weights(model, args.recompute_fused_backward)]
+        fused = [
+            name if len(models) == 1 else f"chunk {chunk}: {name}"  # layers count from 0 in every chunk
+            for chunk, model in enumerate(models)
+            for name in split_weights(model, args.recompute_fused_backward)
+        ]
         if fused:
             logger.info("backward is not split, runs fused in B: %s", "; ".join(fused))
 

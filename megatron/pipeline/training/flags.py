@@ -102,6 +102,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
     add("--init-method-std", type=not_negative, default=0.02, help="standard deviation of the initial weights")
     add("--attention-dropout", type=probability, default=0.1, help="dropout of attention probabilities")
     add("--hidden-dropout", type=probability, default=0.1, help="dropout of hidden states")
+    add("--use-mcore-models", action="store_true", help="always on, as in Megatron-LM, where the flag remains")
     add(
         "--transformer-impl",
         choices=["local", "transformer_engine"],

@@ -46,6 +46,8 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
         return _plan(args, costs, measure)
     except LimitTooLow as error:
         text = args.pipeline_memory_limit
+        if text is None:
+            raise  # a family exceeds what its own name stands for: its message says so
         needs = _as_limit(error.least, text, _peak_of_1f1b(ranks, most, costs))
         raise ValueError(
             f"--pipeline-memory-limit {text} is too little for {args.pipeline_schedule}, which needs {needs}: raise it, or take "
