@@ -156,8 +156,24 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
         if schedules is not None:
             schedules.restore()  # lets go of the pipeline, and through it of the model and its groups
         torch.distributed.destroy_process_group()
-        # Models and hooks refer to each other and to process groups, whose gloo threads wake up a hundred times a second.
-        gc.collect()
+        _let_go_of_groups()
+
+
+def _let_go_of_groups() -> None:
+    """Models and hooks refer to each other and to process groups, whose gloo threads wake up a hundred times a second.
+
+    Some of these circles go through autograd's nodes and parameters, where Python's collector cannot follow them: what is left
+    of models, optimizers and collections of groups is emptied.
+    """
+    import torch
+
+    gc.collect()
+    holders = ("megatron.core.distributed", "megatron.core.optimizer", "megatron.core.process_groups_config")
+    for one in gc.get_objects():
+        module = str(type(one).__module__)
+        if module.startswith(holders) or (module.startswith("megatron") and isinstance(one, torch.nn.Module)):
+            getattr(one, "__dict__", {}).clear()
+    gc.collect()
 
 
 def _free_port() -> int:
