@@ -45,7 +45,7 @@ def costs_on(pool: Pool, placement: Placement, splits: int) -> Costs:
     return pool.run(4, stage_costs, name)[0]
 
 
-@pytest.mark.parametrize("microbatches", [3, 8])
+@pytest.mark.parametrize("microbatches", [pytest.param(3, marks=pytest.mark.whole), 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) -> None:
     planned = families.plan(schedule, 4, microbatches)
