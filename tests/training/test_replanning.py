@@ -135,7 +135,7 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     after = pipeline.plan_again(costs, limit)[8]
     assert max(activation_peaks(after, costs)) <= limit
     assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit)
-    assert f"one microbatch holds {needed}MiB on a rank" in _plan(pipeline, costs, limit / 2)["error"]
+    assert f"it needs {needed}MiB on a rank, and the limit is" in _plan(pipeline, costs, limit / 2)["error"]
 
 
 def test_limits_in_bytes_need_bytes() -> None:
