@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.backward_orders import run_backwards
 from pool import Pool
 
 SIZE, MICROBATCHES = 8, 3
@@ -57,25 +58,13 @@ def gradients(
 ) -> list[list[float]]:
     """Gradients of weight, bias and inputs after some microbatches; ``order`` such as "B0 B1 W0 W1", None for upstream's."""
     model = build(order is not None, cls, tp, ddp or {}, **settings)
-    from megatron.pipeline.model.weight_tasks import deferring
 
     width = SIZE if cls == "ColumnParallelLinear" else SIZE // tp
     generator = torch.Generator().manual_seed(5)
     inputs = [torch.randn(4, 2, width, generator=generator).requires_grad_() for _ in range(MICROBATCHES)]
     losses = [model(hidden).square().sum() for hidden in inputs]
-    tasks: dict[int, list[Any]] = {number: [] for number in range(MICROBATCHES)}
     with model.no_sync():
-        for step in (order or "BW0 BW1 BW2").split():
-            kind, number = step[:-1], int(step[-1])
-            if kind == "BW":
-                losses[number].backward()
-            elif kind == "B":
-                with deferring(tasks[number]):
-                    losses[number].backward()
-                assert len(tasks[number]) == 1
-            else:
-                with torch.no_grad():
-                    tasks[number].pop().run()
+        run_backwards(order or "BW0 BW1 BW2", losses, tasks_of_b=1)
     linear = model.module.linear
     return [tensor.flatten().tolist() for tensor in (linear.weight.main_grad, linear.bias.main_grad, *(x.grad for x in inputs))]
 

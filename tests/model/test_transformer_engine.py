@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from model.backward_orders import run_backwards
 from packaging.version import Version
 from pool import Pool
 
@@ -138,19 +139,7 @@ def gradients(order: str | None, fused: bool, bias: str, fuse_recomputed: bool =
         model.zero_grad_buffer()
         inputs = [torch.randn(4, SIZE).requires_grad_() for _ in range(MICROBATCHES)]
         losses = [model(hidden).square().sum() for hidden in inputs]
-        tasks: dict[int, list[WeightTask]] = {number: [] for number in range(MICROBATCHES)}
-        for step in (order or "BW0 BW1 BW2").split():
-            kind, number = step[:-1], int(step[-1])
-            if kind == "BW":
-                losses[number].backward()
-            elif kind == "B":
-                with deferring(tasks[number]):
-                    losses[number].backward()
-                assert len(tasks[number]) == (1 if fuse_recomputed else 2)
-            else:
-                with torch.no_grad():
-                    for task in tasks[number]:
-                        task.run()
+        run_backwards(order or "BW0 BW1 BW2", losses, tasks_of_b=1 if fuse_recomputed else 2)
         model.finish_grad_sync()
     parameters: list[Any] = list(module.parameters())
     return [tensor.flatten().tolist() for tensor in (*(p.main_grad for p in parameters), *(x.grad for x in inputs))]

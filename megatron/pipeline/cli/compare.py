@@ -25,11 +25,9 @@ from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
 from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, plain_table, wrote
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, variants
-from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.view import Point, draw_pareto, draw_robustness
 
 _SUFFIXES = (".json", ".html", ".png", ".svg")
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     planned, refused = plan_all(options, variants(options.pp, options.schedules, options.chunks))
     if not planned:
         raise nothing_fits(options, refused)
-    whole = peak_of_1f1b(options)
+    whole = _peak_of_1f1b(options)
     spans = _under_jitter(planned, options.jitter or [])
     if suffix == ".json" or options.json:
         text = json.dumps(_data(options, planned, refused, whole, spans))
@@ -100,19 +98,12 @@ def _under_jitter(planned: list[Candidate], jitters: list[float]) -> dict[str, d
     return spans
 
 
-def peak_of_1f1b(options: argparse.Namespace) -> float | None:
+def _peak_of_1f1b(options: argparse.Namespace) -> float | None:
     """The most that a rank of 1F1B holds under the same costs, where the model can be cut into one stage per rank."""
-    placement = families.placement("1f1b", options.pp)
-    if options.costs:
-        parts, rest = divmod(len(options.costs.stages), options.pp)
-        if rest:
-            return None
-        held = [stage.activation for stage in options.costs.stages]
-        sums = [sum(held[rank * parts : (rank + 1) * parts]) for rank in range(options.pp)]
-        costs = Costs(tuple(StageCosts(0, 0, 0, whole, whole) for whole in sums))
-    else:
-        costs = costs_of(options, placement)
-    return max(activation_peaks(families.plan("1f1b", options.pp, options.microbatches, costs), costs))
+    if options.costs and len(options.costs.stages) % options.pp:
+        return None
+    costs = options.costs or costs_of(options, families.placement("1f1b", options.pp))
+    return peak_of_1f1b(options.pp, options.microbatches, costs)
 
 
 def _data(

@@ -17,6 +17,7 @@ from megatron.pipeline.model import random, te_linear
 from megatron.pipeline.model.finalize import Ends
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
             logger.info("backward is not split, runs fused in B: %s", "; ".join(fused))
 
     for model in models:
-        model.to(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+        model.to(this_device())
     ends = Ends(placement)
     ends.tie(models)
     config.finalize_model_grads_func = ends.finalize_model_grads if split else finalize_model_grads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class Pipeline:
         """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""
         if self.costs is None:
             return None
-        expected = simulate(self.schedule_of(report), self.costs).span
+        expected = _simulated_span(self.schedule_of(report), self.costs)
         return report.timeline.span / expected if expected else None
 
     @property
@@ -257,6 +257,11 @@ class Pipeline:
         chunks = model if isinstance(model, list) else [model]
         self._recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
         return self._recorder
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same schedule
+def _simulated_span(schedule: Schedule, costs: Costs) -> float:
+    return simulate(schedule, costs).span
 
 
 def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, forward_only: bool = False) -> Plan:

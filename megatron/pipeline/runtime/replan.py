@@ -6,7 +6,6 @@ Training's numbers stay what they are: the placement does not change, and every 
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 import threading
 import time
@@ -18,12 +17,14 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.runtime import profile
+from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.recorder import Report
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.verify import rounded_up
 
 _TIMED = 3  # iterations
 _MIB = 2**20
@@ -109,8 +110,8 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
     try:
         schedules = pipeline.plan_again(costs, limit)
     except LimitTooLow as error:
-        needs = math.ceil(100 * error.least / _MIB) / 100
-        return {"error": f"it needs {needs:g}MiB on a rank, and the limit is {(limit or 0) / _MIB:g}MiB"}
+        needs = rounded_up(error.least / _MIB)
+        return {"error": f"it needs {needs}MiB on a rank, and the limit is {(limit or 0) / _MIB:g}MiB"}
     except Exception as error:
         return {"error": f"planning failed: {type(error).__name__}: {error}"}
     return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}
@@ -118,8 +119,7 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
 
 def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
     """What rank 0 of the world has planned, once it has, on every rank. Collective over the world."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    ready = torch.tensor(bool(answers), dtype=torch.int32, device=device)
+    ready = torch.tensor(bool(answers), dtype=torch.int32, device=this_device())
     torch.distributed.broadcast(ready, src=0)
     if not ready.item():
         return None

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.bound import least_limit, lower_bound
-from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.jitter import Expected, expected
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
@@ -225,6 +225,20 @@ def _needs(request: Request, variant: Variant) -> float | None:
     except ValueError:
         return None  # memory is not all that is wrong
     return needs if needs > request.memory_limit else None
+
+
+def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:
+    """The most that a rank of 1F1B holds where the model is cut into one stage per rank: what limits are told in.
+
+    Args:
+        costs: of as many stages as the ranks can share equally, in the model's order; equal stages by default.
+    """
+    schedule = families.plan("1f1b", ranks, microbatches)
+    if costs is None:
+        return max(activation_peaks(schedule, uniform(schedule.placement)))
+    chunks = max(1, len(costs.stages) // ranks)
+    held = [sum(stage.activation for stage in costs.stages[rank * chunks : (rank + 1) * chunks]) for rank in range(ranks)]
+    return max(activation_peaks(schedule, Costs(tuple(StageCosts(0, 0, 0, one, one) for one in held))))
 
 
 @dataclass(frozen=True)

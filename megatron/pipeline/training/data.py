@@ -18,6 +18,7 @@ from megatron.core.datasets.utils import Split
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
+from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.training.data_files import blend, blend_per_split, check_prefix, split_has_tokens
 
 Batch = dict[str, torch.Tensor]
@@ -131,7 +132,7 @@ def get_batch(data: Iterator[Batch] | None) -> Batch:
     """The next microbatch on this rank's device, cut for context parallelism; empty on a chunk that needs no data."""
     if data is None:
         return {}
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = this_device()
     wanted = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     batch = next(data)
     batch = {name: batch[name].to(device, non_blocking=True) for name in wanted if name in batch}

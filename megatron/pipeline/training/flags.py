@@ -15,6 +15,7 @@ from megatron.pipeline.training.flag_types import (
     whole,
 )
 
+PROFILE = "profile"  # in the place of a file with costs: they are measured in this run
 TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",

@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.timers import Timers
 
 from megatron.pipeline.model import random
+from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.recorder import Report
 from megatron.pipeline.runtime.replan import Steps
@@ -201,8 +202,7 @@ def _reason_to_stop(args: Namespace, iteration: int, started: float, terminated:
     if args.exit_interval and iteration % args.exit_interval == 0:
         return f"--exit-interval {args.exit_interval}"
     late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    flags = torch.tensor([terminated, late], dtype=torch.int32, device=device)
+    flags = torch.tensor([terminated, late], dtype=torch.int32, device=this_device())
     torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
     anyone_terminated, anyone_late = flags.tolist()
     if anyone_terminated:

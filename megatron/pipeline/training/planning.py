@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import math
 import re
 from argparse import Namespace
 from functools import partial
@@ -15,17 +13,17 @@ from megatron.pipeline.runtime.p2p import Posting
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, variants
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
+from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow
-from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
+from megatron.pipeline.training.flags import PROFILE
 
 logger = logging.getLogger(__name__)
 
-PROFILE = "profile"  # where a user names costs: measured in this run
 _UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
@@ -48,7 +46,7 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
         text = args.pipeline_memory_limit
         if text is None:
             raise  # a family exceeds what its own name stands for: its message says so
-        needs = _as_limit(error.least, text, _peak_of_1f1b(ranks, most, costs))
+        needs = _as_limit(error.least, text, peak_of_1f1b(ranks, most, costs))
         raise ValueError(
             f"--pipeline-memory-limit {text} is too little for {args.pipeline_schedule}, which needs {needs}: raise it, or take "
             "a schedule that holds less (v-auto and zb-auto plan for any limit)"
@@ -68,7 +66,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     _check_name(name)
     if name == AUTO:
         # What is not yet known in bytes is taken to be 1F1B's peak.
-        unknown = _peak_of_1f1b(ranks, max(counts), None) if text else None
+        unknown = peak_of_1f1b(ranks, max(counts), None) if text else None
         name, chunks = _best(args, max(counts), costs, unknown if limit is None else limit)
     pipeline = Pipeline(
         name,
@@ -104,9 +102,8 @@ def _check_name(name: str) -> None:
             f"train are {', '.join(_TRAINED)}"
         )
     if name not in (*_TRAINED, AUTO, STOCK) and not name.startswith("file:"):
-        near = difflib.get_close_matches(name.lower(), [*_TRAINED, AUTO, STOCK])
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(_TRAINED)}, {AUTO}, {STOCK} and file:PATH{meant}")
+        near = families.meant(name, [*_TRAINED, AUTO, STOCK])
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(_TRAINED)}, {AUTO}, {STOCK} and file:PATH{near}")
 
 
 def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
@@ -194,22 +191,10 @@ def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs 
         raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
     if match[2]:
         return None if costs is None else float(match[1]) * _UNITS[match[2]]
-    return float(match[1]) * _peak_of_1f1b(ranks, microbatches, costs)
+    return float(match[1]) * peak_of_1f1b(ranks, microbatches, costs)
 
 
-def _as_limit(amount: float, text: str, peak_of_1f1b: float) -> str:
-    """An amount of memory as the limit ``text`` is written, never less than it is."""
+def _as_limit(amount: float, text: str, peak: float) -> str:
+    """An amount of memory as the limit ``text`` is written, in bytes or in peaks of 1F1B; never less than it is."""
     unit = text.lstrip("0123456789.")
-    digits, whole = (2, _UNITS[unit]) if unit else (3, peak_of_1f1b)
-    # Rounded first, since sums such as 1/3 + 2/3 stray in the last bits.
-    return f"{math.ceil(round(amount / whole * 10**digits, 6)) / 10**digits:g}{unit}"
-
-
-def _peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None) -> float:
-    """The most that a rank of 1F1B holds when the model is cut into one stage per rank."""
-    schedule = families.plan("1f1b", ranks, microbatches)
-    if costs is None:
-        return max(activation_peaks(schedule, uniform(schedule.placement)))
-    chunks = max(1, len(costs.stages) // ranks)
-    held = [sum(stage.activation for stage in costs.stages[rank * chunks : (rank + 1) * chunks]) for rank in range(ranks)]
-    return max(activation_peaks(schedule, Costs(tuple(StageCosts(0, 0, 0, one, one) for one in held))))
+    return rounded_up(amount / (_UNITS[unit] if unit else peak)) + unit

@@ -104,7 +104,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             log.line(_first_words(args, pipeline, loaded))
-            log.line(_plan_in_words(args, pipeline))
+            if log.writes:
+                log.line(_plan_in_words(args, pipeline))
             train(args, training, samples, pipeline, log, timers)
             torch.distributed.barrier()  # what other ranks write is there
             if log.writes:

@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.training.flags import PROFILE
 from megatron.pipeline.training.validation_experts import check_experts, check_prediction
 
 DEFAULT_SPLIT = "969,30,1"
@@ -309,8 +310,8 @@ def _check_outputs(args: Namespace) -> None:
     for flag, file in (("--metrics", args.metrics), ("--pipeline-costs-cache", args.pipeline_costs_cache)):
         if file and Path(file).is_dir():
             raise ValueError(f"{flag} {file} is a directory: name a file")
-    if args.pipeline_costs_cache and args.pipeline_costs != "profile":
-        raise ValueError("--pipeline-costs-cache is where --pipeline-costs profile writes: give both, or neither")
+    if args.pipeline_costs_cache and args.pipeline_costs != PROFILE:
+        raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
     metrics, costs = (str(Path(file).parent) if file else None for file in (args.metrics, args.pipeline_costs_cache))
     for flag, directory in (
         ("--save", args.save),

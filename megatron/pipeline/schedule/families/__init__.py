@@ -54,10 +54,14 @@ def named(name: str) -> Family:
         ValueError: the name is unknown; the message says which one it may be meant to be.
     """
     if name not in FAMILIES:
-        near = difflib.get_close_matches(name.lower(), [*FAMILIES, AUTO])
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(FAMILIES)}{meant}")
+        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(FAMILIES)}{meant(name, [*FAMILIES, AUTO])}")
     return FAMILIES[name]
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown name: which of the known ones it may be meant to be, if any is near."""
+    near = difflib.get_close_matches(name.lower(), list(known))
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def plan(
