@@ -12,7 +12,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.timeline import Timed
@@ -33,10 +33,20 @@ def test_every_schedule_lowers_to_programs_that_obey_the_rules(data: st.DataObje
 
 def _check_places(schedule: Schedule, programs: tuple[Program, ...], timed: tuple[tuple[Timed, ...], ...]) -> None:
     ends = {(rank, work): end for rank, row in enumerate(timed) for work, _, end in row}
+    backward = min((start for row in timed for work, start, _ in row if work.kind is not Kind.F), default=None)
     for rank, program in enumerate(programs):
+        if backward is not None:
+            cut = program.index(Validate())
+            early = [op.work for op in program[:cut] if isinstance(op, Compute)]
+            begun = [work for work, start, _ in timed[rank] if start < backward]
+            assert early[: len(begun)] == begun, "what starts before the first backward comes before the validation"
+            program = program[:cut] + program[cut + 1 :]
         for slot, operation in enumerate(program):
+            # The pass that runs at the moment of the validation comes before it, whatever is received and sent meanwhile after it.
+            straddles = backward is not None and slot >= cut
             if isinstance(operation, Send):
-                assert isinstance(program[slot - 1], Compute), "a send directly follows the pass that makes its tensor"
+                before = next(op for op in reversed(program[:slot]) if isinstance(op, Compute) or not straddles)
+                assert isinstance(before, Compute), "a send directly follows the pass that makes its tensor"
             if isinstance(operation, Wait):
                 assert isinstance(program[slot + 1], Compute), "a wait directly precedes the pass that needs its tensor"
             if isinstance(operation, Receive):
@@ -47,6 +57,8 @@ def _check_places(schedule: Schedule, programs: tuple[Program, ...], timed: tupl
                 following = next(op.work for op in program[slot:] if isinstance(op, Compute))
                 assert ends[rank, following] >= sent, "a receive is not posted before a pass that is over when it is sent"
                 earlier = [op.work for op in program[:slot] if isinstance(op, Compute)]
+                if straddles:
+                    earlier = [work for work in earlier if work not in begun]
                 assert all(ends[rank, work] <= sent for work in earlier), "a receive precedes the pass that runs when it is sent"
 
 
@@ -73,20 +85,22 @@ def test_by_hand_a_receive_overlaps_the_pass_that_runs_when_its_tensor_is_sent()
     def activation(microbatch: int) -> Message:
         return Message(Flow.ACTIVATION, microbatch, 0)
 
-    assert second[:6] == (
+    assert second[:7] == (
         Receive(activation(0), 0),
         Receive(activation(1), 0),  # sent at 2, while F0 runs from 1.5 to 2.5
         Wait(activation(0)),
         Compute(Pass(Kind.F, 0)),
+        Validate(),
         Compute(Pass(Kind.BW, 0)),
         Send(Message(Flow.GRADIENT, 0, 1), 0),
     )
     assert first[:4] == (Compute(Pass(Kind.F, 0)), Send(activation(0), 1), Compute(Pass(Kind.F, 1)), Send(activation(1), 1))
+    assert first[4] == Validate(), "rank 1 starts its first backward at 2.5"
 
 
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
     (program,) = lower(families.plan("zb-h1", 1, 3), uniform(families.placement("zb-h1", 1)))
-    assert all(isinstance(operation, Compute) for operation in program)
+    assert all(isinstance(operation, (Compute, Validate)) for operation in program)
 
 
 def test_lowering_a_large_schedule_takes_about_a_second() -> None:
@@ -138,6 +152,10 @@ def _move_first(program: Program, operation: Operation) -> Program:
             "rank 1: F0.0 needs the activation of microbatch 0",
         ),
         ("wait before use", 0, lambda p: (*_without(p, Wait(GRADIENT)), Wait(GRADIENT)), "rank 0: BW0.0 needs the gradient"),
+        ("validates", 0, lambda p: _without(p, Validate()), "rank 0: Validate comes 0 times instead of 1"),
+        ("validates once", 1, lambda p: (*p, Validate()), "rank 1: Validate comes 2 times instead of 1"),
+        ("forwards alone are void", 1, lambda p: (*_without(p, Validate()), Validate()), "rank 1: BW0.0 comes before Validate"),
+        ("void on both sides", 0, lambda p: _move_first(p, Validate()), "activation .* crosses the validation between ranks"),
         ("needed", 1, lambda p: (*p, Send(Message(Flow.GRADIENT, 0, 0), 0)), "rank 1: Send .* which no other rank needs"),
     ],
 )

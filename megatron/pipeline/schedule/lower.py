@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import dependency_order, simulate
 
@@ -59,6 +60,10 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     directly after the pass that makes its tensor, a Receive before the pass that runs on its rank when the tensor is
     sent, so that the transfer overlaps that pass, and a Wait directly before the pass that needs the tensor.
 
+    A Validate cuts all programs at one moment, that of the first backward (or recomputation): what starts before it, and the
+    messages sent before it, come first. A backward needs a forward of the same microbatch on every stage, so by then every
+    rank has begun the iteration, and has ended the one before: whether that one's optimizer step stands is known.
+
     Args:
         schedule: one that ``verify`` accepts, or its ``forward_only()``.
         costs: what passes and hops take; they decide how early receives are posted, never whether the program is right.
@@ -66,7 +71,9 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     Raises:
         ValueError: the costs are for another number of stages, or the schedule cannot finish.
     """
-    ends = [[timed.end for timed in row] for row in simulate(schedule, costs).ranks]
+    timeline = simulate(schedule, costs)
+    ends = [[timed.end for timed in row] for row in timeline.ranks]
+    backward = min((timed.start for row in timeline.ranks for timed in row if timed.work.kind is not Kind.F), default=None)
     programs: list[list[Operation]] = [[] for _ in ends]
     waits: list[dict[int, Wait]] = [{} for _ in ends]  # before which slot
     reached = [0] * schedule.ranks
@@ -80,9 +87,7 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
             program.append(Compute(passes[at]))
         reached[rank] = slot
 
-    # The sort is stable: passes that take no time keep the order in which they depend on each other. So no pass is
-    # reached before what it waits for, since that is sent before it ends.
-    for message, sender, producer, receiver, consumer in sorted(transfers(schedule), key=lambda t: ends[t.sender][t.producer]):
+    def transfer(message: Message, sender: int, producer: int, receiver: int, consumer: int) -> None:
         compute(sender, producer + 1)
         programs[sender].append(Send(message, receiver))
         sent, slot = ends[sender][producer], reached[receiver]
@@ -91,6 +96,18 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
         compute(receiver, slot)
         programs[receiver].append(Receive(message, sender))
         waits[receiver][consumer] = Wait(message)
+
+    # The sort is stable: passes that take no time keep the order in which they depend on each other. So no pass is
+    # reached before what it waits for, since that is sent before it ends.
+    queue = deque(sorted(transfers(schedule), key=lambda t: ends[t.sender][t.producer]))
+    if backward is not None:
+        while queue and ends[queue[0].sender][queue[0].producer] < backward:
+            transfer(*queue.popleft())
+        for rank, row in enumerate(timeline.ranks):
+            compute(rank, max(reached[rank], sum(timed.start < backward for timed in row)))
+            programs[rank].append(Validate())
+    for one in queue:
+        transfer(*one)
     for rank, passes in enumerate(schedule.passes):
         compute(rank, len(passes))
     return tuple(map(tuple, programs))

@@ -55,5 +55,12 @@ class Wait(NamedTuple):
     message: Message
 
 
-Operation: TypeAlias = Compute | Send | Receive | Wait
+class Validate(NamedTuple):
+    """Go on only once the optimizer step before this iteration stands; if it does not, what was done so far is void.
+
+    Before it stand forwards alone, and every message that is sent or received before it is so on both of its ranks.
+    """
+
+
+Operation: TypeAlias = Compute | Send | Receive | Wait | Validate
 Program: TypeAlias = tuple[Operation, ...]

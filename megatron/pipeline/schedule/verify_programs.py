@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from megatron.pipeline.schedule.lower import Transfer, transfers
-from megatron.pipeline.schedule.passes import Pass
-from megatron.pipeline.schedule.program import Compute, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.program import Compute, Message, Operation, Program, Receive, Send, Validate, Wait
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
 
 _Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
@@ -26,6 +26,7 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
     every_message_is_delivered(schedule, programs)
     pairs_agree_on_the_order(programs)
     nothing_deadlocks(programs)
+    nothing_crosses_the_validation(schedule, programs)
 
 
 def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -90,7 +91,7 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
     while runnable:
         rank = runnable.pop()
         program, at = programs[rank], position[rank]
-        while at < len(program) and isinstance(program[at], (Compute, Wait)):
+        while at < len(program) and isinstance(program[at], (Compute, Wait, Validate)):
             at += 1
         position[rank] = at
         mine = _at(program, at)
@@ -108,6 +109,29 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
         raise ScheduleError(f"deadlock when sends and receives block until their peer joins: {places}")
 
 
+def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """A program that trains validates once, after nothing but forwards; a message is sent before its sender validates just if it
+    is received before its receiver does, so that what an undone step voids is the same on both sides."""
+    trains = any(work.kind is not Kind.F for passes in schedule.passes for work in passes)
+    before: dict[Message, bool] = {}
+    for rank, program in enumerate(programs):
+        places = [place for place, operation in enumerate(program) if isinstance(operation, Validate)]
+        if len(places) != trains:
+            raise ScheduleError(f"rank {rank}: Validate comes {len(places)} times instead of {int(trains)}")
+        if not trains:
+            continue
+        for operation in program[: places[0]]:
+            if isinstance(operation, Compute) and operation.work.kind is not Kind.F:
+                raise ScheduleError(f"rank {rank}: {operation.work} comes before Validate; only forwards may")
+        for place, operation in enumerate(program):
+            early = place < places[0]
+            if isinstance(operation, (Send, Receive)) and before.setdefault(operation.message, early) != early:
+                raise ScheduleError(
+                    f"the {operation.message} crosses the validation between ranks {rank} and {operation.peer}: both must send and "
+                    "receive it before their Validate, or both after it"
+                )
+
+
 def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, list[list[int]]]:
     """Where every Send, every Receive and every Wait is, by message; and for every rank where its passes are, by their slot
     in the schedule, whose passes they are in the schedule's order."""
@@ -117,6 +141,7 @@ def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, lis
         for place, operation in enumerate(program):
             if isinstance(operation, Compute):
                 computes[rank].append(place)
+            if isinstance(operation, (Compute, Validate)):
                 continue
             message, alike = operation.message, places[type(operation)]
             if message in alike:
