@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from megatron.pipeline.runtime.profile import measured_costs
-from megatron.pipeline.runtime.recorder import Record, Report
+from megatron.pipeline.runtime.recorder import Record
+from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.simulate import activation_changes, activation_profile, simulate

@@ -15,7 +15,8 @@ from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting
-from megatron.pipeline.runtime.recorder import Recorder, Report, Unmeasured
+from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
+from megatron.pipeline.runtime.report import PendingReport, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
@@ -71,6 +72,7 @@ class Pipeline:
         self._iterations = 0  # that have begun, evaluations included
         self._executor: Executor | None = None  # of the iteration that runs now, or ran last
         self._recorder: Recorder | None = None  # of the last iteration that trained
+        self._recorded: Plan | None = None  # what that iteration ran; None under megatron-core's own schedule
         if self.is_stock:
             self.placement: Placement = interleaved(ranks, chunks or 1)
         elif self._from_file:
@@ -137,7 +139,7 @@ class Pipeline:
         forward_only = bool(kwargs.get("forward_only"))
         plan = self.plan(kwargs["num_microbatches"], forward_only)
         measured = self.measures and not forward_only
-        recorder = self._record(kwargs["model"]) if measured else Unmeasured()
+        recorder = self._record(kwargs["model"], plan) if measured else Unmeasured()
 
         def started(executor: Executor) -> None:
             self._executor = executor
@@ -158,17 +160,25 @@ class Pipeline:
         return Situation.in_program(executor.program, position, executor.begun, progress, to_world)
 
     def report(self) -> Report | None:
-        """Gather what the last training iteration did; a collective over the pipeline group.
+        """What the last training iteration did, on all ranks of the pipeline: ``start_report``, and the wait for it."""
+        pending = self.start_report()
+        return pending.wait() if pending else None
+
+    def start_report(self) -> PendingReport | None:
+        """Start gathering what the last training iteration did; a collective over the pipeline group.
+
+        Another iteration, of another plan too, may run before the report is waited for. No rank waits for another here, except
+        under megatron-core's own schedule. On a GPU the host waits for the end of its own passes: what is to run behind them
+        is better launched before.
 
         None before the first iteration, and for a pipeline that does not ``measure``.
         """
-        mine = self._recorder.record() if self._recorder else None
-        group = parallel_state.get_pipeline_model_parallel_group()
-        everyone: list[Any] = [None] * group.size()
-        torch.distributed.all_gather_object(everyone, mine, group=group)
-        if None in everyone:
+        if self._recorder is None:
             return None
-        return Report(tuple(everyone))
+        record, group = self._recorder.record(), parallel_state.get_pipeline_model_parallel_group()
+        if self._recorded is None:
+            return gather_objects(record, group)
+        return start_gathering(record, self._recorded.programs, group)
 
     def schedule_of(self, report: Report) -> Schedule:
         """The schedule that the iteration of a report ran, whatever is planned by now."""
@@ -253,7 +263,8 @@ class Pipeline:
             self._channels[key] = Channels.open(group, variable_lengths)
         return self._channels[key]
 
-    def _record(self, model: Any) -> Recorder:
+    def _record(self, model: Any, plan: Plan | None = None) -> Recorder:
+        self._recorded = plan
         chunks = model if isinstance(model, list) else [model]
         self._recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
         return self._recorder

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.p2p import Links, Tensors
-from megatron.pipeline.runtime.recorder import Report
+from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs, StageCosts
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement

@@ -1,4 +1,4 @@
-"""What one iteration did: when each pass ran, what was waited for, and how many activation bytes were held."""
+"""What one iteration of one rank did: when each pass ran, what was waited for, and how many activation bytes were held."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from megatron.pipeline.runtime.memory import ActivationMeter
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.program import Message
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.timeline import Timed
 
 
 class Waited(NamedTuple):
@@ -39,42 +39,6 @@ class Record:
     waits: tuple[Waited, ...]
     held: tuple[int, ...]
     peak_activation_bytes: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one iteration did, over the ranks of one pipeline."""
-
-    ranks: tuple[Record, ...]
-
-    @property
-    def timeline(self) -> Timeline:
-        return Timeline(tuple(record.passes for record in self.ranks))
-
-    @property
-    def peak_activation_bytes(self) -> list[int]:
-        """Per rank."""
-        return [record.peak_activation_bytes for record in self.ranks]
-
-    @property
-    def bubble_rate(self) -> float:
-        """The share of the measured span in which a rank, on average, ran no pass."""
-        return self.timeline.bubble_rate
-
-    @property
-    def memory(self) -> list[list[tuple[float, float]]]:
-        """For each rank, the moments at which its activation bytes change, and what it holds from then on.
-
-        Known is what it holds at the end of every pass. As in the simulation, a pass allocates when it starts and frees when
-        it ends.
-        """
-        return [
-            [
-                (timed.start if held > before else timed.end, held)
-                for timed, held, before in zip(one.passes, one.held, (0, *one.held), strict=False)
-            ]
-            for one in self.ranks
-        ]
 
 
 class Unmeasured:
@@ -111,10 +75,10 @@ class Recorder:
         self._waits: list[tuple[Message, Any, Any]] = []
         self._on_gpu = torch.cuda.is_available()
         self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
-        self._epoch = time.time()
         self._peak = 0
+        self._epoch: float | None = None  # the moment of the first event, once it has been found
         if self._on_gpu:
-            self._first = self._mark()
+            self._first = self._last = self._mark()
             self._allocated = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
 
@@ -150,9 +114,11 @@ class Recorder:
             self._peak = self._meter.peak
 
     def record(self) -> Record:
-        """What was measured. On a GPU this waits for the passes to end."""
+        """What was measured. On a GPU this waits for the passes to end, but not for what was started after them."""
         if self._on_gpu:
-            torch.cuda.synchronize()
+            self._last.synchronize()
+            if self._epoch is None:
+                self._epoch = time.time() - self._first.elapsed_time(_reached_now()) / 1000
         return Record(
             tuple(Timed(work, self._seconds(start), self._seconds(end)) for work, start, end, _ in self._passes),
             tuple(Waited(message, self._seconds(start), self._seconds(end)) for message, start, end in self._waits),
@@ -169,9 +135,19 @@ class Recorder:
     def _mark(self) -> Any:
         if not self._on_gpu:
             return time.time()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._last = torch.cuda.Event(enable_timing=True)
+        self._last.record()
+        return self._last
 
     def _seconds(self, mark: Any) -> float:
-        return self._epoch + self._first.elapsed_time(mark) / 1000 if self._on_gpu else mark
+        if self._epoch is None:
+            return mark
+        return self._epoch + self._first.elapsed_time(mark) / 1000
+
+
+def _reached_now() -> torch.cuda.Event:
+    """An event of this moment, whatever the GPU still has to compute: the clock that events are read on, beside the host's."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.Stream())
+    event.synchronize()
+    return event

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime import profile
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.recorder import Report
+from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.schedule import Schedule

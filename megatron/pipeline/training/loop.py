@@ -27,8 +27,8 @@ from megatron.core.timers import Timers
 from megatron.pipeline.model import random
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.recorder import Report
 from megatron.pipeline.runtime.replan import Steps
+from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.data import Batch, Samples, evaluates, forward_step
 from megatron.pipeline.training.logging import Log, Measured, Step

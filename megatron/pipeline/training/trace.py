@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from megatron.pipeline.runtime.pipeline import Pipeline
-    from megatron.pipeline.runtime.recorder import Report
+    from megatron.pipeline.runtime.report import Report
 
 _MIB = 2**20
 

@@ -1,0 +1,163 @@
+"""What one iteration did over the ranks of a pipeline, gathered while the next one runs: no rank waits for another to end.
+
+Every rank knows every other's program, and so which passes and messages a record can be about and how long one is at most: it
+is sent as numbers alone, all ranks' in one all-gather that is waited for when the report is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.recorder import Record, Waited
+from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.program import Compute, Message, Program, Send, Wait
+from megatron.pipeline.schedule.timeline import Timed, Timeline
+
+_NONE = -1.0  # in place of a message: no more waits
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one iteration did, over the ranks of one pipeline."""
+
+    ranks: tuple[Record, ...]
+
+    @property
+    def timeline(self) -> Timeline:
+        return Timeline(tuple(record.passes for record in self.ranks))
+
+    @property
+    def peak_activation_bytes(self) -> list[int]:
+        """Per rank."""
+        return [record.peak_activation_bytes for record in self.ranks]
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of the measured span in which a rank, on average, ran no pass."""
+        return self.timeline.bubble_rate
+
+    @property
+    def memory(self) -> list[list[tuple[float, float]]]:
+        """For each rank, the moments at which its activation bytes change, and what it holds from then on.
+
+        Known is what it holds at the end of every pass. As in the simulation, a pass allocates when it starts and frees when
+        it ends.
+        """
+        return [
+            [
+                (timed.start if held > before else timed.end, held)
+                for timed, held, before in zip(one.passes, one.held, (0, *one.held), strict=False)
+            ]
+            for one in self.ranks
+        ]
+
+
+class PendingReport:
+    """A report on its way, once this rank has sent what it did. ``wait`` may be called at any time, also never or again."""
+
+    def __init__(self, receive: Callable[[], Report]) -> None:
+        self._receive = receive
+
+    def wait(self) -> Report:
+        """The report, once the iteration has ended on all ranks."""
+        return self._report
+
+    @cached_property
+    def _report(self) -> Report:
+        return self._receive()
+
+
+class RecordFormat:
+    """The records of a program as numbers: peak bytes; start, end, bytes of every pass; message, start, end of every wait.
+
+    Args:
+        program: of the rank that was recorded.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._works: tuple[Pass, ...] = tuple(one.work for one in program if isinstance(one, Compute))
+        # Those that may be waited for: to come, or at the end of the iteration to have gone.
+        self._messages: tuple[Message, ...] = tuple(one.message for one in program if isinstance(one, Wait | Send))
+
+    @property
+    def length(self) -> int:
+        """How many numbers a record is at most."""
+        return 1 + 3 * len(self._works) + 3 * len(self._messages)
+
+    def encode(self, record: Record, length: int) -> list[float]:
+        """A record as that many numbers, from which ``decode`` makes an equal one.
+
+        Exact: times are float64 already, and bytes stay far below 2**53.
+
+        Raises:
+            ValueError: the record is not of one run of this program.
+        """
+        if tuple(timed.work for timed in record.passes) != self._works:
+            raise ValueError(
+                f"the record has {len(record.passes)} passes, which are not the {len(self._works)} of the program in its order: "
+                "a report needs one record for each run of a program"
+            )
+        places = {message: float(place) for place, message in enumerate(self._messages)}
+        numbers = [float(record.peak_activation_bytes)]
+        for (_, start, end), held in zip(record.passes, record.held, strict=True):
+            numbers += start, end, float(held)
+        for message, start, end in record.waits:
+            numbers += places[message], start, end
+        return numbers + [_NONE] * (length - len(numbers))
+
+    def decode(self, numbers: Sequence[float]) -> Record:
+        """The record that ``encode`` was given."""
+        peak, rows = numbers[0], [numbers[at : at + 3] for at in range(1, len(numbers), 3)]
+        passes, waits = rows[: len(self._works)], rows[len(self._works) :]
+        return Record(
+            tuple(Timed(work, start, end) for work, (start, end, _) in zip(self._works, passes, strict=True)),
+            tuple(Waited(self._messages[int(place)], start, end) for place, start, end in waits if place != _NONE),
+            tuple(int(held) for _, _, held in passes),
+            int(peak),
+        )
+
+
+def start_gathering(record: Record, programs: Sequence[Program], group: torch.distributed.ProcessGroup) -> PendingReport:
+    """Send what this rank did and post the receipt of what the others do; a collective that waits for nobody.
+
+    Args:
+        record: of this rank.
+        programs: of all ranks, which the recorded iteration ran.
+        group: the pipeline's; all ranks start gathering at the same place among its collectives.
+    """
+    formats = [RecordFormat(program) for program in programs]
+    length = max(one.length for one in formats)
+    numbers = formats[group.rank()].encode(record, length)
+    device = torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else this_device()
+    # What starts on a stream of its own neither waits for what computes nor keeps it waiting.
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    with _on(stream):
+        mine = torch.tensor(numbers, dtype=torch.float64, device=device)
+        everyone = torch.empty(len(formats) * length, dtype=torch.float64, device=device)
+        request = torch.distributed.all_gather_into_tensor(everyone, mine, group=group, async_op=True)
+
+    def receive() -> Report:
+        with _on(stream):
+            request.wait()
+            rows = everyone.view(len(formats), length).tolist()
+        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)))
+
+    return PendingReport(receive)
+
+
+def gather_objects(record: Record, group: torch.distributed.ProcessGroup) -> PendingReport:
+    """The same where no rank knows the others' programs, as under megatron-core's own schedules; waits for all ranks."""
+    everyone: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(everyone, record, group=group)
+    return PendingReport(lambda: Report(tuple(everyone)))
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
