@@ -131,7 +131,7 @@ class Ours:
         self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=Objective.MAKESPAN)
         plan = Plan(self.schedule, lower(self.schedule, costs))
         self._forward_backward = partial(
-            run, plan, Unmeasured(), lambda _: None, lambda *_: megatron.channels, Posting(posting or "single")
+            run, plan, Unmeasured, lambda _: None, lambda *_: megatron.channels, Posting(posting or "single")
         )
         self._model = megatron.stages(self.schedule.placement)
 

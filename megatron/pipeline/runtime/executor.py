@@ -13,7 +13,7 @@ from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
 
 
 class Stages(Protocol):
@@ -36,7 +36,10 @@ class Stages(Protocol):
 
 
 class Executor:
-    """One iteration of one rank: what it holds is what is in flight, and all of it is gone when ``run`` returns.
+    """One iteration of one rank, in two parts; what it holds is what is in flight, and all of it is gone in the end.
+
+    ``begin`` runs what may come before the optimizer step of the iteration before is known to stand. Then either ``finish``
+    runs the rest, or ``abandon`` leaves nothing of the iteration behind.
 
     Args:
         program: this rank's.
@@ -68,6 +71,8 @@ class Executor:
         self._recorder = recorder
         self._around = around
         self._keep_graphs = keep_graphs
+        self._operations = iter(program)
+        self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
         self._received: dict[Message, Tensors] = {}
         self._made: dict[Message, Tensors] = {}
         self._graphs: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
@@ -78,16 +83,44 @@ class Executor:
         self.position: Operation | None = None  # what this rank is doing, for whoever reports a hang
         self.begun = 0  # operations, so that two that look alike can be told apart
 
-    def run(self) -> None:
-        for operation in self.program:
-            self.position = operation
-            self.begun += 1
+    def begin(self) -> None:
+        """Run the program up to its validation; one without, to the end."""
+        self._go_on()
+
+    def finish(self) -> None:
+        """Run what follows the validation."""
+        self._go_on()
+        for sending in self.links.unsent():
+            self._at(sending)
+            with self._recorder.wait(sending.message):
+                self.links.finish(sending.message)
+        self.position = None
+
+    def abandon(self) -> None:
+        """Let go of what has begun. All ranks of the pipeline do so: what one has sent another has posted a receive for."""
+        for message in self._posted:
+            self._at(Wait(message))
+            self.links.wait(message)
+        for sending in self.links.unsent():
+            self._at(sending)
+            self.links.finish(sending.message)
+        self._posted.clear()
+        self._received.clear()
+        self._made.clear()
+        self._graphs.clear()
+        self.position = None
+
+    def _go_on(self) -> None:
+        for operation in self._operations:
+            self._at(operation)
             match operation:
                 case Receive(message, peer):
                     self.links.receive(message, peer)
+                    self._posted[message] = None
                 case Wait(message):
                     with self._recorder.wait(message):
                         self._received[message] = self.links.wait(message)
+                    del self._posted[message]
                 case Send(message, peer):
                     self._send(message, peer)
                 case Compute(work):
@@ -95,12 +128,13 @@ class Executor:
                     with self._around(work), self._recorder.measure(work):
                         self._compute(work)
                     self.links.sweep()
-        for sending in self.links.unsent():
-            self.position = sending
-            self.begun += 1
-            with self._recorder.wait(sending.message):
-                self.links.finish(sending.message)
-        self.position = None
+                case Validate():
+                    self.links.start()
+                    return
+
+    def _at(self, operation: Operation) -> None:
+        self.position = operation
+        self.begun += 1
 
     def _compute(self, work: Pass) -> None:
         key = work.microbatch, work.chunk

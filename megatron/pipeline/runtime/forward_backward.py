@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -24,10 +25,19 @@ from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
+from megatron.pipeline.runtime.rewind import Rewind
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import Flow, Program
 from megatron.pipeline.schedule.schedule import Schedule
+
+
+class Verdict(Enum):
+    """What becomes of an iteration whose first forwards ran before the optimizer step before it was known to stand."""
+
+    GO_ON = auto()  # it stands
+    AGAIN = auto()  # it has been undone or redone, and parameters are others: forwards start anew
+    STOP = auto()  # training ends before this iteration
 
 
 @dataclass(frozen=True)
@@ -40,10 +50,11 @@ class Plan:
 
 def run(
     plan: Plan,
-    recorder: Recorder | Unmeasured,
+    record: Callable[[], Recorder | Unmeasured],
     started: Callable[[Executor], None],
     channels_of: Callable[[torch.distributed.ProcessGroup, bool], Channels],
     posting: Posting = Posting.SINGLE,
+    settle: Callable[[], Verdict] | None = None,
     *,
     forward_step_func: Callable[..., Any],
     data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
@@ -64,13 +75,17 @@ def run(
 
     Args:
         plan: for this number of microbatches and chunks; of forwards alone if ``forward_only``.
-        recorder: measures the passes, or does not.
+        record: makes what measures the passes, or does not.
         started: told what runs now, before it runs: for reports of where a rank is.
         channels_of: from the pipeline group, and whether lengths vary, to the channels of messages.
         posting: how sends and receives are started.
+        settle: called where the program validates, if the optimizer step before this iteration is not known to stand: makes
+            parameters and gradients what the rest of the iteration needs, and says what becomes of its start. All ranks of
+            the pipeline must get the same verdict.
 
     Returns:
-        What the loss function reported for every microbatch, on the rank with the last stage; elsewhere an empty list.
+        What the loss function reported for every microbatch, on the rank with the last stage; elsewhere, and for an iteration
+        that was stopped, an empty list.
 
     Raises:
         ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
@@ -87,39 +102,45 @@ def run(
     holds_output = rank == last_rank
 
     finalize = config.finalize_model_grads_func if not forward_only else None
-    embedding = None
-    if finalize is not None:
-        embedding = schedules.clear_embedding_activation_buffer(config, chunks[last_chunk], holds_output)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
 
     splits = plan.schedule.splits
-    stages = _ModelStages(
-        placement=plan.schedule.placement,
-        rank=rank,
-        chunks=chunks,
-        iterators=iterators,
-        config=config,
-        context_parallel_size=groups.cp.size(),
-        num_microbatches=num_microbatches,
-        in_flight=_most_in_flight(plan.schedule.passes[rank]),
-        forward_step_func=forward_step_func,
-        collect_non_loss_data=collect_non_loss_data,
-        first_val_step=first_val_step,
-        forward_only=forward_only,
-        slices=Slices(chunks, splits, keep_graphs=not forward_only),
-    )
-    decoder_length = decoder_seq_length and decoder_seq_length // splits
-    links = Links(
-        channels_of(communicator.pp_group, config.variable_seq_lengths),
-        _shapes(config, groups, seq_length // splits, micro_batch_size, decoder_length, adjust_tensor_shapes_fn),
-        config.pipeline_dtype or config.params_dtype,
-        next(chunks[0].parameters()).device,
-        posting,
-    )
     passes = plan.schedule.passes[rank]
+    decoder_length = decoder_seq_length and decoder_seq_length // splits
+    shapes = _shapes(config, groups, seq_length // splits, micro_batch_size, decoder_length, adjust_tensor_shapes_fn)
+    device = next(chunks[0].parameters()).device
     reduces_late = config.grad_sync_func is not None and rank != 0
-    with GradientSync(config.no_sync_func, passes, reduces_late) as sync:
+    sync = GradientSync(config.no_sync_func, passes, reduces_late)
+    rewind = Rewind(chunks, iterators) if settle else None
+    verdict = Verdict.AGAIN
+    while verdict is Verdict.AGAIN:
+        embedding = None
+        if finalize is not None:
+            embedding = schedules.clear_embedding_activation_buffer(config, chunks[last_chunk], holds_output)
+        stages = _ModelStages(
+            placement=plan.schedule.placement,
+            rank=rank,
+            chunks=chunks,
+            iterators=rewind.iterators if rewind else iterators,
+            config=config,
+            context_parallel_size=groups.cp.size(),
+            num_microbatches=num_microbatches,
+            in_flight=_most_in_flight(passes),
+            forward_step_func=forward_step_func,
+            collect_non_loss_data=collect_non_loss_data,
+            first_val_step=first_val_step,
+            forward_only=forward_only,
+            slices=Slices(chunks, splits, keep_graphs=not forward_only),
+        )
+        links = Links(
+            channels_of(communicator.pp_group, config.variable_seq_lengths),
+            shapes,
+            config.pipeline_dtype or config.params_dtype,
+            device,
+            posting,
+        )
+        recorder = record()
         executor = Executor(
             plan.programs[rank],
             plan.schedule.placement,
@@ -131,7 +152,22 @@ def run(
             keep_graphs=not forward_only,
         )
         started(executor)
-        executor.run()
+        executor.begin()
+        verdict = settle() if settle else Verdict.GO_ON
+        settle = None  # the second time nothing is open
+        if verdict is not Verdict.GO_ON:
+            executor.abandon()
+            assert rewind is not None, "only an open step can have been undone"
+            rewind.rewind()
+    if rewind:
+        rewind.forget()
+    if verdict is Verdict.STOP:
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return []
+
+    with sync:
+        executor.finish()
     recorder.end()
     if reduces_late and not forward_only:
         for index, chunk in enumerate(chunks):

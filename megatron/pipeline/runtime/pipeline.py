@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.runtime import forward_backward
 from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.forward_backward import Plan
+from megatron.pipeline.runtime.forward_backward import Plan, Verdict
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.report import PendingReport, Report, gather_objects, start_gathering
@@ -71,6 +72,7 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._iterations = 0  # that have begun, evaluations included
         self._executor: Executor | None = None  # of the iteration that runs now, or ran last
+        self._settle: Callable[[], Verdict] | None = None  # see validating
         self._recorder: Recorder | None = None  # of the last iteration that trained
         self._recorded: Plan | None = None  # what that iteration ran; None under megatron-core's own schedule
         if self.is_stock:
@@ -139,13 +141,28 @@ class Pipeline:
         forward_only = bool(kwargs.get("forward_only"))
         plan = self.plan(kwargs["num_microbatches"], forward_only)
         measured = self.measures and not forward_only
-        recorder = self._record(kwargs["model"], plan) if measured else Unmeasured()
+
+        def record() -> Recorder | Unmeasured:
+            return self._record(kwargs["model"], plan) if measured else Unmeasured()
 
         def started(executor: Executor) -> None:
             self._executor = executor
             self._iterations += 1
 
-        return forward_backward.run(plan, recorder, started, self._channels_of, self._posting, **kwargs)
+        return forward_backward.run(plan, record, started, self._channels_of, self._posting, self._settle, **kwargs)
+
+    @contextmanager
+    def validating(self, settle: Callable[[], Verdict]) -> Iterator[None]:
+        """Iterations in here begin before the optimizer step before them is known to stand.
+
+        Args:
+            settle: called once, where the program validates: see ``forward_backward.run``.
+        """
+        self._settle = settle
+        try:
+            yield
+        finally:
+            self._settle = None
 
     @property
     def situation(self) -> Situation:

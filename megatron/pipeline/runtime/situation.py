@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from megatron.pipeline.schedule.program import Compute, Operation, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.program import Compute, Operation, Program, Receive, Send, Validate, Wait
 
 _FINISHED = 4  # passes that a report shows
 _NAMED = 8  # ranks that a report lists
@@ -49,8 +49,10 @@ class Situation:
             begun: operations that it has begun; more than the program has once it only waits for the last sends.
             to_world: from a pipeline rank to a rank of the world.
         """
-        place, peer = f"{type(position).__name__} {position[0]}", None
-        if isinstance(position, Wait):
+        place, peer = " ".join([type(position).__name__, *map(str, position[:1])]), None
+        if isinstance(position, Validate):
+            place = "Validate, which waits for the verdict on the last optimizer step"
+        elif isinstance(position, Wait):
             peer = next(one.peer for one in program if isinstance(one, Receive) and one.message == position.message)
             needed = next((one.work for one in program[begun:] if isinstance(one, Compute)), None)
             place = f"{place}, for {needed}" if needed else place

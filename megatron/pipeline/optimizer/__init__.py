@@ -1,0 +1,1 @@
+"""Optimizer post-validation: steps taken before it is known whether they stand, so that iterations interlock."""

@@ -1,0 +1,114 @@
+"""An exact copy of what an optimizer step overwrites, with which the step can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+
+class Keep(StrEnum):
+    """Where copies are kept."""
+
+    DEVICE = "device"  # copied when the step is taken, freed when it stands
+    HOST = "host"  # copied while the backwards before the step run, into pinned memory that stays allocated
+
+
+class Snapshot:
+    """Parameters as the optimizer has them, all of its state, and the numbers in its parameter groups. Copies, so that undoing
+    is exact for any optimizer: for Adam in float32 that is 12 bytes a parameter, 4 of them the parameter itself.
+
+    Parameters of 16 bits are rounded from the optimizer's own and need no copy.
+
+    Args:
+        optimizers: torch's, or any with the same ``param_groups`` and ``state``.
+        keep: where copies are kept.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], keep: Keep = Keep.DEVICE) -> None:
+        self._optimizers = optimizers
+        self._keep = keep
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is copied, and its copy
+        self._state: list[tuple[Any, Any, dict[str, Any] | None]] = []  # optimizer, parameter, and what it had but for tensors
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._pinned: dict[int, torch.Tensor] = {}  # by the address of what they are for
+        self._stream = torch.cuda.Stream() if keep is Keep.HOST and torch.cuda.is_available() else None
+        self._copied: torch.cuda.Event | None = None
+
+    @property
+    def taken(self) -> bool:
+        """Whether there is a copy to go back to."""
+        return bool(self._groups)
+
+    @property
+    def bytes(self) -> int:
+        """What the copies take now."""
+        return sum(copy.numel() * copy.element_size() for _, copy in self._copies)
+
+    def take(self) -> None:
+        """Copy. What is copied must not change until ``ready`` has been called."""
+        self.release()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    self._groups.append((group, {name: _own(value) for name, value in group.items() if name != "params"}))
+                    for parameter in group["params"]:
+                        self._copy(parameter.data)
+                        self._copy_state(optimizer, parameter)
+        if self._stream is not None:
+            self._copied = self._stream.record_event()
+
+    def ready(self) -> None:
+        """From here on, in the current stream, what has been copied may change."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Make everything as it was when it was copied."""
+        for tensor, copy in self._copies:
+            tensor.copy_(copy, non_blocking=True)
+        for optimizer, parameter, before in self._state:
+            if before is None:
+                optimizer.state.pop(parameter, None)
+                continue
+            state = optimizer.state[parameter]
+            for name in state.keys() - before.keys():
+                del state[name]
+            state.update(before)
+        for group, before in self._groups:
+            group.update(before)
+        if self._stream is not None:
+            torch.cuda.current_stream().synchronize()  # the pinned copies may be written to again
+
+    def release(self) -> None:
+        """Let go of the copies."""
+        self._copies, self._state, self._groups, self._copied = [], [], [], None
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        if self._stream is not None and tensor.is_cuda:
+            address = tensor.data_ptr()
+            if address not in self._pinned or self._pinned[address].shape != tensor.shape:
+                self._pinned[address] = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            copy = self._pinned[address]
+        else:
+            copy = torch.empty_like(tensor)
+        self._copies.append((tensor, copy.copy_(tensor, non_blocking=True)))
+
+    def _copy_state(self, optimizer: Any, parameter: torch.Tensor) -> None:
+        if parameter not in optimizer.state:  # most optimizers make it when they first step
+            self._state.append((optimizer, parameter, None))
+            return
+        before = dict(optimizer.state[parameter])
+        for value in before.values():
+            if isinstance(value, torch.Tensor):
+                self._copy(value)
+        self._state.append((optimizer, parameter, before))
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
