@@ -140,13 +140,13 @@ def start_gathering(record: Record, programs: Sequence[Program], group: torch.di
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     with _on(stream):
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
-        everyone = torch.empty(len(formats) * length, dtype=torch.float64, device=device)
-        request = torch.distributed.all_gather_into_tensor(everyone, mine, group=group, async_op=True)
+        everyone = [torch.empty_like(mine) for _ in formats]
+        request = torch.distributed.all_gather(everyone, mine, group=group, async_op=True)
 
     def receive() -> Report:
         with _on(stream):
             request.wait()
-            rows = everyone.view(len(formats), length).tolist()
+            rows = [numbers.tolist() for numbers in everyone]
         return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)))
 
     return PendingReport(receive)
