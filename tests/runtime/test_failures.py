@@ -129,7 +129,7 @@ def test_situation_in_a_program() -> None:
     needed = next(one for one in program[index:] if isinstance(one, Compute)).work
     before = [str(one.work) for one in program[:index] if isinstance(one, Compute)]
     here = Situation.in_program(program, program[index], index + 1, (7, index), to_world=lambda rank: 10 + rank)
-    assert here.place == f"Wait {program[index][0]}, for {needed}"
+    assert here.place == f"Wait {program[index].message}, for {needed}"  # type: ignore[union-attr]
     assert isinstance(needed, Pass)
     assert (here.waits_for, here.finished) == (10, tuple(before[-4:]))
     assert Situation.from_text(here.to_text()) == here

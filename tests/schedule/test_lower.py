@@ -40,23 +40,23 @@ def _check_places(schedule: Schedule, programs: tuple[Program, ...], timed: tupl
             early = [op.work for op in program[:cut] if isinstance(op, Compute)]
             begun = [work for work, start, _ in timed[rank] if start < backward]
             assert early[: len(begun)] == begun, "what starts before the first backward comes before the validation"
-            program = program[:cut] + program[cut + 1 :]
-        for slot, operation in enumerate(program):
-            # The pass that runs at the moment of the validation comes before it, whatever is received and sent meanwhile after it.
+        without = tuple(operation for operation in program if not isinstance(operation, Validate))
+        for slot, operation in enumerate(without):
+            # The pass that runs at that moment comes before the validation, whatever is sent meanwhile after it.
             straddles = backward is not None and slot >= cut
             if isinstance(operation, Send):
-                before = next(op for op in reversed(program[:slot]) if isinstance(op, Compute) or not straddles)
+                before = next(op for op in reversed(without[:slot]) if isinstance(op, Compute) or not straddles)
                 assert isinstance(before, Compute), "a send directly follows the pass that makes its tensor"
             if isinstance(operation, Wait):
-                assert isinstance(program[slot + 1], Compute), "a wait directly precedes the pass that needs its tensor"
+                assert isinstance(without[slot + 1], Compute), "a wait directly precedes the pass that needs its tensor"
             if isinstance(operation, Receive):
                 message = operation.message
                 home, chunk = schedule.placement.home(message.stage)
                 kind = Kind.F if message.flow is Flow.ACTIVATION else schedule.backward_kind(home, message.microbatch, chunk)
                 sent = ends[home, Pass(kind, message.microbatch, chunk)]
-                following = next(op.work for op in program[slot:] if isinstance(op, Compute))
+                following = next(op.work for op in without[slot:] if isinstance(op, Compute))
                 assert ends[rank, following] >= sent, "a receive is not posted before a pass that is over when it is sent"
-                earlier = [op.work for op in program[:slot] if isinstance(op, Compute)]
+                earlier = [op.work for op in without[:slot] if isinstance(op, Compute)]
                 if straddles:
                     earlier = [work for work in earlier if work not in begun]
                 assert all(ends[rank, work] <= sent for work in earlier), "a receive precedes the pass that runs when it is sent"

@@ -31,23 +31,23 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     from torch.distributed.checkpoint import api
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron.pipeline.training import checkpoint, loop, program
+    from megatron.pipeline.training import checkpoint, iterations, program
 
     schedules.restore()
-    real_step, real_save = loop.train_step, checkpoint.dist_checkpointing.save
+    real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
 
-    def step(args: Any, training: Any, data: Any) -> Any:
+    def run(self: Any, may_be_ahead: bool) -> bool:
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-        if last and training.iteration + 1 == terminate_at:
+        if last and self._training.iteration + 1 == terminate_at:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real_step(args, training, data)
+        return real_run(self, may_be_ahead)
 
     def save(*args: Any) -> None:
         real_save(*args)
         # What the writer makes of it; not an Exception.
         raise CheckpointException("write", {0: api._wrap_exception(OSError(28, "No space left on device"))})
 
-    loop.train_step = step
+    iterations.Iterations.run = run  # type: ignore[method-assign]
     if fail_while_saving:
         checkpoint.dist_checkpointing.save = save
     try:
@@ -57,7 +57,8 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
         program.destroy_num_microbatches_calculator()
         return str(error)
     finally:
-        loop.train_step, checkpoint.dist_checkpointing.save = real_step, real_save
+        iterations.Iterations.run = real_run  # type: ignore[method-assign]
+        checkpoint.dist_checkpointing.save = real_save
     return ""
 
 

@@ -124,16 +124,16 @@ def frozen_objects(flags: str) -> tuple[int, int, int]:
     """How many objects the collector leaves out before, in and after a training."""
     import gc
 
-    from megatron.pipeline.training import loop
+    from megatron.pipeline.training.iterations import Iterations
 
     counts = [gc.get_freeze_count()]
-    real_step = loop.train_step
+    real_run = Iterations.run
 
-    def step(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         counts.append(gc.get_freeze_count())
-        return real_step(*args)
+        return real_run(*args)
 
-    with patch.object(loop, "train_step", step):
+    with patch.object(Iterations, "run", run):
         assert not train(flags)
     return counts[0], counts[1], gc.get_freeze_count()
 

@@ -32,8 +32,9 @@ class Policy:
     """Decides for every step whether it is taken ahead. Every rank feeds it the same, so every rank decides the same.
 
     A step ahead saves G seconds when it stands (what a barrier after every iteration costs) and costs L when it is undone (the
-    forwards that ran in vain, and the way back), so stepping ahead pays while the share q of steps that are undone is below
-    G / (G + L). All are medians over recent iterations; until a step has been undone, L is taken from the forwards that run ahead.
+    forwards that ran in vain, and the way back), so stepping ahead pays while the share of steps that are undone is below
+    G / (G + L). All are medians over recent iterations; until a step has been undone, L is the time of the forwards that run
+    ahead.
 
     Args:
         always: never step otherwise, whatever is measured.

@@ -62,6 +62,11 @@ class Snapshot:
         if self._stream is not None:
             self._copied = self._stream.record_event()
 
+    def take_early(self) -> None:
+        """Copy now, while the backwards before the next step run, if that is how copies are made."""
+        if self._keep is Keep.HOST:
+            self.take()
+
     def ready(self) -> None:
         """From here on, in the current stream, what has been copied may change."""
         if self._copied is not None:

@@ -9,9 +9,9 @@ upstream's own, of the same numbers over the same groups, so the norm and all th
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOp
 
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
 from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ def snapshot_of(optimizer: MegatronOptimizer, keep: Keep = Keep.DEVICE) -> Snaps
     return Snapshot([part.optimizer for part in parts if not part.is_stub_optimizer], keep)
 
 
+def clips(limit: float, norm: float) -> bool:
+    """Whether megatron-core scales gradients of that norm; a limit of 0 is none."""
+    return limit > 0 and limit / (norm + 1e-6) < 1
+
+
 class StepAhead:
     """One step of an optimizer, taken when this is made. Gradients must stay as they are until it is settled.
 
@@ -79,8 +85,8 @@ class StepAhead:
     @torch.no_grad()
     def settle(self) -> Outcome:
         """Wait for the verdict, and make optimizer and parameters what upstream's ``step`` would have left."""
-        infinite = [bool(reduction and reduction.wait() > 0) for reduction in self._infinite]
-        norms = [reduction.wait() ** 0.5 for reduction in self._norms]
+        infinite = [bool(reduction and reduction.wait()[0] > 0) for reduction in self._infinite]
+        norms = [reduction.wait()[0] ** 0.5 for reduction in self._norms]
         if any(infinite):
             self._undo()
             for part, before, found in zip(self._parts, self._scales, infinite, strict=True):
@@ -91,8 +97,7 @@ class StepAhead:
             return Outcome(successful=False, grad_norm=None, undone=True)
         # As megatron-core combines the norms of a chain, and decides.
         norm = norms[0] if len(norms) == 1 else math.sqrt(sum([one**2 for one in norms]))
-        limits = [part.config.clip_grad for part in self._parts]
-        clipped = [part for part, limit in zip(self._parts, limits, strict=True) if 0 < limit and limit / (norm + 1e-6) < 1]
+        clipped = [part for part in self._parts if clips(part.config.clip_grad, norm)]
         if clipped:
             self._undo()
             for part in clipped:
@@ -125,25 +130,7 @@ class StepAhead:
                     chunk.start_param_sync()
 
 
-class _Reduction:
-    """A number that is being reduced over a group."""
-
-    def __init__(self, tensor: torch.Tensor, operation: Any, group: Any) -> None:
-        self._tensor = tensor
-        self._work = torch.distributed.all_reduce(tensor, op=operation, group=group, async_op=True)
-
-    def wait(self) -> float:
-        if not self._tensor.is_cuda:
-            self._work.wait()
-            return self._tensor.item()
-        # The forwards that run ahead are queued in the current stream, and a read there would come after them.
-        while not self._work.is_completed():
-            time.sleep(1e-5)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return self._tensor.item()
-
-
-def _prepare(part: Any) -> _Reduction | None:
+def _prepare(part: Any) -> Reduction | None:
     """megatron-core's ``prepare_grads``, which does not wait: whether a gradient is not finite is being reduced."""
     scaler = _scaler(part)
     if scaler is None:
@@ -154,18 +141,17 @@ def _prepare(part: Any) -> _Reduction | None:
         part._copy_model_grads_to_main_grads()
         gradients = part._collect_main_grad_data_for_unscaling()
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, part.found_inf, scaler.inv_scale)
-    return _Reduction(part.found_inf, torch.distributed.ReduceOp.MAX, part.get_grad_stats_parallel_group())
+    return Reduction(part.found_inf, torch.distributed.ReduceOp.MAX, part.get_grad_stats_parallel_group())
 
 
-def _start_norms(parts: list[Any]) -> list[_Reduction]:
+def _start_norms(parts: list[Any]) -> list[Reduction]:
     """The squared norm of the gradients over all stages, or of each part where they are spread over different ranks."""
     groups = [part.get_grad_stats_parallel_group() for part in parts]
     gradients = [part.get_main_grads_for_grad_norm() for part in parts]
     if all(group == groups[0] for group in groups):
-        groups, gradients = groups[:1], [sum(gradients, [])]
+        groups, gradients = groups[:1], [list(chain.from_iterable(gradients))]
     return [
-        _Reduction(_squared(mine), torch.distributed.ReduceOp.SUM, group)
-        for mine, group in zip(gradients, groups, strict=True)
+        Reduction(_squared(mine), torch.distributed.ReduceOp.SUM, group) for mine, group in zip(gradients, groups, strict=True)
     ]
 
 

@@ -8,7 +8,7 @@ with ``finalize_model_grads_func``. What differs is that the order of passes is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -102,19 +102,15 @@ def run(
     holds_output = rank == last_rank
 
     finalize = config.finalize_model_grads_func if not forward_only else None
-    if config.timers is not None:
-        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-
     splits = plan.schedule.splits
     passes = plan.schedule.passes[rank]
     decoder_length = decoder_seq_length and decoder_seq_length // splits
     shapes = _shapes(config, groups, seq_length // splits, micro_batch_size, decoder_length, adjust_tensor_shapes_fn)
-    device = next(chunks[0].parameters()).device
     reduces_late = config.grad_sync_func is not None and rank != 0
     sync = GradientSync(config.no_sync_func, passes, reduces_late)
     rewind = Rewind(chunks, iterators) if settle else None
-    verdict = Verdict.AGAIN
-    while verdict is Verdict.AGAIN:
+
+    def begin() -> tuple[_ModelStages, Recorder | Unmeasured, Executor, Any]:
         embedding = None
         if finalize is not None:
             embedding = schedules.clear_embedding_activation_buffer(config, chunks[last_chunk], holds_output)
@@ -137,7 +133,7 @@ def run(
             channels_of(communicator.pp_group, config.variable_seq_lengths),
             shapes,
             config.pipeline_dtype or config.params_dtype,
-            device,
+            next(chunks[0].parameters()).device,
             posting,
         )
         recorder = record()
@@ -153,37 +149,47 @@ def run(
         )
         started(executor)
         executor.begin()
-        verdict = settle() if settle else Verdict.GO_ON
-        settle = None  # the second time nothing is open
-        if verdict is not Verdict.GO_ON:
-            executor.abandon()
-            assert rewind is not None, "only an open step can have been undone"
-            rewind.rewind()
-    if rewind:
-        rewind.forget()
-    if verdict is Verdict.STOP:
-        if config.timers is not None:
-            config.timers("forward-backward").stop()
-        return []
+        return stages, recorder, executor, embedding
 
-    with sync:
-        executor.finish()
-    recorder.end()
-    if reduces_late and not forward_only:
-        for index, chunk in enumerate(chunks):
-            _per_chunk(config.grad_sync_func, index)(chunk.parameters())
+    with _timed(config):
+        stages, recorder, executor, embedding = begin()
+        if settle is not None and rewind is not None:
+            verdict = settle()
+            if verdict is not Verdict.GO_ON:
+                executor.abandon()
+                rewind.rewind()
+            rewind.forget()
+            if verdict is Verdict.STOP:
+                return []
+            if verdict is Verdict.AGAIN:
+                stages, recorder, executor, embedding = begin()
+        with sync:
+            executor.finish()
+        recorder.end()
+        if reduces_late and not forward_only:
+            for index, chunk in enumerate(chunks):
+                _per_chunk(config.grad_sync_func, index)(chunk.parameters())
 
-    if finalize is not None:
-        schedules.finish_embedding_wgrad_compute(config, embedding, holds_output, groups.tp)
-        finalize(
-            chunks,
-            stages.num_tokens if config.calculate_per_token_loss else None,
-            pg_collection=groups,
-            force_all_reduce=force_all_reduce,
-        )
-    if config.timers is not None:
-        config.timers("forward-backward").stop()
+        if finalize is not None:
+            schedules.finish_embedding_wgrad_compute(config, embedding, holds_output, groups.tp)
+            finalize(
+                chunks,
+                stages.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
     return stages.reported
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Upstream's timer of an iteration, if there are timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()
 
 
 @dataclass

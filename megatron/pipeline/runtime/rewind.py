@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.utils import unwrap_model
 
 
 class Rewind:
@@ -22,7 +23,7 @@ class Rewind:
         wrapped = {id(items): _Repeatable(items) for items in iterators if items is not None}
         self._read = list(wrapped.values())  # chunks may share one
         self.iterators = [items if items is None else wrapped[id(items)] for items in iterators]
-        self._buffers = [(buffer, buffer.detach().clone()) for chunk in chunks for buffer in chunk.buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for chunk in unwrap_model(list(chunks)) for buffer in chunk.buffers()]
         self._random = torch.get_rng_state()
         self._random_of_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._streams = get_cuda_rng_tracker().get_states()

@@ -127,8 +127,8 @@ def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Progra
             early = place < places[0]
             if isinstance(operation, (Send, Receive)) and before.setdefault(operation.message, early) != early:
                 raise ScheduleError(
-                    f"the {operation.message} crosses the validation between ranks {rank} and {operation.peer}: both must send and "
-                    "receive it before their Validate, or both after it"
+                    f"the {operation.message} crosses the validation between ranks {rank} and {operation.peer}: both must send "
+                    "and receive it before their Validate, or both after it"
                 )
 
 

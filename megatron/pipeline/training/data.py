@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import warnings
 from argparse import Namespace
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -140,36 +140,44 @@ def get_batch(data: Iterator[Batch] | None) -> Batch:
     return result
 
 
-def forward_step(data: Iterator[Batch] | None, model: MegatronModule, check_for_nan: bool = True) -> tuple[torch.Tensor, Any]:
+def forward_step(
+    data: Iterator[Batch] | None, model: MegatronModule, check: Callable[[torch.Tensor], None] | None = None
+) -> tuple[torch.Tensor, Any]:
     """One microbatch through one chunk, and the loss function of its output: what megatron-core's schedules call.
 
     Args:
-        check_for_nan: whether a loss that is not finite ends the training.
+        check: called with every microbatch's loss.
     """
     batch = get_batch(data)
     inputs, mask = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")], batch.get("loss_mask")
     output = model(*inputs, labels=batch.get("labels"), loss_mask=mask)  # further tokens have losses of their own to mask
-    return output, partial(masked_loss, mask, check_for_nan=check_for_nan)
+    return output, partial(masked_loss, mask, check=check)
 
 
 def masked_loss(
-    mask: torch.Tensor | None, losses: torch.Tensor, check_for_nan: bool = True
+    mask: torch.Tensor | None, losses: torch.Tensor, check: Callable[[torch.Tensor], None] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of the losses that count, how many those are, and both together for the log.
-
-    Raises:
-        RuntimeError: the sum is not finite and ``check_for_nan`` is set.
-    """
+    """The sum of the losses that count, how many those are, and both together for the log."""
     assert mask is not None, "only the last stage, which has data, computes a loss"
     flat = mask.reshape(-1).float()
     loss = torch.sum(losses.reshape(-1).float() * flat)
-    if check_for_nan and not torch.isfinite(loss):
+    if check is not None:
+        check(loss.detach())
+    tokens = flat.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def check_finite(loss: torch.Tensor) -> None:
+    """Refuse a loss that is not finite.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if not torch.isfinite(loss):
         raise RuntimeError(
             f"the loss of a microbatch is {loss.item()} on rank {torch.distributed.get_rank()}: lower --lr, or go on "
             "regardless with --no-check-for-nan-in-loss-and-grad"
         )
-    tokens = flat.sum().detach().to(torch.int)
-    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
 def _stream(loader: torch.utils.data.DataLoader[Batch]) -> Generator[Batch, None, None]:

@@ -79,6 +79,11 @@ def _check_platform(args: Namespace) -> None:
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
     if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
         te_linear.check_version()
+    if args.post_validation and args.pipeline_schedule == "stock":
+        raise ValueError(
+            "--post-validation needs a schedule that says where a step must stand, and megatron-core's own does not: take 1f1b, "
+            "which runs the same passes, or another one, or leave --post-validation out"
+        )
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
