@@ -23,6 +23,7 @@ from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.sustain import smallest_sustaining_limit
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.view import Iteration
 
 _Read = TypeVar("_Read")
 
@@ -126,10 +127,24 @@ def read_timeline(path: str, options: argparse.Namespace) -> tuple[Timeline, Cas
         ValueError: the file is malformed or the schedule breaks a rule; the message names the file.
         OSError: the file cannot be read.
     """
-    if _is_table(path) or '"passes"' in read_text(path):
+    if _is_schedule(path):
         case = read_case(path, options)
         return case.timeline, case
     return _naming(path, Timeline.from_json), None
+
+
+def read_iteration(path: str) -> Iteration:
+    """What a training run recorded about one iteration.
+
+    Raises:
+        ValueError: the file is malformed, or a schedule; the message names the file.
+        OSError: the file cannot be read.
+    """
+    if _is_schedule(path):
+        raise ValueError(
+            f"{path} is a schedule, and only iterations that ran are joined: name the iteration_*.json of --pipeline-trace"
+        )
+    return _naming(path, Iteration.from_json)
 
 
 def _naming(path: str, read: Callable[[str], _Read]) -> _Read:
@@ -146,6 +161,11 @@ def _naming(path: str, read: Callable[[str], _Read]) -> _Read:
         raise ValueError(f"{path}: not a schedule: the JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _is_schedule(path: str) -> bool:
+    """Whether a file holds passes without times."""
+    return _is_table(path) or '"passes"' in read_text(path)
 
 
 def _is_table(path: str) -> bool:

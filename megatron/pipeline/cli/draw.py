@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
-from megatron.pipeline.cli.case import Case, read_timeline
+from megatron.pipeline.cli.case import Case, read_iteration, read_timeline
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
 from megatron.pipeline.schedule.simulate import activation_profile
 from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.view import Entry, draw, write_page
+from megatron.pipeline.view import Consecutive, Entry, draw, write_page
 
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -21,11 +21,17 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("draw", help=help, description=help, parents=[cost_flags()])
     parser.add_argument("files", nargs="+", metavar="FILE", help="schedules (mpipe plan --json, or .csv) or recorded timelines")
     parser.add_argument("--memory", action="store_true", help="draw activation memory under each schedule of a picture")
+    parser.add_argument(
+        "--consecutive", action="store_true", help="join iterations of one training run, its iteration_*.json in their order"
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html file instead of text")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
+    if options.consecutive:
+        _join(options)
+        return
     suffix = check_suffix(options.output, _SUFFIXES)
     if options.memory and not options.output:
         raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
@@ -49,6 +55,20 @@ def run(options: argparse.Namespace) -> None:
         wrote(options.output)
     else:
         print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))
+
+
+def _join(options: argparse.Namespace) -> None:
+    """Draw iterations that follow one another in one panel."""
+    check_suffix(options.output, (".png", ".svg"))
+    if options.memory:
+        raise ValueError("--memory is for schedules, and --consecutive joins recorded iterations: leave one of them out")
+    joined = Consecutive(tuple(read_iteration(path) for path in options.files))
+    title, timeline = joined.title, joined.timeline
+    if options.output:
+        draw({title: timeline}, options.output, unit="s", consecutive={title: joined})
+        wrote(options.output)
+    else:
+        print(f"{title}: {joined.summary()}; every second one in small letters\n{drawing(timeline, consecutive=joined)}")
 
 
 def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]) -> None:

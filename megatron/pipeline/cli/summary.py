@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.view import render
+from megatron.pipeline.view import Consecutive, render
 
 ABOVE_BOUND = "above bound: than the least possible on the same placement, of what holds no more memory than that schedule"
 
@@ -60,9 +60,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 
 
-def drawing(timeline: Timeline, splits: int = 1) -> str:
+def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None = None) -> str:
     """A timeline as text, as wide as the terminal."""
-    return render(timeline, shutil.get_terminal_size().columns, splits=splits)
+    return render(timeline, shutil.get_terminal_size().columns, splits=splits, consecutive=consecutive)
 
 
 def unit_of(microbatches: bool) -> str:

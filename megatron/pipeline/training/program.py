@@ -40,7 +40,7 @@ from megatron.pipeline.training.loop import train
 from megatron.pipeline.training.planning import plan_pipeline
 from megatron.pipeline.training.state import Training, build_training, initialize_model_parallel
 from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.pipeline.training.trace import draw_last_trace
+from megatron.pipeline.training.trace import draw_consecutive, draw_last_trace
 from megatron.pipeline.training.validation import validate
 
 Guard = Callable[..., AbstractContextManager[object]]
@@ -208,12 +208,13 @@ def _last_words(args: Namespace, log: Log) -> str:
     lines = []
     if log.first_loss is not None:
         lines.append(f" loss: {log.first_loss:.4f} -> {log.last_loss:.4f}")
-    picture = draw_last_trace(args.pipeline_trace) if args.pipeline_trace else None
+    traces = args.pipeline_trace
     places = {
         "metrics": args.metrics,
         "TensorBoard log": args.tensorboard_dir,
         "checkpoint": checkpoint.latest(args.save) if args.save else None,
-        "traces": args.pipeline_trace,
-        "timeline picture": picture,
+        "traces": traces,
+        "timeline picture": draw_last_trace(traces) if traces else None,
+        "picture of consecutive iterations": draw_consecutive(traces) if traces else None,
     }
     return "\n".join(lines + [f" {name}: {place}" for name, place in places.items() if place])

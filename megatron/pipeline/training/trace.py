@@ -1,4 +1,4 @@
-"""Measured timelines on disk: ``DIR/iteration_0000020.json`` for every logged iteration, and a picture of the last.
+"""Measured timelines on disk: ``DIR/iteration_0000020.json`` for every logged iteration, and pictures of the last ones.
 
 A file opens in ui.perfetto.dev, which passes over the fields that are ours: the measured iteration, and what was planned.
 """
@@ -15,6 +15,7 @@ from megatron.pipeline.schedule.simulate import activation_profile, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
+from megatron.pipeline.view.consecutive import Iteration, latest
 from megatron.pipeline.view.picture import draw
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from megatron.pipeline.runtime.report import Report
 
 _MIB = 2**20
+_MOST_JOINED = 4  # iterations of one picture: boxes of more are too narrow to tell apart
 
 
 def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
@@ -66,12 +68,16 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
 
 def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
     """The record of the last iteration that was written, and its timeline; None if there is none."""
-    # By time, not by name: an earlier run into the same directory may have gone further.
-    paths = sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    paths = _written(directory)
     if not paths:
         return None
     text = paths[-1].read_text()
     return json.loads(text), Timeline.from_json(text)
+
+
+def _written(directory: str) -> list[Path]:
+    # By time, not by name: an earlier run into the same directory may have gone further.
+    return sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
 def draw_last_trace(directory: str) -> Path | None:
@@ -86,6 +92,23 @@ def draw_last_trace(directory: str) -> Path | None:
         _draw(record, timeline, planned, measured, path)
     except OSError as error:
         logger.warning("WARNING: no picture in %s (%s)", path, error.strerror)
+        return None
+    return path
+
+
+def draw_consecutive(directory: str) -> Path | None:
+    """Draw the iterations that were written last and ran one directly after another, at most 4; returns the picture's path.
+
+    None where there are no two such, as with a ``--log-interval`` above 1.
+    """
+    path = Path(directory) / "consecutive.png"
+    try:
+        joined = latest([Iteration.from_json(path.read_text()) for path in _written(directory)[-_MOST_JOINED:]])
+        if joined is None:
+            return None
+        draw({joined.title: joined.timeline}, path, unit="s", consecutive={joined.title: joined})
+    except (OSError, ValueError) as error:  # what others put into the directory may be no trace
+        logger.warning("WARNING: no picture in %s (%s)", path, error)
         return None
     return path
 

@@ -1,9 +1,10 @@
 """Pictures of schedules and of measured runs: a timeline looks the same whether it was planned or recorded."""
 
+from megatron.pipeline.view.consecutive import Consecutive, Iteration
 from megatron.pipeline.view.page import Entry, write_page
 from megatron.pipeline.view.pareto import Point, draw_pareto
 from megatron.pipeline.view.picture import draw
 from megatron.pipeline.view.robustness import draw_robustness
 from megatron.pipeline.view.text import render
 
-__all__ = ["Entry", "Point", "draw", "draw_pareto", "draw_robustness", "render", "write_page"]
+__all__ = ["Consecutive", "Entry", "Iteration", "Point", "draw", "draw_pareto", "draw_robustness", "render", "write_page"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import COLOURS, MEANING, number, shade, typical_length
 
 if TYPE_CHECKING:
@@ -19,10 +20,11 @@ Profile: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 
 _IDLE = "#F1F1F1"
+_NEXT_IDLE = "#D9E4EE"  # of every second of several iterations
 _WAIT = "#BBA9C9"
 _INK = "#222222"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
-_ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH = 0.3, 0.05, 9.0, 0.13  # inches
+_ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
 _FONT, _SMALLEST, _NARROWEST = 8.0, 5.5, 0.9  # points
 _MOST_BOXES = 60_000  # of one panel: an SVG with more is tens of megabytes
 _BINS = 900  # columns of a panel whose passes are too narrow, or too many, to draw each of them
@@ -36,6 +38,7 @@ def draw(
     splits: Mapping[str, int] | None = None,
     memory_unit: str = "",
     waits: Mapping[str, Intervals] | None = None,
+    consecutive: Mapping[str, Consecutive] | None = None,
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
@@ -50,6 +53,7 @@ def draw(
         splits: for some of the titles, into how many slices each microbatch is cut.
         memory_unit: of the memory, such as ``MiB``.
         waits: for some of the titles, for each rank, from when to when it waited for messages; drawn as flat bars.
+        consecutive: for some of the titles, the iterations that its timeline joins; a line separates each from the next.
 
     Raises:
         ValueError: there is nothing to draw, or the suffix is another one.
@@ -62,13 +66,12 @@ def draw(
         raise ValueError("nothing to draw: give at least one timeline")
     if Path(path).suffix not in (".png", ".svg"):
         raise ValueError(f"cannot draw {path}: the file name must end in .png or .svg")
-    memory, waits = memory or {}, waits or {}
-    heights = [
-        height
+    memory, waits, consecutive = memory or {}, waits or {}, consecutive or {}
+    rows = {
+        title: _row(timeline) * len(timeline.ranks) + (_ITERATIONS if title in consecutive else 0.0)
         for title, timeline in timelines.items()
-        for height in [_TITLE + _row(timeline) * len(timeline.ranks) + _GAP, *([_CURVE + _GAP] if title in memory else [])]
-    ]
-    total = _LEGEND + sum(heights) + _AXIS
+    }
+    total = _LEGEND + sum(_TITLE + height + _GAP for height in rows.values()) + len(memory) * (_CURVE + _GAP) + _AXIS
     longest = max(timeline.makespan for timeline in timelines.values()) or 1.0
     numbers = _Numbers(timelines, splits or {}, (_WIDTH - 1.5 * _SIDE) * 72 / longest)
     figure = Figure(figsize=(_WIDTH, total), facecolor="white")
@@ -83,9 +86,8 @@ def draw(
 
     for title, timeline in timelines.items():
         top -= _TITLE
-        rows = _row(timeline) * len(timeline.ranks)
-        _panel(add(rows), title, timeline, numbers, waits.get(title, ()))
-        top -= rows + _GAP
+        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title))
+        top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], _origin(timeline), peak, memory_unit)
             top -= _CURVE + _GAP
@@ -136,23 +138,30 @@ def _row(timeline: Timeline) -> float:
     return min(_ROW, max(_FLATTEST, _TALLEST_PANEL / len(timeline.ranks)))
 
 
-def _panel(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals) -> None:
+def _panel(
+    axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, consecutive: Consecutive | None
+) -> None:
     """One row per rank; grey is idle time between the first pass of any rank and the last."""
     ranks = len(timeline.ranks)
     if numbers.crowded(timeline):
         _columns(axes, timeline)
     else:
-        _boxes(axes, title, timeline, numbers, waits)
-    axes.set_ylim(ranks - 0.5, -0.5)
+        _boxes(axes, title, timeline, numbers, waits, idle=consecutive is None)
+    top = -0.5
+    if consecutive:
+        _iterations(axes, consecutive, numbers)
+        top -= _ITERATIONS / _row(timeline)
+    axes.set_ylim(ranks - 0.5, top)
     every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=_INK)
-    axes.text(1, 1.0, _summary(timeline), transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK)
+    summary = consecutive.summary() if consecutive else _summary(timeline)
+    axes.text(1, 1.0, summary, transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK)
 
 
-def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals) -> None:
-    """One box per pass. All alike boxes of a rank are one path: a fraction of the time and of the file."""
+def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
+    """One box per pass, on idle time. All alike boxes of a rank are one path: a fraction of the time and of the file."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path as Outline
 
@@ -161,7 +170,8 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
     outline = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
     for row, rank in enumerate(timeline.ranks):
         low, high = row - 0.42, row + 0.42
-        axes.broken_barh([(0, timeline.makespan)], (low, high - low), facecolor=_IDLE, linewidth=0)
+        if idle:
+            axes.broken_barh([(0, timeline.makespan)], (low, high - low), facecolor=_IDLE, linewidth=0)
         if waits:
             bars = [(start - origin, end - start) for start, end in waits[row]]
             axes.broken_barh(bars, (row - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
@@ -211,6 +221,22 @@ def _columns(axes: Axes, timeline: Timeline) -> None:
         image[row * lines + gap // 2 : (row + 1) * lines - gap // 2] = numpy.array(palette, dtype=numpy.uint8)[nearest]
     extent = (0, float(timeline.makespan), len(timeline.ranks) - 0.5, -0.5)
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
+
+
+def _iterations(axes: Axes, consecutive: Consecutive, numbers: _Numbers) -> None:
+    """Stairs down the ranks where each iteration begins, its number above them, and behind boxes two colours in turns."""
+    origin, ranks = _origin(consecutive.timeline), len(consecutive.timeline.ranks)
+    begins = [[start - origin for start in one.starts] for one in consecutive.iterations]
+    begins.append([end - origin for end in consecutive.iterations[-1].ends])
+    edges = [row + side for row in range(ranks) for side in (-0.5, 0.5)]
+    for index, one in enumerate(consecutive.iterations):
+        left, right = ([time for time in begins[at] for _ in range(2)] for at in (index, index + 1))
+        if not numbers.crowded(consecutive.timeline):
+            axes.fill_betweenx(edges, left, right, facecolor=_NEXT_IDLE if index % 2 else _IDLE, linewidth=0, zorder=0.5)
+        axes.plot(left, edges, color=_INK, linewidth=1.3, solid_capstyle="butt", solid_joinstyle="miter", zorder=3)
+        room = (begins[index + 1][0] - left[0]) * numbers.points
+        label = next((text for text in (f"iteration {one.number}", str(one.number)) if 0.6 * _FONT * len(text) < room), "")
+        axes.text(left[0], -0.56, label, va="bottom", fontsize=_FONT, fontweight="bold", color=_INK)
 
 
 def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) -> None:

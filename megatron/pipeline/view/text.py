@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
 _FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "="}
 _IDLE = "."
 _CUT = " ... "
+_Texts: TypeAlias = Iterable[tuple[int, int, str]]  # first column, column behind the last, what stands there
 _MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers, whatever the times are
 
 
-def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int = 1) -> str:
+def render(
+    timeline: Timeline, width: int = 100, height: int = 48, splits: int = 1, consecutive: Consecutive | None = None
+) -> str:
     """One line per rank on one time axis; never more than a screen, and what that leaves out is said below.
 
     A pass is its kind and microbatch (``F0--``, ``B0==``, ``W0~~``, ``R0++``; with several chunks ``F0.1``, with slices
     ``F0a``), or, where the line is too short for that, the first letter of its kind. Dots are idle time. Where the line is
     too short even for letters, the middle of the time is left out; where there are too many ranks, the middle ranks are.
+    Of consecutive iterations all of the time is there, and the shortest passes are left out.
 
     Args:
         timeline: planned or measured.
         width: most characters of a line.
         height: most lines; in less than 10 lines of 40 characters, what is left out may take more.
         splits: slices per microbatch, as the schedule has them.
+        consecutive: the iterations that the timeline joins: a line above says where each begins on the first rank, and the
+            passes of every second one are in small letters.
     """
     passes = [timed for rank in timeline.ranks for timed in rank]
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     origin = min((timed.start for timed in passes), default=0.0)
     room = max(10, width - margin)
     makespan = timeline.makespan
-    scale = _scale(timeline, room)
+    scale = min(_scale(timeline, room), room / makespan if consecutive and makespan else math.inf)
     columns = round(makespan * scale)
     chunked = any(timed.work.chunk for timed in passes)
 
@@ -45,37 +56,60 @@ def render(timeline: Timeline, width: int = 100, height: int = 48, splits: int =
     if columns > room:
         head = (room - len(_CUT) + 1) // 2
         windows = [(0, head), (columns - (room - len(_CUT) - head), columns)]
-    shown: set[int] = set()  # the numbers of the passes that have a column
 
-    def row(index: int, rank: tuple[Timed, ...]) -> str:
-        cells = [[_IDLE] * (stop - first) for first, stop in windows]
-        for position, timed in enumerate(rank):
-            begin, end = round((timed.start - origin) * scale), round((timed.end - origin) * scale)
-            for (first, stop), line in zip(windows, cells, strict=True):
+    def column(time: float) -> int:
+        return round((time - origin) * scale)
+
+    def line(label: str, blank: str, texts: _Texts) -> str:
+        """Texts between blanks, as far as they are in the windows."""
+        cells = [[blank] * (stop - first) for first, stop in windows]
+        for begin, end, text in texts:
+            for (first, stop), seen in zip(windows, cells, strict=True):
                 low, high = max(begin, first), min(end, stop)
                 if low < high:
-                    text = (name(timed) if named else timed.work.kind[:1]).ljust(end - begin, _FILL[timed.work.kind])
-                    line[low - first : high - first] = text[low - begin : high - begin]
-                    shown.add(offsets[index] + position)
-        return f"rank {index}".ljust(margin) + _CUT.join(map("".join, cells))
+                    seen[low - first : high - first] = text.ljust(end - begin, blank)[low - begin : high - begin]
+        return label.ljust(margin) + _CUT.join(map("".join, cells))
 
-    offsets = [0]
-    for rank in timeline.ranks:
-        offsets.append(offsets[-1] + len(rank))
-    first, last = _folded(len(timeline.ranks), height)
-    lines = [row(index, rank) for index, rank in enumerate(timeline.ranks) if not first <= index < last]
+    def row(index: int, rank: tuple[Timed, ...]) -> str:
+        later = [one.starts[index] for one in consecutive.iterations[1:]] if consecutive else []
+        texts = []
+        for timed in rank:
+            begin, end = column(timed.start), column(timed.end)
+            text = (name(timed) if named else timed.work.kind[:1]).ljust(end - begin, _FILL[timed.work.kind])
+            texts.append((begin, end, text.lower() if bisect_right(later, timed.start) % 2 else text))
+        return line(f"rank {index}", _IDLE, texts)
+
+    def shown(timed: Timed) -> bool:
+        begin, end = column(timed.start), column(timed.end)
+        return any(max(begin, first) < min(end, stop) for first, stop in windows)
+
+    first, last = _folded(len(timeline.ranks), height - (consecutive is not None))
+    rows = [(index, rank) for index, rank in enumerate(timeline.ranks) if not first <= index < last]
+    lines = [row(index, rank) for index, rank in rows]
     left_out = []
     if first < last:
         lines.insert(first, f"... {last - first} ranks more")
         left_out.append(f"ranks {first} to {last - 1}")
     if columns > room:
         left_out.append(f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}")
+    if consecutive:
+        lines.insert(0, line("", " ", _numbers(consecutive, column)).rstrip())
     instant = sum(timed.start == timed.end for timed in passes)
-    if left_out or len(shown) + instant < len(passes):
+    seen = sum(shown(timed) for _, rank in rows for timed in rank)
+    if left_out or seen + instant < len(passes):
         reason = ", ".join(left_out) or "passes too short for a column"
-        note = f"left out: {reason}; {len(passes) - len(shown):,} of {len(passes):,} passes"
+        note = f"left out: {reason}; {len(passes) - seen:,} of {len(passes):,} passes"
         lines += textwrap.wrap(note, max(20, width))
     return "\n".join(lines)
+
+
+def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts:
+    """What stands above the first rank, from where each iteration begins there to where the next one does."""
+    first = [one.starts[0] for one in consecutive.iterations] + [consecutive.iterations[-1].ends[0]]
+    for one, start, end in zip(consecutive.iterations, first, first[1:], strict=False):
+        begin, behind = column(start), column(end)
+        words = (f"iteration {one.number}", str(one.number))
+        yield begin, behind, next((text for text in words if len(text) < behind - begin), "")
 
 
 def _scale(timeline: Timeline, room: int) -> float:
