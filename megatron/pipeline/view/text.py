@@ -17,7 +17,7 @@ from megatron.pipeline.view.style import number, typical_length
 _FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "="}
 _IDLE = "."
 _CUT = " ... "
-_Texts: TypeAlias = Iterable[tuple[int, int, str]]  # first column, column behind the last, what stands there
+_Texts: TypeAlias = Iterable[tuple[int, int, str, str]]  # first column, column behind the last, what stands there, what fills it
 _MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers, whatever the times are
 
 
@@ -63,20 +63,20 @@ def render(
     def line(label: str, blank: str, texts: _Texts) -> str:
         """Texts between blanks, as far as they are in the windows."""
         cells = [[blank] * (stop - first) for first, stop in windows]
-        for begin, end, text in texts:
+        for begin, end, text, fill in texts:
             for (first, stop), seen in zip(windows, cells, strict=True):
                 low, high = max(begin, first), min(end, stop)
                 if low < high:
-                    seen[low - first : high - first] = text.ljust(end - begin, blank)[low - begin : high - begin]
+                    seen[low - first : high - first] = text.ljust(end - begin, fill)[low - begin : high - begin]
         return label.ljust(margin) + _CUT.join(map("".join, cells))
 
     def row(index: int, rank: tuple[Timed, ...]) -> str:
         later = [one.starts[index] for one in consecutive.iterations[1:]] if consecutive else []
         texts = []
         for timed in rank:
-            begin, end = column(timed.start), column(timed.end)
-            text = (name(timed) if named else timed.work.kind[:1]).ljust(end - begin, _FILL[timed.work.kind])
-            texts.append((begin, end, text.lower() if bisect_right(later, timed.start) % 2 else text))
+            text = name(timed) if named else timed.work.kind[:1]
+            text = text.lower() if bisect_right(later, timed.start) % 2 else text
+            texts.append((column(timed.start), column(timed.end), text, _FILL[timed.work.kind]))
         return line(f"rank {index}", _IDLE, texts)
 
     def shown(timed: Timed) -> bool:
@@ -109,7 +109,7 @@ def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts
     for one, start, end in zip(consecutive.iterations, first, first[1:], strict=False):
         begin, behind = column(start), column(end)
         words = (f"iteration {one.number}", str(one.number))
-        yield begin, behind, next((text for text in words if len(text) < behind - begin), "")
+        yield begin, behind, next((text for text in words if len(text) < behind - begin), ""), " "
 
 
 def _scale(timeline: Timeline, room: int) -> float:
