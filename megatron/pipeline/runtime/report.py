@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -136,15 +136,13 @@ def start_gathering(record: Record, programs: Sequence[Program], group: torch.di
     length = max(one.length for one in formats)
     numbers = formats[group.rank()].encode(record, length)
     device = torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else this_device()
-    # What starts on a stream of its own neither waits for what computes nor keeps it waiting.
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with _on(stream):
+    with _beside(device):
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         everyone = [torch.empty_like(mine) for _ in formats]
         request = torch.distributed.all_gather(everyone, mine, group=group, async_op=True)
 
     def receive() -> Report:
-        with _on(stream):
+        with _beside(device):
             request.wait()
             rows = [numbers.tolist() for numbers in everyone]
         return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)))
@@ -159,5 +157,11 @@ def gather_objects(record: Record, group: torch.distributed.ProcessGroup) -> Pen
     return PendingReport(lambda: Report(tuple(everyone)))
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+def _beside(device: torch.device) -> AbstractContextManager[Any]:
+    """What starts in here on a GPU neither waits for what computes nor keeps it waiting."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache  # the allocator keeps memory for every stream
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
