@@ -1,0 +1,79 @@
+"""Stepping ahead changes no bit: parameters, optimizer state, losses and norms are those of the same training without it."""
+
+from __future__ import annotations
+
+import pytest
+from optimizer import injected_runs
+from optimizer.injected_runs import POST, Injections
+from pool import Pool
+
+INF, NAN, LARGE = float("inf"), float("nan"), 1e7
+
+
+def everywhere(ranks: int, *kinds: float) -> Injections:
+    """Every kind of trouble on every stage, each in an iteration of its own, and two in a row."""
+    return {1 + number: (rank, kind) for number, (rank, kind) in enumerate((r, k) for r in range(ranks) for k in kinds)}
+
+
+def check(pool: Pool, ranks: int, flags: str, injections: Injections, undone: int, more: str = "") -> None:
+    plain = pool.run(ranks, injected_runs.train, flags, injections)
+    ahead = pool.run(ranks, injected_runs.train, f"{flags} {POST} {more}", injections)
+    for rank, ((told, digests, counts), (expected, same, without)) in enumerate(zip(ahead, plain, strict=True)):
+        assert told == expected, f"rank {rank}"
+        assert digests == same, f"rank {rank}"
+        assert without == {"ahead": 0, "undone": 0, "in vain": 0}
+        assert counts["undone"] == counts["in vain"] == undone
+        assert counts["ahead"] > undone
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_clipping_on_every_stage(pool: Pool, pp: int) -> None:
+    flags = f"--pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h1"
+    check(pool, pp, flags, everywhere(pp, LARGE, 1.0), undone=pp)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_overflow_on_every_stage(pool: Pool, pp: int) -> None:
+    """Infinities, NaNs and gradients to clip, with a loss scale that falls and rises."""
+    flags = (
+        f"--pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h2 --fp16 --initial-loss-scale 256 "
+        "--hysteresis 1 --loss-scale-window 2 --train-iters 15"
+    )
+    check(pool, pp, flags, everywhere(pp, INF, NAN, LARGE), undone=3 * pp)
+
+
+FP16 = "--fp16 --initial-loss-scale 256 --hysteresis 1 --loss-scale-window 2"
+TWO = "--pipeline-model-parallel-size 2 --global-batch-size 16"
+FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{TWO} --pipeline-schedule zb-h1",
+        f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer",
+        f"{TWO} --pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {FP16}",
+        f"{TWO} --pipeline-schedule v-half --tensor-model-parallel-size 2 --sequence-parallel",
+        f"{TWO} --pipeline-schedule zb-h1 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd",
+        f"{TWO} --pipeline-schedule 1f1b --num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 {FP16}",
+        f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --disable-bias-linear "
+        "--use-distributed-optimizer",
+        f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss",
+        f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --hidden-dropout 0.1 --attention-dropout 0.1 {FP16}",
+        f"{FOUR} --pipeline-schedule seq-1f1b --position-embedding-type rope --post-validation-copy host",
+        f"{FOUR} --pipeline-schedule v-min --num-layers 8 --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights",
+        f"{FOUR} --pipeline-schedule zb-h2 --rampup-batch-size 4 4 60 --pipeline-p2p batched",
+    ],
+)
+def test_layouts_and_schedules(pool: Pool, flags: str) -> None:
+    scaled = "--fp16" in flags
+    last = int(flags.split()[1]) - 1
+    injections = {2: (last, LARGE), 4: (0, INF if scaled else LARGE), 5: (last, NAN if scaled else 1.0), 9: (0, LARGE)}
+    check(pool, 4, flags, injections, undone=4 if scaled else 3)
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_without_anything_to_clip_or_scale_nothing_is_copied(pool: Pool, place: str) -> None:
+    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 8 --clip-grad 0 --post-validation-copy {place}"
+    check(pool, 2, flags, {3: (1, LARGE)}, undone=0)
