@@ -1,4 +1,4 @@
-"""A pool of ranks for tests: processes that import torch and megatron-core once and then run functions.
+"""A pool of ranks for tests: processes forked from one that has imported torch and megatron-core, which then run functions.
 
 ``pool.run(4, function, *args)`` calls ``function(*args)`` on 4 ranks that form a fresh gloo world, and returns their
 results in rank order. Functions are found by name, so they live at the top of a module that the workers can import too.
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
+PRELOADED = ("torch", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.dist_checkpointing")
 
 
 class RankFailed(AssertionError):
@@ -34,7 +35,8 @@ class Pool:
     """Ranks are started when they are first needed, and kept until ``close``."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOADED))
         self._workers: list[tuple[Any, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -123,6 +125,7 @@ class _environment:
 def _serve(connection: Connection, stacks: str) -> None:
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        gc.freeze()
         while True:
             try:
                 (module, name), args, kwargs, rank, ranks, port = connection.recv()
@@ -146,6 +149,7 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.distributed.barrier()  # a function that ends at once would close connections that others are still making
     try:
         return function(*args, **kwargs)
     finally:
@@ -164,6 +168,9 @@ def _let_go_of_groups() -> None:
 
     Some of these circles go through autograd's nodes and parameters, where Python's collector cannot follow them: what is left
     of models, optimizers and collections of groups is emptied.
+
+    What is left after that, imports and caches, is frozen like all that the ranks were forked with: looking through it again would
+    take ten times as long as all else that starts and ends a world.
     """
     import torch
 
@@ -174,6 +181,7 @@ def _let_go_of_groups() -> None:
         if module.startswith(holders) or (module.startswith("megatron") and isinstance(one, torch.nn.Module)):
             getattr(one, "__dict__", {}).clear()
     gc.collect()
+    gc.freeze()
 
 
 def _free_port() -> int:

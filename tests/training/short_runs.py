@@ -16,12 +16,13 @@ MODEL = (
 )
 
 
-def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool = False) -> str:
+def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool = False, freezes: bool = False) -> str:
     """Train on this rank of the pool; returns the error message if there was one.
 
     Args:
         terminate_at: the last rank gets a SIGTERM before this iteration.
         fail_while_saving: the disk is full when the checkpoint's tensors have been written.
+        freezes: the loop freezes what exists, and in the end unfreezes also what the pool has frozen, which slows down later runs.
     """
     from megatron.pipeline import patches
 
@@ -31,10 +32,11 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     from torch.distributed.checkpoint import api
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron.pipeline.training import checkpoint, iterations, program
+    from megatron.pipeline.training import checkpoint, iterations, loop, program
 
     schedules.restore()
     real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
+    real_collection = loop._quick_garbage_collection
 
     def run(self: Any, may_be_ahead: bool) -> bool:
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
@@ -48,6 +50,8 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
         raise CheckpointException("write", {0: api._wrap_exception(OSError(28, "No space left on device"))})
 
     iterations.Iterations.run = run  # type: ignore[method-assign]
+    if not freezes:
+        loop._quick_garbage_collection = nullcontext
     if fail_while_saving:
         checkpoint.dist_checkpointing.save = save
     try:
@@ -59,6 +63,7 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     finally:
         iterations.Iterations.run = real_run  # type: ignore[method-assign]
         checkpoint.dist_checkpointing.save = real_save
+        loop._quick_garbage_collection = real_collection
     return ""
 
 

@@ -126,6 +126,7 @@ def frozen_objects(flags: str) -> tuple[int, int, int]:
 
     from megatron.pipeline.training.iterations import Iterations
 
+    gc.unfreeze()  # what the pool has frozen
     counts = [gc.get_freeze_count()]
     real_run = Iterations.run
 
@@ -134,7 +135,7 @@ def frozen_objects(flags: str) -> tuple[int, int, int]:
         return real_run(*args)
 
     with patch.object(Iterations, "run", run):
-        assert not train(flags)
+        assert not train(flags, freezes=True)
     return counts[0], counts[1], gc.get_freeze_count()
 
 
