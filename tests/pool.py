@@ -169,8 +169,8 @@ def _let_go_of_groups() -> None:
     Some of these circles go through autograd's nodes and parameters, where Python's collector cannot follow them: what is left
     of models, optimizers and collections of groups is emptied.
 
-    What is left after that, imports and caches, is frozen like all that the ranks were forked with: looking through it again would
-    take ten times as long as all else that starts and ends a world.
+    What is left after that, imports and caches, is frozen like all that the ranks were forked with: looking through it again
+    would take ten times as long as all else that starts and ends a world.
     """
     import torch
 

@@ -22,7 +22,7 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     Args:
         terminate_at: the last rank gets a SIGTERM before this iteration.
         fail_while_saving: the disk is full when the checkpoint's tensors have been written.
-        freezes: the loop freezes what exists, and in the end unfreezes also what the pool has frozen, which slows down later runs.
+        freezes: the loop freezes what exists and in the end unfreezes all, also what the pool has frozen to have quick runs.
     """
     from megatron.pipeline import patches
 
@@ -51,7 +51,7 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
 
     iterations.Iterations.run = run  # type: ignore[method-assign]
     if not freezes:
-        loop._quick_garbage_collection = nullcontext
+        loop._quick_garbage_collection = nullcontext  # type: ignore[assignment]
     if fail_while_saving:
         checkpoint.dist_checkpointing.save = save
     try:
