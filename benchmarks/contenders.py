@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage
 from torch.distributed import pipelining
 
-from megatron.pipeline.runtime.forward_backward import Plan, run
+from megatron.pipeline.runtime.forward_backward import Plan, Verdict, run
 from megatron.pipeline.runtime.groups import new_group
 from megatron.pipeline.runtime.p2p import Channels, Posting
 from megatron.pipeline.runtime.pipeline import STOCK
@@ -68,11 +68,11 @@ class Megatron:
         self.times, self.microbatches = times, microbatches
         self.ranks, self._rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
         self._sleeper = sleeper
-        alone, world = new_group([self._rank]), torch.distributed.group.WORLD
+        self.alone, world = new_group([self._rank]), torch.distributed.group.WORLD
         assert world is not None, "init_process_group comes first"
         self.channels = Channels.open(world, variable_lengths=False)
         self._groups = ProcessGroupCollection()
-        self._groups.tp = self._groups.cp = self._groups.dp_cp = alone
+        self._groups.tp = self._groups.cp = self._groups.dp_cp = self.alone
         self._groups.embd = self._groups.pos_embd = None
         self._groups.pp = world
 
@@ -113,14 +113,15 @@ class Megatron:
 
 
 class Ours:
-    """A schedule in our executor, planned for the shortest time from the first pass to the last.
+    """A schedule in our executor.
 
     Args:
         name: of a family, with ``@X`` behind it for room for X times the activations of 1F1B, and then ``/batched`` for
             messages that are started together.
+        objective: what it is planned for; by default the shortest time from the first pass on any rank to the last on any.
     """
 
-    def __init__(self, name: str, megatron: Megatron) -> None:
+    def __init__(self, name: str, megatron: Megatron, objective: Objective = Objective.MAKESPAN) -> None:
         self.name, self._megatron = name, megatron
         name, _, posting = name.partition("/")
         family, _, memory = name.partition("@")
@@ -128,15 +129,15 @@ class Ours:
         costs = megatron.times.of(families.placement(family, ranks))
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
-        self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=Objective.MAKESPAN)
+        self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=objective)
         plan = Plan(self.schedule, lower(self.schedule, costs))
         self._forward_backward = partial(
             run, plan, Unmeasured, lambda _: None, lambda *_: megatron.channels, Posting(posting or "single")
         )
-        self._model = megatron.stages(self.schedule.placement)
+        self.model = megatron.stages(self.schedule.placement)
 
-    def iterate(self) -> None:
-        self._megatron.run(self._forward_backward, self._model)
+    def iterate(self, settle: Callable[[], Verdict] | None = None) -> None:
+        self._megatron.run(partial(self._forward_backward, settle=settle), self.model)
 
 
 class Stock:

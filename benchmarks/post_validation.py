@@ -1,0 +1,195 @@
+"""What does stepping ahead save? Runs of sleeping stages, with the optimizer step of megatron-core and with post-validation.
+
+Both step a real optimizer of megatron-core (float32, Adam, with clipping) after every iteration. The synchronous one waits for
+the gradient norm of all stages, so an iteration takes its schedule's makespan; post-validation does not, so iterations
+interlock, and a run of N takes N spans and one fill. Each is planned for what it takes. Run with one process per rank:
+
+    torchrun --nproc-per-node 4 benchmarks/post_validation.py --picture post_validation.png
+
+Every round runs one run of each, so that whatever disturbs the machine disturbs all of them; reported are medians over the
+rounds. "ms per iteration" is from the end of the first iteration to the end of the last, on the rank where that is longest;
+"run" is from the first pass to the last, over what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import warnings
+from dataclasses import dataclass
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+
+import torch
+from contenders import Megatron, Ours, Times
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+from rich.console import Console
+from rich.table import Table
+from sleep_stages import measure_hop
+from sleeping import Sleeper, bind_to_core
+
+from megatron.pipeline import patches
+from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
+from megatron.pipeline.runtime.forward_backward import Verdict
+from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.view import draw
+from megatron.pipeline.view.consecutive import Consecutive, Iteration
+
+SCHEDULES = "1f1b zb-h1 zb-h2 zb-v v-half".split()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run, in seconds.
+
+    Attributes:
+        period: of an iteration.
+        total: from the first pass to the last.
+    """
+
+    period: float
+    total: float
+
+
+class Run:
+    """Iterations of one schedule, each with an optimizer step."""
+
+    def __init__(self, name: str, ahead: bool, megatron: Megatron, sleeper: Sleeper, iterations: int) -> None:
+        self.name, self.ahead, self._sleeper, self._iterations = name, ahead, sleeper, iterations
+        self._ours = Ours(name, megatron, Objective.SPAN if ahead else Objective.MAKESPAN)
+        self.schedule = self._ours.schedule
+        adam = torch.optim.Adam([stage.weight for stage in self._ours.model], lr=1e-3)
+        part = FP32Optimizer(adam, OptimizerConfig(clip_grad=1e9), lambda *_: None)
+        part.grad_stats_parallel_group, part.tp_group = torch.distributed.group.WORLD, megatron.alone
+        self._optimizer = ChainedOptimizer([part])
+        self._snapshot = snapshot_of(self._optimizer)
+        self.timelines: list[Timeline] = []  # of the last run
+
+    def measure(self) -> Measured:
+        """Run all iterations; what was measured, on all ranks together."""
+        self._sleeper.passes.clear()
+        gc.collect()
+        torch.distributed.barrier()
+        gc.disable()  # as timeit does
+        step: StepAhead | None = None
+
+        def settle() -> Verdict:
+            assert step is not None
+            assert not step.settle().undone
+            self._optimizer.zero_grad()
+            return Verdict.GO_ON
+
+        for _ in range(self._iterations):
+            self._ours.iterate(settle if step else None)
+            self._sleeper.synchronize()  # gradients are there
+            if self.ahead:
+                step = StepAhead(self._optimizer, self._snapshot)
+            else:
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+        if step:
+            step.settle()
+        gc.enable()
+        return self._gather()
+
+    def expected(self, times: Times) -> tuple[float, float]:
+        """What an iteration should take, and what comes once for the whole run."""
+        timeline = simulate(self.schedule, times.of(self.schedule.placement, hop=False))
+        return (timeline.span, timeline.makespan - timeline.span) if self.ahead else (timeline.makespan, 0.0)
+
+    def _gather(self) -> Measured:
+        rank, passes = torch.distributed.get_rank(), self._sleeper.passes
+        works = self.schedule.passes[rank]
+        rows: list[list[Timed]] = [
+            [Timed(work, *interval) for work, interval in zip(works, passes[first : first + len(works)], strict=True)]
+            for first in range(0, len(passes), len(works))
+        ]
+        everyone: list[list[list[Timed]]] = [[]] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, rows)
+        self.timelines = [Timeline(tuple(map(tuple, ranks))) for ranks in zip(*everyone, strict=True)]
+        ends = [[row[-1].end for row in rows] for rows in everyone]
+        period = max(end[-1] - end[0] for end in ends) / (self._iterations - 1)
+        return Measured(period, max(end[-1] for end in ends) - min(rows[0][0].start for rows in everyone))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="*", default=SCHEDULES, metavar="NAME[@MEMORY]", help="see Ours in contenders.py")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--milliseconds", nargs=3, type=float, default=(40, 40, 40), metavar=("F", "B", "W"))
+    parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--picture", metavar="FILE", help="draw three iterations of the last schedule's last run, both ways")
+    options = parser.parse_args()
+
+    patches.install()
+    torch.set_num_threads(1)
+    bind_to_core()
+    torch.distributed.init_process_group("gloo")
+    sleeper = Sleeper()
+    hop = measure_hop(sleeper)
+    sleeper.precede_sends()
+    forward, backward, weight = (value / 1000 for value in options.milliseconds)
+    times = Times(forward, backward, weight, hop)
+    megatron = Megatron(times, options.microbatches, sleeper)
+    runs = [Run(name, ahead, megatron, sleeper, options.iterations) for name in options.schedules for ahead in (False, True)]
+    found: list[list[Measured]] = [[] for _ in runs]
+    for turn in range(options.rounds + 1):
+        for run, measured in zip(runs, found, strict=True):
+            seconds = run.measure()
+            if turn:  # the first round connects the ranks
+                measured.append(seconds)
+
+    if torch.distributed.get_rank() == 0:
+        title = (
+            f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches, "
+            f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, {options.iterations} iterations, "
+            f"median of {options.rounds} rounds, hop {1000 * hop:.2f} ms"
+        )
+        Console(width=130).print(_table(title, runs, found, times, options.iterations))
+        if options.picture:
+            _draw(runs[-2:], options.picture)
+    torch.distributed.destroy_process_group()
+
+
+def _table(title: str, runs: list[Run], found: list[list[Measured]], times: Times, iterations: int) -> Table:
+    table = Table(title=title)
+    table.add_column("schedule")
+    table.add_column("optimizer")
+    for column in ("simulated ms", "ms per iteration", "measured / simulated", "run / (N periods + fill)", "speed-up"):
+        table.add_column(column, justify="right")
+    for place, (run, measured) in enumerate(zip(runs, found, strict=True)):
+        period, once = run.expected(times)
+        seconds = statistics.median(one.period for one in measured)
+        total = statistics.median(one.total for one in measured) / (iterations * period + once)
+        waiting = statistics.median(one.period for one in found[place - place % 2])
+        kind = "post-validation" if run.ahead else "synchronous"
+        numbers = (
+            f"{1e3 * period:.1f}",
+            f"{1e3 * seconds:.1f}",
+            f"{seconds / period:.4f}",
+            f"{total:.4f}",
+            f"{waiting / seconds:.4f}",
+        )
+        table.add_row(run.name, kind, *numbers)
+    return table
+
+
+def _draw(runs: list[Run], path: str) -> None:
+    """The last three iterations of each run, one panel under the other."""
+    joined = {}
+    for run in runs:
+        title = f"{run.name}, {'post-validation' if run.ahead else 'synchronous optimizer'}"
+        last = list(enumerate(run.timelines, 1))[-3:]
+        joined[title] = Consecutive(tuple(Iteration(number, run.name, timeline) for number, timeline in last))
+    draw({title: one.timeline for title, one in joined.items()}, path, unit="s", consecutive=joined)
+
+
+if __name__ == "__main__":
+    main()
