@@ -17,11 +17,9 @@ import argparse
 import gc
 import os
 import statistics
-import warnings
 from dataclasses import dataclass
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 import torch
 from contenders import Megatron, Ours, Times

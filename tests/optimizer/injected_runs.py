@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -17,11 +19,15 @@ POST = "--post-validation --post-validation-when always"
 Injections = dict[int, tuple[int, float]]
 
 
-def train(flags: str, injections: Injections) -> tuple[list[tuple[Any, ...]], list[str], dict[str, int]]:
+def train(
+    flags: str, injections: Injections, terminate_in: int | None = None
+) -> tuple[list[tuple[Any, ...]], list[str], dict[str, int]]:
     """Train on this rank of the pool.
 
     Args:
-        injections: by iteration, from 1: the pipeline rank, and what one of its gradients is multiplied by before the step.
+        injections: by iteration, from 1: the pipeline rank, and what one of its gradients becomes before the step: not finite, or
+            a thousandth of the number.
+        terminate_in: the last rank gets a SIGTERM at the end of this iteration.
 
     Returns:
         Of every iteration what was told of it; digests of the parameters and of every part of the optimizer's state; and how many
@@ -47,7 +53,7 @@ def train(flags: str, injections: Injections) -> tuple[list[tuple[Any, ...]], li
 
     def build_training(*args: Any) -> Any:
         training = real_build(*args)
-        _tamper(training, injections)
+        _tamper(training, injections, terminate_in)
         return training
 
     def train(args: Any, training: Any, *others: Any) -> None:
@@ -78,7 +84,8 @@ def train(flags: str, injections: Injections) -> tuple[list[tuple[Any, ...]], li
     return told, digests, counts
 
 
-def _tamper(training: Any, injections: Injections) -> None:
+def _tamper(training: Any, injections: Injections, terminate_in: int | None) -> None:
+    import torch
     from megatron.core import parallel_state
 
     real = training.config.finalize_model_grads_func
@@ -86,10 +93,14 @@ def _tamper(training: Any, injections: Injections) -> None:
 
     def finalize(chunks: Any, *args: Any, **kwargs: Any) -> None:
         real(chunks, *args, **kwargs)
-        chosen, factor = injections.get(training.iteration + 1, (None, 1.0))
+        if training.iteration + 1 == terminate_in and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        chosen, value = injections.get(training.iteration + 1, (None, 1.0))
         if chosen == rank:
             for parameter in chunks[-1].parameters():
-                parameter.main_grad.view(-1)[:1].mul_(0.0).add_(factor if factor * 0 != 0 else 1e-3 * factor)
+                if getattr(parameter, "shared_embedding", False):
+                    continue  # its copy on another stage has to stay the same
+                parameter.main_grad.view(-1)[:1].fill_(1e-3 * value)
 
     training.config.finalize_model_grads_func = finalize
 

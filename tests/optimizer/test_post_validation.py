@@ -56,8 +56,8 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
         f"{TWO} --pipeline-schedule v-half --tensor-model-parallel-size 2 --sequence-parallel",
         f"{TWO} --pipeline-schedule zb-h1 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd",
         f"{TWO} --pipeline-schedule 1f1b --num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 {FP16}",
-        f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --disable-bias-linear "
-        "--use-distributed-optimizer",
+        f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--use-distributed-optimizer --disable-bias-linear",
         f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss",
         f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --hidden-dropout 0.1 --attention-dropout 0.1 {FP16}",
         f"{FOUR} --pipeline-schedule seq-1f1b --position-embedding-type rope --post-validation-copy host",

@@ -81,12 +81,9 @@ class Snapshot:
             if before is None:
                 optimizer.state.pop(parameter, None)
                 continue
-            state = optimizer.state[parameter]
-            for name in state.keys() - before.keys():
-                del state[name]
-            state.update(before)
+            _make(optimizer.state[parameter], before)
         for group, before in self._groups:
-            group.update(before)
+            _make(group, before | {"params": group["params"]})
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()  # the pinned copies may be written to again
 
@@ -113,6 +110,13 @@ class Snapshot:
             if isinstance(value, torch.Tensor):
                 self._copy(value)
         self._state.append((optimizer, parameter, before))
+
+
+def _make(state: dict[str, Any], before: dict[str, Any]) -> None:
+    """Give a dict back what it had, in place."""
+    for name in state.keys() - before.keys():
+        del state[name]
+    state.update(before)
 
 
 def _own(value: Any) -> Any:
