@@ -37,7 +37,7 @@ from megatron.pipeline.training.logging import Step
 from megatron.pipeline.training.state import Training
 
 Iterators = list[Iterator[Batch] | None]
-Tell = Callable[[Step, PendingReport | None, str | None], None]
+Tell = Callable[[Step, PendingReport | None, list[str]], None]
 Stops = Callable[[], tuple[bool, bool]]
 
 
@@ -53,7 +53,8 @@ class _Open:
         ended: when its step had been taken, by this rank's clock.
         loss: sum of the losses and number of tokens, over the data-parallel ranks; None away from the last stage.
         report: what was measured.
-        agreed: over the world: terminated, late, seconds and wasted seconds per microbatch (see ``Observation``).
+        agreed: over the world: terminated, late, bytes of the copy, seconds and wasted seconds per microbatch (see
+            ``Observation``).
         before: whether the step before was ahead, and stood; None where this iteration's time tells nothing of that.
     """
 
@@ -73,7 +74,7 @@ class Iterations:
 
     Args:
         stops: says whether this rank has been asked to terminate, and whether its time is over.
-        tell: called on every rank when an iteration is settled: with what it was, what was measured, and a line for the log.
+        tell: called on every rank when an iteration is settled: with what it was, what was measured, and lines for the log.
 
     Attributes:
         stopped: what ``stops`` said on any rank after the last iteration that is settled.
@@ -90,6 +91,7 @@ class Iterations:
         self._unchecked: list[torch.Tensor] = []  # losses of forwards that may yet be void
         self._last: tuple[float, tuple[bool, bool]] | None = None  # when the last step was taken, and its fate
         self._wasted = 0.0
+        self._ahead = 0  # steps that have been taken ahead
         self.stopped = False, False
 
     def run(self, may_be_ahead: bool) -> bool:
@@ -129,7 +131,8 @@ class Iterations:
         outcome = StepAhead(training.optimizer, self._snapshot).settle if ahead else self._plain_step()
         ended = time.perf_counter()
         costs = [seconds / microbatches for seconds in (ended - began, self._wasted)]
-        agreed = torch.tensor([*map(float, self._stops()), *costs], dtype=torch.float64, device=this_device())
+        copied = self._snapshot.bytes if self._snapshot else 0
+        agreed = torch.tensor([*self._stops(), copied, *costs], dtype=torch.float64, device=this_device())
         training.iteration += 1
         training.consumed_samples += batch
         return _Open(
@@ -158,11 +161,17 @@ class Iterations:
         wasted = time.perf_counter() - done.ended
         outcome = done.outcome()
         norm = outcome.grad_norm if outcome.successful else None
-        terminated, late, *times = done.agreed.wait()
+        terminated, late, copied, *times = done.agreed.wait()
         self.stopped = bool(terminated), bool(late)
-        line = None
-        if self._policy and done.before:
-            line = self._policy.observe(Observation(*done.before, *times))
+        lines = []
+        if self._policy and done.before and (line := self._policy.observe(Observation(*done.before, *times))):
+            lines.append(f" after iteration {self._training.iteration} {line}")
+        self._ahead += done.ahead
+        if done.ahead and self._ahead == 2 and copied:  # in the first step most optimizers have no state to copy yet
+            lines.append(
+                f" post-validation: a step is undone from a copy of {copied / 2**20:.4g} MiB on the largest rank, kept on the "
+                f"{self._args.post_validation_copy}"
+            )
         stood = outcome.successful and not clips(self._args.clip_grad, norm or 0.0)
         self._last, self._wasted = (done.ended, (done.ahead, stood)), wasted
         step = Step(
@@ -178,7 +187,7 @@ class Iterations:
         if outcome.successful:
             self._training.scheduler.step(increment=done.batch)
         unchecked, self._unchecked = self._unchecked, []
-        self._tell(step, done.report, line)
+        self._tell(step, done.report, lines)
         if any(self.stopped):
             return Verdict.STOP
         if done.ahead:

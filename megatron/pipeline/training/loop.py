@@ -68,11 +68,11 @@ def _pauses(
         late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
         return terminated(), late
 
-    def tell(step: Step, pending: PendingReport | None, line: str | None) -> None:
+    def tell(step: Step, pending: PendingReport | None, lines: list[str]) -> None:
         nonlocal profiling
         report = _report(args, step, pending, pipeline, log, timers, always=profiling is not None)
-        if line:
-            log.line(f" after iteration {step.iteration} {line}")
+        for line in lines:
+            log.line(line)
         if profiling is not None and report is not None:
             profiling = _go_on(profiling, report, log)
 
@@ -111,15 +111,16 @@ def _report(
     timers: Timers | None,
     always: bool,
 ) -> Report | None:
-    """Log an iteration, with what was measured if that is wanted now."""
+    """Log an iteration, with what was measured if this rank wants that now."""
     logged = step.iteration % args.log_interval == 0
-    wanted = always or args.metrics or args.tensorboard_dir or logged
+    traces = args.pipeline_trace and logged and torch.distributed.get_rank() == 0
+    wanted = always or traces or (log.writes and (args.metrics or args.tensorboard_dir or logged))
     report = pending.wait() if pending and wanted else None
     measured = None
     if report and log.writes:
         measured = Measured(report.bubble_rate, pipeline.slowdown(report), report.peak_activation_bytes)
     log.step(step, measured)
-    if args.pipeline_trace and logged and report and torch.distributed.get_rank() == 0:
+    if traces and report:
         write_trace(args.pipeline_trace, step.iteration, pipeline, report)
     if timers is not None and logged:
         timers.log(list(timers._timers), normalizer=args.log_interval)
