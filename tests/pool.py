@@ -20,24 +20,33 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-PRELOADED = ("torch", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.dist_checkpointing")
+PRELOADED = ("torch", "numba", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.dist_checkpointing")
 
 
 class RankFailed(AssertionError):
     """A function raised on a rank, or a rank died or did not answer in time."""
 
 
+def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """A process that calls a function and that has torch and megatron-core imported from its first moment on."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    process = context.Process(target=function, args=args, daemon=False)
+    with _environment():
+        process.start()
+    return process
+
+
 class Pool:
     """Ranks are started when they are first needed, and kept until ``close``."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOADED))
-        self._workers: list[tuple[Any, Connection, Path]] = []
+        self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
@@ -49,7 +58,7 @@ class Pool:
         self._start(ranks)
         workers = self._workers[:ranks]
         where = function.__module__, function.__qualname__
-        port = _free_port()
+        port = free_port()
         for rank, (_, connection, _) in enumerate(workers):
             connection.send((where, args, kwargs, rank, ranks, port))
         answers = self._collect(workers, timeout)
@@ -73,15 +82,13 @@ class Pool:
 
     def _start(self, ranks: int) -> None:
         while len(self._workers) < ranks:
-            ours, theirs = self._context.Pipe()
+            ours, theirs = multiprocessing.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
-            process = self._context.Process(target=_serve, args=(theirs, str(stacks)), daemon=False)
-            with _environment():
-                process.start()
+            process = forked(_serve, theirs, str(stacks))
             theirs.close()
             self._workers.append((process, ours, stacks))
 
-    def _collect(self, workers: list[tuple[Any, Connection, Path]], timeout: float) -> list[tuple[bool, Any]]:
+    def _collect(self, workers: list[tuple[BaseProcess, Connection, Path]], timeout: float) -> list[tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         failed_at = None
@@ -102,6 +109,7 @@ class Pool:
                     failed_at = failed_at or time.monotonic()
         for rank, (process, _, stacks) in enumerate(workers):
             if rank not in answers:
+                assert process.pid is not None
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.5)
                 text = stacks.read_text() if stacks.exists() else ""
@@ -110,7 +118,7 @@ class Pool:
 
 
 class _environment:
-    """What a rank's process must see when it starts: one thread, and the tests' own modules."""
+    """What a process must see when it starts: one thread, and the tests' own modules."""
 
     def __enter__(self) -> None:
         self._saved = dict(os.environ)
@@ -184,7 +192,7 @@ def _let_go_of_groups() -> None:
     gc.freeze()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]

@@ -1,16 +1,9 @@
-"""Started by test_failures.py: trains on 4 ranks and lets one fail in a known pass.
-
-Under torchrun it is one rank. Alone it forks all of them, prints their exit codes as a JSON list, and kills those that stay
-stopped after the others have ended; there rank 0 keeps the rendezvous store.
-"""
+"""Started by test_failures.py: one rank of a few that train, of which one fails in a known pass."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +25,7 @@ def main(how: str, failing_rank: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)  # as in training, where it is noted
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    run = tiny_gpt.Run("zb-h1", pp=RANKS)
+    run = tiny_gpt.Run("zb-h1", pp=torch.distributed.get_world_size())
     run.step(0)
     tokens = run._tokens
     fails = torch.distributed.get_rank() == failing_rank
@@ -62,28 +55,13 @@ def main(how: str, failing_rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def fork(how: str, failing_rank: int) -> list[int | None]:
-    """All ranks of one machine, without importing everything four times."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(probe.getsockname()[1]), WORLD_SIZE=str(RANKS))
-    context = multiprocessing.get_context("fork")
-    ranks = []
-    for rank in range(RANKS):
-        os.environ["RANK"] = str(rank)
-        ranks.append(context.Process(target=main, args=(how, failing_rank)))
-        ranks[-1].start()
-    for rank, process in enumerate(ranks):
-        if (how, rank) != ("stop", failing_rank):
-            process.join()
-    for process in ranks:
-        process.kill()
-        process.join()
-    return [process.exitcode for process in ranks]
+def rank_alone(rank: int, port: int, stderr: Path, how: str, failing_rank: int) -> None:
+    """One of ``RANKS`` processes without a launcher, which writes its errors to the end of a file."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with stderr.open("a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    main(how, failing_rank)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main(sys.argv[1], int(sys.argv[2]))
-    else:
-        print(json.dumps(fork(sys.argv[1], int(sys.argv[2]))))
+    main(sys.argv[1], int(sys.argv[2]))

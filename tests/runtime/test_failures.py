@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from pool import forked, free_port
+from runtime import failing_ranks
+from runtime.failing_ranks import RANKS, rank_alone
 
 from megatron.pipeline.runtime.situation import Situation, View, diagnose, list_ranks
 from megatron.pipeline.schedule import families
@@ -19,14 +20,18 @@ from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Compute, Wait
 
-SCRIPT = Path(__file__).with_name("failing_ranks.py")
 
-
-def fail(how: str, rank: int, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, str(SCRIPT), how, str(rank)]
-    return subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False
-    )
+def fail(directory: Path, how: str, failing: int) -> tuple[list[int | None], str]:
+    """Exit codes and errors of 4 ranks that no launcher ends. Rank 0 keeps the rendezvous store."""
+    port, stderr = free_port(), directory / "stderr"
+    ranks = [forked(rank_alone, rank, port, stderr, how, failing) for rank in range(RANKS)]
+    for rank, process in enumerate(ranks):
+        if (how, rank) != ("stop", failing):
+            process.join(timeout=60)
+    for process in ranks:
+        process.kill()  # the one that stays stopped
+        process.join()
+    return [process.exitcode for process in ranks], stderr.read_text()
 
 
 def reason(stderr: str, rank: int) -> str:
@@ -46,44 +51,53 @@ def own(stderr: str, rank: int) -> str:
     ("how", "failing", "message"),
     [
         ("raise", 2, r"rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
-        # Of a silent rank only what it said last is known. Rank 0 keeps the rendezvous store.
+        # Of a silent rank only what it said last is known.
         ("stop", 0, r"rank 0 is silent: killed, stopped or cut off. It was last in .*"),
         ("stop", 2, r"rank 2 is silent: .* It was last in .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
+        ("kill", 2, r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
         ("stuck", 2, r"rank 2 is slow or stuck in Compute F3.0 .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
     ],
 )
-def test_every_rank_names_the_culprit(how: str, failing: int, message: str) -> None:
-    ended = fail(how, failing)
-    for rank, code in enumerate(json.loads(ended.stdout)):
+def test_every_rank_names_the_culprit(tmp_path: Path, how: str, failing: int, message: str) -> None:
+    codes, stderr = fail(tmp_path, how, failing)
+    for rank, code in enumerate(codes):
         assert code != 0
-        if (how, rank) != ("stop", failing):
-            assert re.fullmatch(message, reason(ended.stderr, rank))
+        if rank != failing or how not in ("stop", "kill"):
+            assert re.fullmatch(message, reason(stderr, rank))
     if how == "raise":
-        assert ended.stderr.count("Traceback (most recent call last)") == 1
-        assert re.search(r'File ".*failing_ranks.py", line \d+, in failing\n', ended.stderr)
+        assert stderr.count("Traceback (most recent call last)") == 1
+        assert re.search(r'File ".*failing_ranks.py", line \d+, in failing\n', stderr)
     if how == "stuck":
         assert re.fullmatch(
             r"Wait gradient of microbatch 2 from stage 2, for B2.0 after iteration 1, waiting for rank 2; "
             r"last finished: B0.0 F3.0 B1.0 W0.0",
-            own(ended.stderr, 1),
+            own(stderr, 1),
         )
-        assert own(ended.stderr, 3).startswith("Wait activation of microbatch 3 from stage 2, for F3.0 after iteration 1, wait")
-        assert re.search(r" \(at .*failing_ranks.py:\d+ in failing\)$", own(ended.stderr, 2))
+        assert own(stderr, 3).startswith("Wait activation of microbatch 3 from stage 2, for F3.0 after iteration 1, wait")
+        assert re.search(r" \(at .*failing_ranks.py:\d+ in failing\)$", own(stderr, 2))
 
 
 @pytest.mark.slow
 def test_a_killed_rank_under_torchrun() -> None:
-    ended = fail("kill", 2, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*launcher, failing_ranks.__file__, "kill", "1"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode != 0
-    for rank in (0, 1, 3):
-        assert reason(ended.stderr, rank).startswith("rank 2 is silent: killed, stopped or cut off. It was last in ")
+    assert reason(ended.stderr, 0).startswith("rank 1 is silent: killed, stopped or cut off. It was last in ")
 
 
 @pytest.mark.slow
-def test_a_slow_rank_is_left_alone() -> None:
-    ended = fail("slow", 2)
-    assert json.loads(ended.stdout) == [0, 0, 0, 0], ended.stderr
-    assert "ends because" not in ended.stderr
+def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
+    codes, stderr = fail(tmp_path, "slow", 2)
+    assert codes == [0, 0, 0, 0], stderr
+    assert "ends because" not in stderr
 
 
 def waits(rank: int) -> Situation:

@@ -1,4 +1,7 @@
-"""Loss and gradient norm of 20 iterations equal megatron-core's own 1F1B bit for bit, whatever the schedule and layout."""
+"""Loss and gradient norm of every iteration equal megatron-core's own 1F1B bit for bit, whatever the schedule and layout.
+
+One run of each schedule has 20 iterations; the others are shorter: what a schedule does wrong in one it does in the first.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def assert_equals_stock(pool: Pool, ranks: int, **options: Any) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_pipeline_sizes(pool: Pool, pp: int, microbatches: int) -> None:
-    assert_equals_stock(pool, pp, pp=pp, microbatches=microbatches)
+    iterations = 20 if (pp, microbatches) == (4, 8) else 4
+    assert_equals_stock(pool, pp, pp=pp, microbatches=microbatches, iterations=iterations)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +47,7 @@ def test_pipeline_sizes(pool: Pool, pp: int, microbatches: int) -> None:
     ],
 )
 def test_layouts_and_settings(pool: Pool, pp: int, tp: int, flags: str) -> None:
-    assert_equals_stock(pool, 4, pp=pp, tp=tp, microbatches=6, flags=tuple(flags.split()), iterations=8)
+    assert_equals_stock(pool, 4, pp=pp, tp=tp, microbatches=6, flags=tuple(flags.split()), iterations=4)
 
 
 def test_pipeline_size_changes_no_gradient(pool: Pool) -> None:
@@ -66,7 +70,7 @@ def test_dropout_differs_between_microbatches(pool: Pool) -> None:
 def evaluate_in_between(schedule: str) -> list[tiny_gpt.Step]:
     run = tiny_gpt.Run(schedule, pp=2, flags=("--overlap-grad-reduce",))
     steps = []
-    for iteration in range(4):
+    for iteration in range(3):
         steps.append(run.step(iteration))
         for chunk in run.chunks:
             chunk.eval()

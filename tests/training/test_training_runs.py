@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,7 @@ import pytest
 from pool import Pool
 from training.short_runs import batches, metrics, train
 
-from megatron.pipeline.training import checkpoint, corpus
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    directory = tmp_path_factory.mktemp("data")
-    documents = corpus.read_documents(corpus.standard_library(200_000), ["text"], "surrogateescape")
-    args = Namespace(tokenizer_type="ByteLevelTokenizer")
-    corpus.write_dataset(documents, str(directory / "stdlib"), ["text"], args, True, 1, lambda _: None)
-    return f"--data-path {directory}/stdlib_text_document"
+from megatron.pipeline.training import checkpoint
 
 
 def ran(errors: list[str]) -> bool:

@@ -1,0 +1,19 @@
+"""Shared by trainings: a small corpus, which is read in less time than Megatron's mock data is drawn."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron.pipeline.training import corpus
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a training on some of the standard library's source code."""
+    directory = tmp_path_factory.mktemp("data")
+    documents = corpus.read_documents(corpus.standard_library(200_000), ["text"], "surrogateescape")
+    args = Namespace(tokenizer_type="ByteLevelTokenizer")
+    corpus.write_dataset(documents, str(directory / "stdlib"), ["text"], args, True, 1, lambda _: None)
+    return f"--data-path {directory}/stdlib_text_document"
