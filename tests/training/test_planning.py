@@ -147,9 +147,13 @@ def test_stock_takes_chunks() -> None:
     assert pipeline.placement.chunks == 2
 
 
-def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1".split(), world_size=2)
-    assert main(["plan", "--schedule", "auto", "--pp", "2", "--microbatches", "4", "--memory-limit", "2", "--json"]) == 0
+@pytest.mark.parametrize(("flags", "objective"), [("", "makespan"), ("--post-validation", "span")])
+def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str], flags: str, objective: str) -> None:
+    """Where no iteration begins before the one before has ended on all ranks, the makespan is what to choose by."""
+    flags = f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1 {flags}"
+    _, _, pipeline = program.prepare(flags.split(), world_size=2)
+    request = f"plan --schedule auto --pp 2 --microbatches 4 --memory-limit 2 --objective {objective} --json"
+    assert main(request.split()) == 0
     chosen = json.loads(capsys.readouterr().out)
     assert pipeline.name == chosen["schedule"].split()[0]
 

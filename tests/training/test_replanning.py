@@ -15,6 +15,7 @@ from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.training import program
 
@@ -86,7 +87,7 @@ def test_the_swap_changes_no_number(
     text = "\n".join(lines)
     for microbatches in (2, 3, 4):  # the ramp-up's
         assert f"for {microbatches} microbatches" in text
-    assert "another order; predicted span" in text and "since then: measured bubble" in text
+    assert "another order; predicted makespan" in text and "since then: measured bubble" in text
     assert metrics(tmp_path / "m.jsonl") == plain
     ratios = [json.loads(line)["measured_over_simulated"] for line in (tmp_path / "m.jsonl").read_text().splitlines()]
     assert ratios[:4] == [None] * 4 and all(ratio > 0 for ratio in ratios[5:])
@@ -134,7 +135,7 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     assert limit == (needed + 0.5) * MIB
     after = pipeline.plan_again(costs, limit)[8]
     assert max(activation_peaks(after, costs)) <= limit
-    assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit)
+    assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit, Objective.SPAN)
     assert f"it needs {needed}MiB on a rank, and the limit is" in _plan(pipeline, costs, limit / 2)["error"]
 
 

@@ -24,6 +24,7 @@ from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
@@ -44,6 +45,7 @@ class Pipeline:
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         posting: how sends and receives are started.
+        objective: what an iteration takes: its makespan, or where iterations interlock its span.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -58,8 +60,10 @@ class Pipeline:
         costs: Costs | None = None,
         measure: bool = False,
         posting: Posting = Posting.SINGLE,
+        objective: Objective = Objective.MAKESPAN,
     ) -> None:
         self.name = schedule
+        self.objective = objective
         self._ranks = ranks
         self._chunks = chunks
         self._memory_limit = memory_limit
@@ -241,18 +245,21 @@ class Pipeline:
         self.costs, self._memory_limit = costs, memory_limit
 
     def _better(self, used: Schedule, costs: Costs, memory_limit: float | None) -> Schedule:
-        made = families.plan(self.name, self._ranks, used.microbatches, costs, self._chunks, memory_limit=memory_limit)
+        made = self._plan(used.microbatches, costs, memory_limit)
         try:
             verify(used, costs, memory_limit)
         except ValueError:
             return made
-        return made if simulate(made, costs).span < simulate(used, costs).span else used
+        lengths = [self.objective.length(simulate(schedule, costs)) for schedule in (made, used)]
+        return made if lengths[0] < lengths[1] else used
+
+    def _plan(self, microbatches: int, costs: Costs | None, limit: float | None) -> Schedule:
+        sizes = self._ranks, microbatches, costs, self._chunks
+        return families.plan(self.name, *sizes, memory_limit=limit, objective=self.objective)
 
     def _make_plan(self, microbatches: int, forward_only: bool) -> Plan:
         if self._from_file is None:
-            schedule = families.plan(
-                self.name, self._ranks, microbatches, self.costs, self._chunks, memory_limit=self._memory_limit
-            )
+            schedule = self._plan(microbatches, self.costs, self._memory_limit)
         elif forward_only:
             # A file is for one number of microbatches; its placement is all that evaluation needs.
             schedule = _forwards_in_order(self._from_file, microbatches)

@@ -21,7 +21,7 @@ from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.problem import LimitTooLow
+from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.verify import rounded_up
@@ -86,7 +86,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         return
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
-        + _change(before[m], schedule, costs, limit)
+        + _change(before[m], schedule, costs, limit, pipeline.objective)
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
@@ -143,16 +143,17 @@ def _words(costs: Costs) -> str:
     return f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
 
 
-def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None) -> str:
+def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:
     """What a new schedule is expected to bring."""
-    old, new = simulate(before, costs), simulate(after, costs)
+    timelines = [simulate(schedule, costs) for schedule in (before, after)]
+    (old, waste), (new, wastes) = ((objective.length(one), objective.bubble_rate(one)) for one in timelines)
     held, holds = (max(activation_peaks(schedule, costs)) / _MIB for schedule in (before, after))
     kept = "the order stays" if before.passes == after.passes else "another order"
     if limit is not None and held > limit / _MIB:
         kept += f", since the one before held up to {held:.4g} MiB and the limit is {limit / _MIB:.4g} MiB"
     return (
-        f"{kept}; predicted span {1e3 * old.span:.4g} -> {1e3 * new.span:.4g} ms, bubble {old.bubble_rate:.1%} -> "
-        f"{new.bubble_rate:.1%}, activations up to {holds:.4g} MiB a rank"
+        f"{kept}; predicted {objective} {1e3 * old:.4g} -> {1e3 * new:.4g} ms, bubble {waste:.1%} -> "
+        f"{wastes:.1%}, activations up to {holds:.4g} MiB a rank"
     )
 
 

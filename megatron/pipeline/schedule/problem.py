@@ -16,6 +16,14 @@ class Objective(StrEnum):
     SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
     MAKESPAN = "makespan"  # where they do not: from the first pass of all ranks to the last of all
 
+    def length(self, timeline: Timeline) -> float:
+        """What is to be short, of a timeline."""
+        return timeline.span if self is Objective.SPAN else timeline.makespan
+
+    def bubble_rate(self, timeline: Timeline) -> float:
+        """The idle share of that length."""
+        return timeline.bubble_rate if self is Objective.SPAN else timeline.makespan_bubble_rate
+
 
 class LimitTooLow(ValueError):
     """A family has no schedule within a memory limit.
@@ -87,7 +95,7 @@ class Problem:
 
     def value(self, timeline: Timeline) -> float:
         """What the problem wants to be short, of a timeline."""
-        return timeline.span if self.objective is Objective.SPAN else timeline.makespan
+        return self.objective.length(timeline)
 
     def microbatch_memory(self, rank: int) -> float:
         """What one microbatch holds on a rank when all its chunks have run F (and R): with that much every problem can be

@@ -16,7 +16,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import LimitTooLow
+from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
@@ -75,6 +75,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         memory_limit=limit,
         costs=costs,
         posting=Posting(args.pipeline_p2p),
+        objective=_objective(args),
         measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
     )
     placement = pipeline.placement
@@ -92,6 +93,11 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     for microbatches in counts:
         pipeline.check(microbatches)
     return pipeline
+
+
+def _objective(args: Namespace) -> Objective:
+    """What an iteration takes. Without post-validation each waits for all ranks to end the one before."""
+    return Objective.SPAN if args.post_validation else Objective.MAKESPAN
 
 
 def _check_name(name: str) -> None:
@@ -156,7 +162,7 @@ def _best(args: Namespace, microbatches: int, costs: Costs | None, limit: float 
     ]
     if chunks is not None:
         wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
-    planned, refused = candidates(Request(ranks, microbatches, costs_of, limit), wanted)
+    planned, refused = candidates(Request(ranks, microbatches, costs_of, limit, objective=_objective(args)), wanted)
     needs = [refusal.needs for refusal in refused if refusal.needs is not None]
     if not planned and needs:
         raise LimitTooLow("no schedule fits into the limit", min(needs))
@@ -166,7 +172,7 @@ def _best(args: Namespace, microbatches: int, costs: Costs | None, limit: float 
             f"--pipeline-schedule auto found no schedule for {ranks} ranks and {microbatches} microbatches ({reasons})"
         )
     best = choose(planned).best
-    logger.info("schedule auto: %s, the shortest of %d (span %.6g)", best.variant, len(planned), best.value)
+    logger.info("schedule auto: %s, the shortest of %d (%s %.6g)", best.variant, len(planned), _objective(args), best.value)
     return best.variant.name, best.variant.chunks
 
 

@@ -194,11 +194,13 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     schedule = pipeline.plan(max(microbatch_counts(args))).schedule
     costs = pipeline.costs or uniform(schedule.placement)
     timeline, peak = simulate(schedule, costs), max(activation_peaks(schedule, costs))
-    span = f"span {1e3 * timeline.span:.4g} ms, " if pipeline.costs else ""
+    objective = pipeline.objective
+    length = f"{objective} {1e3 * objective.length(timeline):.4g} ms, " if pipeline.costs else ""
     held = f"{peak / 2**20:.4g} MiB" if pipeline.costs else f"{peak:.4g} microbatches"
     at = "these costs" if pipeline.costs else "equal costs"
+    bubble = objective.bubble_rate(timeline)
     return (
-        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {span}bubble {timeline.bubble_rate:.1%}, "
+        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%}, "
         f"activations of at most {held} on a rank"
     )
 
