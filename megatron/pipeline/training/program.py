@@ -106,6 +106,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
             log.line(_first_words(args, pipeline, loaded))
             if log.writes:
                 log.line(_plan_in_words(args, pipeline))
+                for obstacle in _obstacles(args, pipeline.placement):
+                    log.line(f" WARNING: --post-validation: {obstacle}")
             train(args, training, samples, pipeline, log, timers)
             torch.distributed.barrier()  # what other ranks write is there
             if log.writes:
@@ -203,6 +205,22 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
         f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%}, "
         f"activations of at most {held} on a rank"
     )
+
+
+def _obstacles(args: Namespace, placement: Placement) -> list[str]:
+    """What keeps ranks waiting for each other at the end of an iteration, which post-validation cannot help."""
+    apart = placement.home(0)[0] != placement.home(placement.last_stage)[0]
+    if not (args.post_validation and apart):
+        return []
+    found = []
+    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers:
+        found.append(
+            "the first and the last rank add up the gradients of their tied embeddings, so the first one waits for the last: "
+            "take --untie-embeddings-and-output-weights, or a schedule that has both on one rank, such as zb-v"
+        )
+    if args.calculate_per_token_loss:
+        found.append("with --calculate-per-token-loss every rank waits for the last stage to say how many tokens there were")
+    return found
 
 
 def _last_words(args: Namespace, log: Log) -> str:
