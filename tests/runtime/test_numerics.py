@@ -14,19 +14,19 @@ from pool import Pool
 OURS = ("1f1b", "zb-h1", "zb-h2")
 
 
-def assert_equals_stock(pool: Pool, ranks: int, **options: Any) -> None:
+def assert_equals_stock(pool: Pool, ranks: int, schedules: tuple[str, ...], **options: Any) -> None:
     stock = pool.run(ranks, tiny_gpt.train, "stock", **options)
     losses = [loss for loss, _ in stock[-1]]
     assert None not in losses and len(set(losses)) == len(losses), "the last rank has a loss, and it changes"
-    for schedule in OURS:
+    for schedule in schedules:
         assert pool.run(ranks, tiny_gpt.train, schedule, **options) == stock, schedule
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_pipeline_sizes(pool: Pool, pp: int, microbatches: int) -> None:
-    iterations = 20 if (pp, microbatches) == (4, 8) else 4
-    assert_equals_stock(pool, pp, pp=pp, microbatches=microbatches, iterations=iterations)
+    iterations = 20 if (pp, microbatches) == (4, 4) else 4
+    assert_equals_stock(pool, pp, OURS, pp=pp, microbatches=microbatches, iterations=iterations)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,9 @@ def test_pipeline_sizes(pool: Pool, pp: int, microbatches: int) -> None:
     ],
 )
 def test_layouts_and_settings(pool: Pool, pp: int, tp: int, flags: str) -> None:
-    assert_equals_stock(pool, 4, pp=pp, tp=tp, microbatches=6, flags=tuple(flags.split()), iterations=4)
+    """With fused and with split backwards; others only order these differently."""
+    schedules = ("1f1b", "zb-h2")
+    assert_equals_stock(pool, 4, schedules, pp=pp, tp=tp, microbatches=6, flags=tuple(flags.split()), iterations=4)
 
 
 def test_pipeline_size_changes_no_gradient(pool: Pool) -> None:
