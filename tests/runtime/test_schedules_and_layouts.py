@@ -17,7 +17,7 @@ LINEAR = ("1f1b", "zb-h1", "zb-h2", "zb-auto")
 INTERLEAVED = ("interleaved", "gis", "gis-h")
 V = ("1f1b-v", "zb-v", "v-half", "v-min", "v-auto", "dualpipe-v")
 SCHEDULES = (*LINEAR, *INTERLEAVED, *V, "seq-1f1b")
-LONG = {("zb-auto", 4), ("gis", 4), ("zb-v", 4), ("seq-1f1b", 2)}  # 20 iterations of each kind; others are wrong at once or never
+LONG = {("gis", 2), ("zb-v", 4), ("seq-1f1b", 2)}  # 20 iterations of each placement and of slices; others are short
 
 LAYOUTS = {
     "plain": "",
@@ -87,7 +87,7 @@ def test_every_schedule(pool: Pool, schedule: str, pp: int) -> None:
     [(layout, names[n // 2 % len(names)]) for n, layout in enumerate(LAYOUTS) if n for names in [(INTERLEAVED, V)[n % 2]]],
 )
 def test_every_layout(pool: Pool, layout: str, schedule: str) -> None:
-    check(pool, schedule, 2, microbatches=5, layout=layout, iterations=4)
+    check(pool, schedule, 2, microbatches=5, layout=layout, iterations=3)
 
 
 @pytest.mark.whole
@@ -110,7 +110,7 @@ def test_interleaved_equals_megatrons_own(pool: Pool, pp: int) -> None:
     """The same placement, so clipping included: and a schedule that groups microbatches differently."""
     flags = ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce")
     found = [
-        pool.run(pp, tiny_gpt.train, schedule, pp=pp, microbatches=8, flags=flags, iterations=10)
+        pool.run(pp, tiny_gpt.train, schedule, pp=pp, microbatches=8, flags=flags, iterations=20 if pp == 2 else 4)
         for schedule in ("stock", "interleaved", "gis-h")
     ]
     assert found[1] == found[0] and found[2] == found[0]
