@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 --seed 7 "
-    "--attention-dropout 0 --hidden-dropout 0 --clip-grad 100 --train-iters 12 --eval-iters 0 --mock-data --num-workers 0 "
-    "--tokenizer-type NullTokenizer --vocab-size 63 --lr-warmup-iters 3 --min-lr 1e-4"
+    "--attention-dropout 0 --hidden-dropout 0 --clip-grad 100 --train-iters 12 --eval-iters 0 --num-workers 0 "
+    "--tokenizer-type ByteLevelTokenizer --split 80,20,0 --lr-warmup-iters 3 --min-lr 1e-4"
 )
 POST = "--post-validation --post-validation-when always"
 
@@ -41,7 +41,7 @@ def train(
 
     from megatron.pipeline.optimizer import step_ahead
     from megatron.pipeline.runtime.executor import Executor
-    from megatron.pipeline.training import program
+    from megatron.pipeline.training import loop, program
     from megatron.pipeline.training.logging import Log
 
     schedules.restore()
@@ -79,6 +79,7 @@ def train(
         stack.enter_context(patch.object(step_ahead.StepAhead, "settle", settle))
         stack.enter_context(patch.object(Executor, "abandon", abandon))
         stack.enter_context(patch.object(Log, "step", tell))
+        stack.enter_context(patch.object(loop, "_quick_garbage_collection", nullcontext))  # see short_runs.train
         args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
         program.run(args, tokenizer, pipeline, guard=lambda *_, **__: nullcontext())
     return told, digests, counts

@@ -13,19 +13,19 @@ FLAGS = "--pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-sched
 TROUBLE: Injections = {2: (3, 1e7), 6: (0, 1e7), 7: (2, 1e7), 12: (1, 1e7)}
 
 
-def test_evaluations_and_checkpoints(pool: Pool, tmp_path: Path) -> None:
+def test_evaluations_and_checkpoints(pool: Pool, data: str, tmp_path: Path) -> None:
     """Trouble in an iteration that something follows is found before that, and without any undone step."""
     around = "--eval-interval 3 --eval-iters 1 --save-interval 4"
-    plain = pool.run(4, injected_runs.train, f"{FLAGS} {around} --save {tmp_path}/plain", TROUBLE)
-    ahead = pool.run(4, injected_runs.train, f"{FLAGS} {around} --save {tmp_path}/ahead {POST}", TROUBLE)
+    plain = pool.run(4, injected_runs.train, f"{data} {FLAGS} {around} --save {tmp_path}/plain", TROUBLE)
+    ahead = pool.run(4, injected_runs.train, f"{data} {FLAGS} {around} --save {tmp_path}/ahead {POST}", TROUBLE)
     for (told, digests, counts), (expected, same, _) in zip(ahead, plain, strict=True):
         assert (told, digests) == (expected, same)
         # Iterations 3, 4, 6, 8, 9 and 12 are followed by something else.
         assert counts == {"ahead": 6, "undone": 2, "in vain": 2}
-    resumed = pool.run(4, injected_runs.train, f"{FLAGS} --load {tmp_path}/ahead {POST}", TROUBLE)
+    resumed = pool.run(4, injected_runs.train, f"{data} {FLAGS} --load {tmp_path}/ahead {POST}", TROUBLE)
     assert resumed[0][1] == plain[0][1], "the last checkpoint is the end"
     (tmp_path / "ahead" / "latest_checkpointed_iteration.txt").write_text("4")
-    resumed = pool.run(4, injected_runs.train, f"{FLAGS} --load {tmp_path}/ahead {POST}", TROUBLE)
+    resumed = pool.run(4, injected_runs.train, f"{data} {FLAGS} --load {tmp_path}/ahead {POST}", TROUBLE)
     for (told, digests, counts), (expected, same, _) in zip(resumed, plain, strict=True):
         assert told == expected[4:]
         assert digests == same
@@ -33,11 +33,11 @@ def test_evaluations_and_checkpoints(pool: Pool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", [5, 6])
-def test_a_termination_ends_after_the_iteration_in_which_it_came(pool: Pool, tmp_path: Path, when: int) -> None:
+def test_a_termination_ends_after_the_iteration_in_which_it_came(pool: Pool, data: str, tmp_path: Path, when: int) -> None:
     """In iteration 5 forwards of the next one have begun and are dropped; the step of iteration 6 is undone as well."""
-    whole = pool.run(4, injected_runs.train, FLAGS, TROUBLE)
-    cut = pool.run(4, injected_runs.train, f"{FLAGS} --save {tmp_path} {POST}", TROUBLE, terminate_in=when)
-    rest = pool.run(4, injected_runs.train, f"{FLAGS} --load {tmp_path} {POST}", TROUBLE)
+    whole = pool.run(4, injected_runs.train, f"{data} {FLAGS}", TROUBLE)
+    cut = pool.run(4, injected_runs.train, f"{data} {FLAGS} --save {tmp_path} {POST}", TROUBLE, terminate_in=when)
+    rest = pool.run(4, injected_runs.train, f"{data} {FLAGS} --load {tmp_path} {POST}", TROUBLE)
     for first, second, (expected, same, _) in zip(cut, rest, whole, strict=True):
         assert len(first[0]) == when
         assert first[0] + second[0] == expected
@@ -47,9 +47,9 @@ def test_a_termination_ends_after_the_iteration_in_which_it_came(pool: Pool, tmp
         assert first[2] == {"ahead": when, "undone": undone, "in vain": 2}
 
 
-def test_forwards_on_parameters_that_will_not_stand_may_go_wrong(pool: Pool) -> None:
+def test_forwards_on_parameters_that_will_not_stand_may_go_wrong(pool: Pool, data: str) -> None:
     """A step without clipping would make the next loss infinite: that ends no training."""
-    flags = "--pipeline-model-parallel-size 2 --global-batch-size 8 --optimizer sgd --train-iters 4"
+    flags = f"{data} --pipeline-model-parallel-size 2 --global-batch-size 8 --optimizer sgd --train-iters 4"
     plain = pool.run(2, injected_runs.train, flags, {2: (1, 1e30)})
     ahead = pool.run(2, injected_runs.train, f"{flags} {POST}", {2: (1, 1e30)})
     for (told, digests, counts), (expected, same, _) in zip(ahead, plain, strict=True):
@@ -57,7 +57,7 @@ def test_forwards_on_parameters_that_will_not_stand_may_go_wrong(pool: Pool) -> 
         assert counts == {"ahead": 3, "undone": 1, "in vain": 1}
 
 
-def test_a_loss_that_stands_is_still_checked(pool: Pool) -> None:
-    flags = "--pipeline-model-parallel-size 2 --global-batch-size 8 --clip-grad 0 --train-iters 4"
+def test_a_loss_that_stands_is_still_checked(pool: Pool, data: str) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --global-batch-size 8 --clip-grad 0 --train-iters 4"
     with pytest.raises(RankFailed, match="the loss of a microbatch is nan on rank 1"):
         pool.run(2, injected_runs.train, f"{flags} {POST}", {2: (1, float("nan"))})

@@ -27,17 +27,17 @@ def check(pool: Pool, ranks: int, flags: str, injections: Injections, undone: in
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_clipping_on_every_stage(pool: Pool, pp: int) -> None:
-    flags = f"--pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h1"
+def test_clipping_on_every_stage(pool: Pool, data: str, pp: int) -> None:
+    flags = f"{data} --pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h1"
     check(pool, pp, flags, everywhere(pp, LARGE, 1.0), undone=pp)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_overflow_on_every_stage(pool: Pool, pp: int) -> None:
+def test_overflow_on_every_stage(pool: Pool, data: str, pp: int) -> None:
     """Infinities, NaNs and gradients to clip, with a loss scale that falls and rises."""
     flags = (
-        f"--pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h2 --fp16 --initial-loss-scale 256 "
-        "--hysteresis 1 --loss-scale-window 2 --train-iters 15"
+        f"{data} --pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h2 --train-iters 15 "
+        "--fp16 --initial-loss-scale 256 --hysteresis 1 --loss-scale-window 2"
     )
     check(pool, pp, flags, everywhere(pp, INF, NAN, LARGE), undone=3 * pp)
 
@@ -66,14 +66,14 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
         f"{FOUR} --pipeline-schedule zb-h2 --rampup-batch-size 4 4 60 --pipeline-p2p batched",
     ],
 )
-def test_layouts_and_schedules(pool: Pool, flags: str) -> None:
+def test_layouts_and_schedules(pool: Pool, data: str, flags: str) -> None:
     scaled = "--fp16" in flags
     last = int(flags.split()[1]) - 1
-    injections = {2: (last, LARGE), 4: (0, INF if scaled else LARGE), 5: (last, NAN if scaled else 1.0), 9: (0, LARGE)}
-    check(pool, 4, flags, injections, undone=4 if scaled else 3)
+    injections = {1: (last, LARGE), 3: (0, INF if scaled else LARGE), 4: (last, NAN if scaled else 1.0), 6: (0, LARGE)}
+    check(pool, 4, f"{data} --train-iters 7 {flags}", injections, undone=4 if scaled else 3)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])
-def test_without_anything_to_clip_or_scale_nothing_is_copied(pool: Pool, place: str) -> None:
-    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 8 --clip-grad 0 --post-validation-copy {place}"
-    check(pool, 2, flags, {3: (1, LARGE)}, undone=0)
+def test_without_anything_to_clip_or_scale_nothing_is_copied(pool: Pool, data: str, place: str) -> None:
+    flags = f"{data} --pipeline-model-parallel-size 2 --global-batch-size 8 --train-iters 5 --clip-grad 0"
+    check(pool, 2, f"{flags} --post-validation-copy {place}", {3: (1, LARGE)}, undone=0)
