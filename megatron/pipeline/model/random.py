@@ -44,7 +44,11 @@ def seed_layer(base: int, layer: int) -> None:
         if name in tracker.states_:
             generator.manual_seed(derive(base, layer, name, rank))
             tracker.states_[name] = generator.get_state()
-    torch.manual_seed(derive(base, layer))
+    seed = derive(base, layer)
+    # torch.manual_seed looks for devices of every kind, each time.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 def derive(*identity: int | str) -> int:
