@@ -11,6 +11,7 @@ import tiny_gpt
 import torch
 from pool import Pool
 
+from megatron.pipeline.runtime.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.placement import Placement, linear, v
@@ -83,3 +84,13 @@ def test_nothing_is_left_behind(pool: Pool, schedule: str) -> None:
     for counted, tensors in pool.run(2, what_is_left, schedule):
         assert counted == 0
         assert tensors <= 0
+
+
+def test_a_forward_without_a_backward_leaves_nothing() -> None:
+    """Softmax saves its own output: whoever keeps that output with its graph keeps both for ever."""
+    meter = ActivationMeter([])
+    with meter.saving():
+        probabilities = torch.softmax(torch.randn(8, 8, requires_grad=True), dim=-1)
+    assert meter.current == 4 * 64
+    del probabilities
+    assert meter.current == 0

@@ -39,7 +39,8 @@ class ActivationMeter:
             self.current += storage.nbytes()
             self.peak = max(self.peak, self.current)
         self._holders[key] += 1
-        return Held(tensor, self, key)
+        # Without its graph: a node that saves its own output would keep itself alive where no backward ever frees it.
+        return Held(tensor.detach(), self, key)
 
     def _release(self, tensor: torch.Tensor, key: int) -> None:
         self._holders[key] -= 1
