@@ -51,7 +51,7 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
     "flags",
     [
         f"{TWO} --pipeline-schedule zb-h1",
-        f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer",
+        f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer {FP16}",
         f"{TWO} --pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {FP16}",
         f"{TWO} --pipeline-schedule v-half --tensor-model-parallel-size 2 --sequence-parallel",
         f"{TWO} --pipeline-schedule zb-h1 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd",
