@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +79,7 @@ def test_a_picture_names_every_iteration(tmp_path: Path, microbatches: int) -> N
 def test_draw_joins_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [write(tmp_path, iteration(n, 9 * n)) for n in (5, 6)]
     assert main(["draw", *files, "--consecutive"]) == 0
-    assert "an iteration every 9 s (span 9 s, bubble 33.3%)" in capsys.readouterr().out
+    assert "on average an iteration every 9 s (span 9 s, bubble 33.3%)" in capsys.readouterr().out
     assert main(["draw", *files, "--consecutive", "-o", str(tmp_path / "p.png")]) == 0
     assert (tmp_path / "p.png").stat().st_size > 1000
 
@@ -101,6 +102,11 @@ def test_what_cannot_be_one_run_is_refused(
     files = [write(tmp_path, iteration(number, begin, ranks=ranks)) for number, begin, ranks in written]
     assert main(["draw", *files, "--consecutive", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_iterations_of_other_schedules_are_of_other_runs() -> None:
+    with pytest.raises(ValueError, match="iteration 5 ran zb-v and iteration 6 1f1b: name files of one run"):
+        Consecutive((replace(iteration(5, 0), schedule="zb-v"), iteration(6, 9)))
 
 
 def test_what_is_no_recorded_iteration_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

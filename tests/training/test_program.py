@@ -32,17 +32,24 @@ MODEL = (
         ("--pipeline-costs /nowhere.json", "--pipeline-costs /nowhere.json: No such file"),
         ("--num-virtual-stages-per-pipeline-rank 2", "chunk"),
         ("--tokenizer-type SentencePieceTokenizer", "needs --tokenizer-model"),
+        ("--post-validation --pipeline-schedule stock", "--post-validation needs a schedule that says where a step must stand"),
+        ("--post-validation-when always", "--post-validation-when says how --post-validation works, which is not given"),
+        ("--post-validation --post-validation-copy disk", "'disk'"),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank in (0, 1):
-        monkeypatch.setenv("RANK", str(rank))
-        assert program.main(f"{MODEL} {flags}".split()) == 2
+    slept: list[float] = []
+    monkeypatch.setattr(program.time, "sleep", slept.append)
+    assert program.main(f"{MODEL} {flags}".split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
-    assert err.count("\n") == 1, "rank 0 alone prints one line"
+    assert err.count("\n") == 1
+    assert not slept
+    monkeypatch.setenv("RANK", "1")
+    assert program.main(f"{MODEL} {flags}".split()) == 2
+    assert slept == [10], "until then torchrun has ended the other ranks, if rank 0 ends with the same error"
     assert err.startswith("pretrain_gpt.py: ")
 
 
@@ -61,3 +68,20 @@ def test_launcher_exits_with_2() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "pretrain_gpt.py: unknown flag --num-layer; did you mean --num-layers?\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--pipeline-schedule zb-h2", ["tied embeddings"]),
+        ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", []),
+        ("--pipeline-schedule zb-v --calculate-per-token-loss", []),
+        ("--pipeline-schedule 1f1b --calculate-per-token-loss", ["tied embeddings", "how many tokens"]),
+    ],
+)
+def test_what_keeps_ranks_waiting_in_spite_of_post_validation_is_said(flags: str, words: list[str]) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} {flags} --post-validation".split(), world_size=2)
+    found = program._obstacles(args, pipeline.placement)
+    assert [word for word, obstacle in zip(words, found, strict=True) if word in obstacle] == words
+    args.post_validation = False
+    assert not program._obstacles(args, pipeline.placement)

@@ -6,9 +6,9 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-_WINDOW = 32  # steps whose fate tells how often one is undone
-_FIRST = 4  # iterations that all end in a barrier, to know what that costs; the first of them is not counted
-_TIMES = 8  # of each kind of iteration that are remembered
+_WINDOW = 32  # steps whose fate tells how often one is undone; and after so many that are not ahead, it is tried anew
+_CALM = 4  # steps in a row that must have stood before the first is taken ahead; and their iterations' barrier is timed
+_FEWEST, _MOST = 3, 8  # iterations of a kind, for its time to be known, and that are remembered
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Policy:
 
     A step ahead saves G seconds when it stands (what a barrier after every iteration costs) and costs L when it is undone (the
     forwards that ran in vain, and the way back), so stepping ahead pays while the share of steps that are undone is below
-    G / (G + L). All are medians over recent iterations; until a step has been undone, L is the time of the forwards that run
-    ahead.
+    G / (G + L). All are medians over recent iterations, a microbatch; until enough steps have been undone, L is the time of the
+    forwards that run ahead.
 
     Args:
         always: never step otherwise, whatever is measured.
@@ -43,61 +43,71 @@ class Policy:
     def __init__(self, always: bool = False) -> None:
         self._always = always
         self._fates: deque[bool] = deque(maxlen=_WINDOW)  # whether steps stood
-        self._waited: deque[float] = deque(maxlen=_TIMES)  # seconds of iterations after a barrier
-        self._saved: deque[float] = deque(maxlen=_TIMES)  # of those after a step ahead that stood
-        self._lost: deque[float] = deque(maxlen=_TIMES)  # and after one that was undone
-        self._wasted: deque[float] = deque(maxlen=_TIMES)
-        self._seen = 0
+        self._waited: deque[float] = deque(maxlen=_MOST)  # seconds of iterations after a barrier
+        self._saved: deque[float] = deque(maxlen=_MOST)  # of those after a step ahead that stood
+        self._lost: deque[float] = deque(maxlen=_MOST)  # and after one that was undone
+        self._wasted: deque[float] = deque(maxlen=_MOST)
+        self._suspended = 0  # steps since the last one ahead
         self.ahead = always
 
     def observe(self, seen: Observation) -> str | None:
         """Take in the fate of a step, and decide anew; returns a line for the log if the decision is another one."""
-        self._seen += 1
         self._fates.append(seen.stood)
         if seen.ahead:
+            self._suspended = 0
             (self._saved if seen.stood else self._lost).append(seen.seconds)
             self._wasted.append(seen.wasted)
-        elif self._seen > 1:
+        else:
+            self._suspended += 1
             self._waited.append(seen.seconds)
+        if self._suspended == _WINDOW:  # what was measured then may not be so any more
+            self._saved.clear()
+            self._lost.clear()
+            self._wasted.clear()
         before, self.ahead = self.ahead, self._always or self._pays()
         if before == self.ahead:
             return None
         return f"post-validation {'on' if self.ahead else 'suspended'}: {self._reasons()}"
 
     @property
-    def undone(self) -> float:
-        """The share of recent steps that a verdict would have undone."""
-        return self._fates.count(False) / len(self._fates) if self._fates else 0.0
+    def gain(self) -> float | None:
+        """Seconds that a step ahead saves when it stands; None until iterations of both kinds have been timed."""
+        if min(len(self._waited), len(self._saved)) < _FEWEST:
+            return None
+        return statistics.median(self._waited) - statistics.median(self._saved)
 
     @property
     def break_even(self) -> float | None:
-        """The share at which stepping ahead saves as much as it costs; None until iterations of both kinds have been timed."""
-        if not self._waited or not self._saved:
+        """The share of undone steps at which stepping ahead saves as much as it costs; None as long as that is not known."""
+        if self.gain is None:
             return None
-        gain = max(0.0, statistics.median(self._waited) - statistics.median(self._saved))
-        return gain / (gain + self._loss()) if gain else 0.0
+        return self.gain / (self.gain + self._loss()) if self.gain > 0 else 0.0
 
     def _loss(self) -> float:
-        if self._lost:
-            return max(0.0, statistics.median(self._lost) - statistics.median(self._waited))
-        return statistics.median(self._wasted)
+        if len(self._lost) < _FEWEST:
+            return statistics.median(self._wasted)
+        return max(0.0, statistics.median(self._lost) - statistics.median(self._waited))
 
     def _pays(self) -> bool:
-        if self._seen < _FIRST:
+        if len(self._waited) < _FEWEST:
             return False
         limit = self.break_even
-        if limit is None:  # not yet tried: when all is calm
-            return all(list(self._fates)[-_FIRST:])
+        if limit is None:  # to find out, when all is calm
+            return len(self._fates) >= _CALM and all(list(self._fates)[-_CALM:])
         # Half of the limit to come back, so that a share near it does not go to and fro.
-        return self.undone <= (limit if self.ahead else limit / 2)
+        undone = self._fates.count(False) / len(self._fates)
+        return undone < (limit if self.ahead else limit / 2)
 
     def _reasons(self) -> str:
-        undone = f"{self._fates.count(False)} of the last {len(self._fates)} steps were clipped or skipped"
-        limit = self.break_even
-        if limit is None:
-            return f"{undone}; what stepping ahead saves is now measured"
-        gain = max(0.0, statistics.median(self._waited) - statistics.median(self._saved))
+        undone, limit = self._fates.count(False), self.break_even
+        if self.gain is None or limit is None:
+            if self.ahead:
+                return f"none of the last {_CALM} steps was clipped or skipped; what stepping ahead saves is now measured"
+            return "a step was undone before it was known what stepping ahead saves"
+        share = f"{undone} of the last {len(self._fates)} steps were clipped or skipped ({undone / len(self._fates):.1%})"
+        if self.gain <= 0:
+            return f"stepping ahead saves nothing here ({1e3 * self.gain:.3g} ms a microbatch); {share}"
         return (
-            f"{undone}, {self.undone:.1%}; break-even {limit:.1%}: per microbatch a step ahead saves {1e3 * gain:.3g} ms when it "
-            f"stands and costs {1e3 * self._loss():.3g} ms when it is undone"
+            f"{share}, and break-even is at {limit:.1%}: a step ahead saves {1e3 * self.gain:.3g} ms a microbatch when it stands "
+            f"and costs {1e3 * self._loss():.3g} ms when it is undone"
         )

@@ -243,10 +243,10 @@ def _optimizer(group: argparse._ArgumentGroup) -> None:
     add("--clip-grad", type=not_negative, default=1.0, help="largest gradient norm; 0 does not clip")
     add("--post-validation", action="store_true",
         help="step before other stages' gradients are known, and undo that where it was wrong: iterations interlock")  # fmt: skip
-    add("--post-validation-when", default="measured", choices=["measured", "always"],
-        help="only while what it saves outweighs the steps that are undone, or from the first step on")  # fmt: skip
-    add("--post-validation-copy", default="device", choices=["device", "host"],
-        help="where the copy is kept that undoes a step")  # fmt: skip
+    add("--post-validation-when", choices=["measured", "always"],
+        help="only while it is measured to pay (when not given), or from the first step on")  # fmt: skip
+    add("--post-validation-copy", choices=["device", "host"],
+        help="where the copy is kept that can undo a step; device when not given")  # fmt: skip
 
 
 def _learning_rate(group: argparse._ArgumentGroup) -> None:

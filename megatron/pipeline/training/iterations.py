@@ -91,7 +91,7 @@ class Iterations:
         self._unchecked: list[torch.Tensor] = []  # losses of forwards that may yet be void
         self._last: tuple[float, tuple[bool, bool]] | None = None  # when the last step was taken, and its fate
         self._wasted = 0.0
-        self._ahead = 0  # steps that have been taken ahead
+        self._copied = 0.0  # the most bytes that copies have taken on a rank
         self.stopped = False, False
 
     def run(self, may_be_ahead: bool) -> bool:
@@ -166,12 +166,10 @@ class Iterations:
         lines = []
         if self._policy and done.before and (line := self._policy.observe(Observation(*done.before, *times))):
             lines.append(f" after iteration {self._training.iteration} {line}")
-        self._ahead += done.ahead
-        if done.ahead and self._ahead == 2 and copied:  # in the first step most optimizers have no state to copy yet
-            lines.append(
-                f" post-validation: a step is undone from a copy of {copied / 2**20:.4g} MiB on the largest rank, kept on the "
-                f"{self._args.post_validation_copy}"
-            )
+        if copied > self._copied:  # most optimizers have no state before their first step
+            self._copied = copied
+            size = f"{copied / 2**20:.4g} MiB on the largest rank"
+            lines.append(f" post-validation: the copy that can undo a step takes {size} ({self._args.post_validation_copy})")
         stood = outcome.successful and not clips(self._args.clip_grad, norm or 0.0)
         self._last, self._wasted = (done.ended, (done.ahead, stood)), wasted
         step = Step(
@@ -183,6 +181,7 @@ class Iterations:
             learning_rate=get_canonical_lr_for_logging(self._training.optimizer.param_groups) or 0.0,
             loss_scale=float(self._training.optimizer.get_loss_scale()),
             seconds=done.seconds,
+            step="undone" if outcome.undone else "ahead" if done.ahead else "synchronous",
         )
         if outcome.successful:
             self._training.scheduler.step(increment=done.batch)

@@ -27,6 +27,7 @@ class Step:
         loss: mean over the tokens that count.
         grad_norm: before clipping; None when the optimizer skipped the step.
         seconds: of the iteration, without evaluation and checkpoints.
+        step: how the optimizer stepped: "synchronous", or with post-validation "ahead", and "undone" if that had to be.
     """
 
     iteration: int
@@ -37,6 +38,7 @@ class Step:
     learning_rate: float
     loss_scale: float
     seconds: float
+    step: str = "synchronous"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Log:
         self.writes = writes
         self._world_size = world_size
         self._window: list[Step] = []
-        self._nan_iterations = self._skipped_iterations = 0
+        self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._metrics: IO[str] | None = None
@@ -111,6 +113,7 @@ class Log:
         finite = math.isfinite(step.loss)
         self._nan_iterations += not finite
         self._skipped_iterations += step.grad_norm is None
+        self._undone_steps += step.step == "undone"
         if finite:
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.last_loss = step.loss
@@ -124,7 +127,7 @@ class Log:
         if step.iteration % self._args.log_interval == 0:
             self.line(self._log_line(step, measured))
             self._window.clear()
-            self._nan_iterations = self._skipped_iterations = 0
+            self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         """Tell the mean loss over one split."""
@@ -176,6 +179,8 @@ class Log:
             f"number of skipped iterations: {self._skipped_iterations:3d}",
             f"number of nan iterations: {self._nan_iterations:3d}",
         ]
+        if self._args.post_validation:
+            parts.append(f"number of undone steps: {self._undone_steps:3d}")
         if measured:
             parts.append(f"bubble: {measured.bubble_rate:.1%}")
             if measured.slowdown:
@@ -189,6 +194,7 @@ class Log:
             "loss": _finite(step.loss),
             "grad_norm": _finite(step.grad_norm),
             "iteration_seconds": step.seconds,
+            "optimizer_step": step.step,
             "bubble_rate": measured.bubble_rate if measured else None,
             "measured_over_simulated": measured.slowdown if measured else None,
             "tokens_per_second": self._tokens_per_second(step.batch, step.seconds),

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -43,6 +44,13 @@ from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_s
 from megatron.pipeline.training.trace import draw_consecutive, draw_last_trace
 from megatron.pipeline.training.validation import validate
 
+_FIRST_WORD = 10  # seconds that rank 0 has to say what is wrong, if it is wrong there as well
+
+_WHEN = {
+    "measured": "synchronous steps at first, to know what they cost; ahead from there on where that pays",
+    "always": "every step is taken ahead, unless something else than the next iteration follows it",
+}
+
 Guard = Callable[..., AbstractContextManager[object]]
 
 
@@ -52,8 +60,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         args, tokenizer, pipeline = prepare(argv, world_size)
     except ValueError as error:
-        if rank == 0:
-            print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+        if rank > 0:
+            time.sleep(_FIRST_WORD)  # torchrun ends all ranks when one of them has ended
+        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return 2
     _configure_logging(args, rank)
     with _world(args, rank, world_size):
@@ -106,6 +115,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
             log.line(_first_words(args, pipeline, loaded))
             if log.writes:
                 log.line(_plan_in_words(args, pipeline))
+                if args.post_validation:
+                    log.line(f" post-validation: {_WHEN[args.post_validation_when]}")
                 for obstacle in _obstacles(args, pipeline.placement):
                     log.line(f" WARNING: --post-validation: {obstacle}")
             train(args, training, samples, pipeline, log, timers)
@@ -202,7 +213,8 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     at = "these costs" if pipeline.costs else "equal costs"
     bubble = objective.bubble_rate(timeline)
     return (
-        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%}, "
+        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
+        f"of the {objective}, "
         f"activations of at most {held} on a rank"
     )
 

@@ -79,6 +79,15 @@ def _check_platform(args: Namespace) -> None:
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
     if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
         te_linear.check_version()
+    _check_post_validation(args)
+
+
+def _check_post_validation(args: Namespace) -> None:
+    given = [_flag(name) for name in ("post_validation_when", "post_validation_copy") if getattr(args, name) is not None]
+    if given and not args.post_validation:
+        raise ValueError(f"{given[0]} says how --post-validation works, which is not given: give it, or leave {given[0]} out")
+    args.post_validation_when = args.post_validation_when or "measured"
+    args.post_validation_copy = args.post_validation_copy or "device"
     if args.post_validation and args.pipeline_schedule == "stock":
         raise ValueError(
             "--post-validation needs a schedule that says where a step must stand, and megatron-core's own does not: take 1f1b, "

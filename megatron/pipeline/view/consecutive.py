@@ -88,7 +88,7 @@ class Consecutive:
         """How often an iteration starts, beside its mean span: equal where iterations interlock without a gap."""
         timelines = [one.timeline for one in self.iterations]
         span, bubble = mean(one.span for one in timelines), mean(one.bubble_rate for one in timelines)
-        return f"an iteration every {self.period:.4g} s (span {span:.4g} s, bubble {bubble:.1%})"
+        return f"on average an iteration every {self.period:.4g} s (span {span:.4g} s, bubble {bubble:.1%})"
 
 
 def latest(iterations: Sequence[Iteration]) -> Consecutive | None:
@@ -115,6 +115,9 @@ def _obstacle(before: Iteration, after: Iteration) -> str:
             f"iteration {before.number} ran on {len(before.timeline.ranks)} ranks and iteration {after.number} on "
             f"{len(after.timeline.ranks)}: name files of one run"
         )
+    if after.schedule != before.schedule:
+        names = f"iteration {before.number} ran {before.schedule} and iteration {after.number} {after.schedule}"
+        return f"{names}: name files of one run"
     if after.number != before.number + 1:
         return (
             f"iteration {after.number} does not follow iteration {before.number}: name each from the first to the last, in that "
