@@ -8,7 +8,8 @@ interlock, and a run of N takes N spans and one fill. Each is planned for what i
 
 Every round runs one run of each, so that whatever disturbs the machine disturbs all of them; reported are medians over the
 rounds. "ms per iteration" is from the end of the first iteration to the end of the last, on the rank where that is longest;
-"run" is from the first pass to the last, over what it should be.
+"run" is from the first pass to the last, over what it should be; "with hops" compares with a simulation whose messages take
+as long as one between two processes that slept before.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ class Run:
         gc.enable()
         return self._gather()
 
-    def expected(self, times: Times) -> tuple[float, float]:
-        """What an iteration should take, and what comes once for the whole run."""
-        timeline = simulate(self.schedule, times.of(self.schedule.placement, hop=False))
+    def expected(self, times: Times, hop: bool = False) -> tuple[float, float]:
+        """What an iteration should take, and what comes once for the whole run; messages take no time unless hops do."""
+        timeline = simulate(self.schedule, times.of(self.schedule.placement, hop))
         return (timeline.span, timeline.makespan - timeline.span) if self.ahead else (timeline.makespan, 0.0)
 
     def _gather(self) -> Measured:
@@ -160,7 +161,14 @@ def _table(title: str, runs: list[Run], found: list[list[Measured]], times: Time
     table = Table(title=title)
     table.add_column("schedule")
     table.add_column("optimizer")
-    for column in ("simulated ms", "ms per iteration", "measured / simulated", "run / (N periods + fill)", "speed-up"):
+    for column in (
+        "simulated ms",
+        "ms per iteration",
+        "measured / simulated",
+        "with hops",
+        "run / (N periods + fill)",
+        "speed-up",
+    ):
         table.add_column(column, justify="right")
     for place, (run, measured) in enumerate(zip(runs, found, strict=True)):
         period, once = run.expected(times)
@@ -168,14 +176,9 @@ def _table(title: str, runs: list[Run], found: list[list[Measured]], times: Time
         total = statistics.median(one.total for one in measured) / (iterations * period + once)
         waiting = statistics.median(one.period for one in found[place - place % 2])
         kind = "post-validation" if run.ahead else "synchronous"
-        numbers = (
-            f"{1e3 * period:.1f}",
-            f"{1e3 * seconds:.1f}",
-            f"{seconds / period:.4f}",
-            f"{total:.4f}",
-            f"{waiting / seconds:.4f}",
-        )
-        table.add_row(run.name, kind, *numbers)
+        with_hops, _ = run.expected(times, hop=True)
+        ratios = (seconds / period, seconds / with_hops, total, waiting / seconds)
+        table.add_row(run.name, kind, f"{1e3 * period:.1f}", f"{1e3 * seconds:.1f}", *(f"{ratio:.4f}" for ratio in ratios))
     return table
 
 
