@@ -85,6 +85,18 @@ def train(
     return told, digests, counts
 
 
+def error_of(flags: str, injections: Injections) -> str:
+    """Train on this rank of the pool, and say how that failed; empty where it did not."""
+    from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+    try:
+        train(flags, injections)
+    except RuntimeError as error:
+        destroy_num_microbatches_calculator()
+        return str(error)
+    return ""
+
+
 def _tamper(training: Any, injections: Injections, terminate_in: int | None) -> None:
     import torch
     from megatron.core import parallel_state

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from optimizer import injected_runs
 from optimizer.injected_runs import POST, Injections
-from pool import Pool, RankFailed
+from pool import Pool
 
 FLAGS = "--pipeline-model-parallel-size 4 --global-batch-size 8 --pipeline-schedule zb-h2 --hidden-dropout 0.1"
 TROUBLE: Injections = {2: (3, 1e7), 6: (0, 1e7), 7: (2, 1e7), 12: (1, 1e7)}
@@ -17,14 +17,12 @@ def test_evaluations_and_checkpoints(pool: Pool, data: str, tmp_path: Path) -> N
     """Trouble in an iteration that something follows is found before that, and without any undone step."""
     around = "--eval-interval 3 --eval-iters 1 --save-interval 4"
     early = "--post-validation-copy host"  # copies made too early, of what a synchronous step then changes, are not used
-    plain = pool.run(4, injected_runs.train, f"{data} {FLAGS} {around} --save {tmp_path}/plain", TROUBLE)
+    plain = pool.run(4, injected_runs.train, f"{data} {FLAGS} --eval-interval 3 --eval-iters 1", TROUBLE)
     ahead = pool.run(4, injected_runs.train, f"{data} {FLAGS} {around} --save {tmp_path}/ahead {POST} {early}", TROUBLE)
     for (told, digests, counts), (expected, same, _) in zip(ahead, plain, strict=True):
         assert (told, digests) == (expected, same)
         # Iterations 3, 4, 6, 8, 9 and 12 are followed by something else.
         assert counts == {"ahead": 6, "undone": 2, "in vain": 2}
-    resumed = pool.run(4, injected_runs.train, f"{data} {FLAGS} --load {tmp_path}/ahead {POST}", TROUBLE)
-    assert resumed[0][1] == plain[0][1], "the last checkpoint is the end"
     (tmp_path / "ahead" / "latest_checkpointed_iteration.txt").write_text("4")
     resumed = pool.run(4, injected_runs.train, f"{data} {FLAGS} --load {tmp_path}/ahead {POST}", TROUBLE)
     for (told, digests, counts), (expected, same, _) in zip(resumed, plain, strict=True):
@@ -60,5 +58,5 @@ def test_forwards_on_parameters_that_will_not_stand_may_go_wrong(pool: Pool, dat
 
 def test_a_loss_that_stands_is_still_checked(pool: Pool, data: str) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --global-batch-size 8 --clip-grad 0 --train-iters 4"
-    with pytest.raises(RankFailed, match="the loss of a microbatch is nan on rank 1"):
-        pool.run(2, injected_runs.train, f"{flags} {POST}", {2: (1, float("nan"))})
+    _, error = pool.run(2, injected_runs.error_of, f"{flags} {POST}", {2: (1, float("nan"))})
+    assert error.startswith("the loss of a microbatch is nan on rank 1")
