@@ -78,6 +78,14 @@ def _check_router(args: Namespace, experts: int) -> None:
         )
     if args.moe_pad_expert_input_to_capacity and not args.moe_expert_capacity_factor:
         raise ValueError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor")
+    if args.add_bias_linear and args.moe_shared_expert_intermediate_size:
+        raise ValueError("--moe-shared-expert-intermediate-size needs --disable-bias-linear: megatron-core's have no biases")
+    if args.add_bias_linear and args.transformer_impl == "local" and args.expert_model_parallel_size == 1:
+        # The sum over ranks is then the outputs themselves, and upstream adds the biases to them in place.
+        raise ValueError(
+            "experts with biases that no ranks share cannot be trained by megatron-core: give --disable-bias-linear, or "
+            "--expert-model-parallel-size above 1"
+        )
 
 
 def check_prediction(args: Namespace) -> None:
