@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +15,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage
+from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage, bind_to_core
 from torch.distributed import pipelining
 
+from megatron.pipeline import patches
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict, run
 from megatron.pipeline.runtime.groups import new_group
 from megatron.pipeline.runtime.p2p import Channels, Posting
@@ -37,10 +40,10 @@ class Times:
     """F, B and W of a rank's whole share and one hop, in seconds."""
 
     def __init__(self, forward: float, backward: float, weight: float, hop: float) -> None:
-        self._passes, self._hop = (forward, backward, weight), hop
+        self._passes, self.hop = (forward, backward, weight), hop
 
     def of(self, placement: Placement, hop: bool = True) -> Costs:
-        return uniform(placement, *self._passes, hop=self._hop if hop else 0.0)
+        return uniform(placement, *self._passes, hop=self.hop if hop else 0.0)
 
 
 class Contender(Protocol):
@@ -110,6 +113,46 @@ class Megatron:
             p2p_communicator=P2PCommunicator(self._groups.pp, model[0].config),
             pg_collection=self._groups,
         )
+
+
+def start(microbatches: int, milliseconds: Sequence[float]) -> tuple[Sleeper, Megatron]:
+    """This rank's device, and megatron-core's schedules on it, in a world of all processes that torchrun has started.
+
+    Args:
+        milliseconds: of F, B and W.
+    """
+    patches.install()
+    torch.set_num_threads(1)
+    bind_to_core()
+    torch.distributed.init_process_group("gloo")
+    sleeper = Sleeper()
+    hop = _measure_hop(sleeper)
+    sleeper.precede_sends()
+    forward, backward, weight = (value / 1000 for value in milliseconds)
+    return sleeper, Megatron(Times(forward, backward, weight, hop), microbatches, sleeper)
+
+
+def _measure_hop(sleeper: Sleeper, rounds: int = 20) -> float:
+    """Median seconds from the end of a pass on one rank to its message's arrival at the next, which waits for it."""
+    rank, tensor = torch.distributed.get_rank(), torch.zeros(1, 1, HIDDEN)
+    seconds = []
+    for _ in range(rounds):
+        moment = torch.zeros(1, dtype=torch.float64)
+        torch.distributed.barrier()
+        if rank == 0:
+            sleeper.occupy(0.02)
+            sleeper.synchronize()
+            moment[0] = time.monotonic()
+            torch.distributed.send(tensor, 1)
+        elif rank == 1:
+            torch.distributed.recv(tensor, 0)
+            arrived = time.monotonic()
+        torch.distributed.broadcast(moment, 0)
+        if rank == 1:
+            seconds.append(arrived - moment.item())
+    hop = torch.tensor([statistics.median(seconds) if rank == 1 else 0.0], dtype=torch.float64)
+    torch.distributed.broadcast(hop, 1)
+    return hop.item()
 
 
 class Ours:

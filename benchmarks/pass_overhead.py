@@ -74,7 +74,7 @@ class _Request:
 
 def split(account: Account) -> None:
     """Have an account split the time of the executor and of what it calls."""
-    account.count_methods(EXECUTOR, Executor, "run")
+    account.count_methods(EXECUTOR, Executor, "begin finish")
     contenders.STEPS = tuple(account.count(STEPS, step) for step in contenders.STEPS)
     account.count_methods(STEPS, schedules, "deallocate_output_tensor")
     account.count_methods(STAGES, Sleeper, "occupy _begin")

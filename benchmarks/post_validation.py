@@ -23,15 +23,13 @@ from dataclasses import dataclass
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from contenders import Megatron, Ours, Times
+from contenders import Megatron, Ours, Times, start
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from rich.console import Console
 from rich.table import Table
-from sleep_stages import measure_hop
-from sleeping import Sleeper, bind_to_core
+from sleeping import Sleeper
 
-from megatron.pipeline import patches
 from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
 from megatron.pipeline.runtime.forward_backward import Verdict
 from megatron.pipeline.schedule.problem import Objective
@@ -127,16 +125,8 @@ def main() -> None:
     parser.add_argument("--picture", metavar="FILE", help="draw three iterations of the last schedule's last run, both ways")
     options = parser.parse_args()
 
-    patches.install()
-    torch.set_num_threads(1)
-    bind_to_core()
-    torch.distributed.init_process_group("gloo")
-    sleeper = Sleeper()
-    hop = measure_hop(sleeper)
-    sleeper.precede_sends()
-    forward, backward, weight = (value / 1000 for value in options.milliseconds)
-    times = Times(forward, backward, weight, hop)
-    megatron = Megatron(times, options.microbatches, sleeper)
+    sleeper, megatron = start(options.microbatches, options.milliseconds)
+    times = megatron.times
     runs = [Run(name, ahead, megatron, sleeper, options.iterations) for name in options.schedules for ahead in (False, True)]
     found: list[list[Measured]] = [[] for _ in runs]
     for turn in range(options.rounds + 1):
@@ -149,7 +139,7 @@ def main() -> None:
         title = (
             f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches, "
             f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, {options.iterations} iterations, "
-            f"median of {options.rounds} rounds, hop {1000 * hop:.2f} ms"
+            f"median of {options.rounds} rounds, hop {1000 * times.hop:.2f} ms"
         )
         Console(width=130).print(_table(title, runs, found, times, options.iterations))
         if options.picture:

@@ -17,17 +17,15 @@ import argparse
 import gc
 import os
 import statistics
-import time
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from contenders import Contender, Megatron, Ours, Stock, Times, Torch
+from contenders import Contender, Ours, Stock, Times, Torch, start
 from rich.console import Console
 from rich.table import Table
-from sleeping import HIDDEN, Interval, Sleeper, bind_to_core
+from sleeping import Interval, Sleeper
 
-from megatron.pipeline import patches
 from megatron.pipeline.schedule.simulate import simulate
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()
@@ -52,29 +50,6 @@ def _makespan(passes: list[Interval]) -> float:
     return -(ends[0] + ends[1]).item()
 
 
-def measure_hop(sleeper: Sleeper, rounds: int = 20) -> float:
-    """Median seconds from the end of a pass on one rank to its message's arrival at the next, which waits for it."""
-    rank, tensor = torch.distributed.get_rank(), torch.zeros(1, 1, HIDDEN)
-    seconds = []
-    for _ in range(rounds):
-        moment = torch.zeros(1, dtype=torch.float64)
-        torch.distributed.barrier()
-        if rank == 0:
-            sleeper.occupy(0.02)
-            sleeper.synchronize()
-            moment[0] = time.monotonic()
-            torch.distributed.send(tensor, 1)
-        elif rank == 1:
-            torch.distributed.recv(tensor, 0)
-            arrived = time.monotonic()
-        torch.distributed.broadcast(moment, 0)
-        if rank == 1:
-            seconds.append(arrived - moment.item())
-    hop = torch.tensor([statistics.median(seconds) if rank == 1 else 0.0], dtype=torch.float64)
-    torch.distributed.broadcast(hop, 1)
-    return hop.item()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see Ours in contenders.py")
@@ -84,16 +59,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
 
-    patches.install()
-    torch.set_num_threads(1)
-    bind_to_core()
-    torch.distributed.init_process_group("gloo")
-    sleeper = Sleeper()
-    hop = measure_hop(sleeper)
-    sleeper.precede_sends()
-    forward, backward, weight = (value / 1000 for value in options.milliseconds)
-    times = Times(forward, backward, weight, hop)
-    megatron = Megatron(times, options.microbatches, sleeper)
+    sleeper, megatron = start(options.microbatches, options.milliseconds)
+    times = megatron.times
     contenders: list[Contender] = [Stock(chunks, megatron) for chunks in (1, 2)]
     contenders += [Torch(name, times, options.microbatches, sleeper) for name in options.torchs]
     contenders += [Ours(name, megatron) for name in options.ours]
@@ -109,7 +76,7 @@ def main() -> None:
         title = (
             f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches, "
             f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, median of {options.rounds} rounds, "
-            f"hop {1000 * hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
+            f"hop {1000 * times.hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
         )
         Console(width=130).print(_table(title, contenders, seconds, times))
     torch.distributed.destroy_process_group()

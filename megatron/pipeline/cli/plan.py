@@ -119,9 +119,9 @@ def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], opt
             [
                 str(candidate.variant),
                 *([f"{candidate.value:g}"] if options.jitter else []),
-                f"{getattr(timeline, goal):g}",
-                f"{timeline.bubble_rate if goal is Objective.SPAN else timeline.makespan_bubble_rate:.1%}",
-                f"{getattr(timeline, other):g}",
+                f"{goal.length(timeline):g}",
+                f"{goal.bubble_rate(timeline):.1%}",
+                f"{other.length(timeline):g}",
                 f"{candidate.peak:g}",
                 f"{candidate.gap:z.1%}",
                 choice.why_not.get(candidate.variant, "-"),

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
 import torch
 
 
 def this_device() -> torch.device:
     """The GPU that this process has set, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def beside(device: torch.device) -> AbstractContextManager[Any]:
+    """What starts in here on a GPU neither waits for what computes nor keeps it waiting."""
+    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache  # the allocator keeps memory for every stream
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

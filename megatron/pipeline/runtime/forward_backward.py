@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
+from megatron.pipeline.runtime.report import RecordFormat
 from megatron.pipeline.runtime.rewind import Rewind
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
@@ -46,6 +48,11 @@ class Plan:
 
     schedule: Schedule
     programs: tuple[Program, ...]
+
+    @cached_property
+    def record_formats(self) -> tuple[RecordFormat, ...]:
+        """How ranks tell each other what they did in an iteration."""
+        return tuple(map(RecordFormat, self.programs))
 
 
 def run(

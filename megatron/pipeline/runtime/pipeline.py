@@ -199,7 +199,7 @@ class Pipeline:
         record, group = self._recorder.record(), parallel_state.get_pipeline_model_parallel_group()
         if self._recorded is None:
             return gather_objects(record, group)
-        return start_gathering(record, self._recorded.programs, group)
+        return start_gathering(record, self._recorded.record_formats, group)
 
     def schedule_of(self, report: Report) -> Schedule:
         """The schedule that the iteration of a report ran, whatever is planned by now."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.runtime.device import beside
+
 
 class Reduction:
     """A few numbers on their way to all ranks of a group.
@@ -27,7 +29,7 @@ class Reduction:
             # The current stream is full of forwards that run ahead: it must not wait, and a read in it would come after them.
             while not self._work.is_completed():
                 time.sleep(1e-5)
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with beside(self._numbers.device):
                 return self._numbers.tolist()
         self._work.wait()
         return self._numbers.tolist()

@@ -7,14 +7,13 @@ is sent as numbers alone, all ranks' in one all-gather that is waited for when t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.device import beside, this_device
 from megatron.pipeline.runtime.recorder import Record, Waited
 from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Compute, Message, Program, Send, Wait
@@ -85,6 +84,7 @@ class RecordFormat:
         self._works: tuple[Pass, ...] = tuple(one.work for one in program if isinstance(one, Compute))
         # Those that may be waited for: to come, or at the end of the iteration to have gone.
         self._messages: tuple[Message, ...] = tuple(one.message for one in program if isinstance(one, Wait | Send))
+        self._places = {message: float(place) for place, message in enumerate(self._messages)}
 
     @property
     def length(self) -> int:
@@ -104,12 +104,11 @@ class RecordFormat:
                 f"the record has {len(record.passes)} passes, which are not the {len(self._works)} of the program in its order: "
                 "a report needs one record for each run of a program"
             )
-        places = {message: float(place) for place, message in enumerate(self._messages)}
         numbers = [float(record.peak_activation_bytes)]
         for (_, start, end), held in zip(record.passes, record.held, strict=True):
             numbers += start, end, float(held)
         for message, start, end in record.waits:
-            numbers += places[message], start, end
+            numbers += self._places[message], start, end
         return numbers + [_NONE] * (length - len(numbers))
 
     def decode(self, numbers: Sequence[float]) -> Record:
@@ -124,25 +123,24 @@ class RecordFormat:
         )
 
 
-def start_gathering(record: Record, programs: Sequence[Program], group: torch.distributed.ProcessGroup) -> PendingReport:
+def start_gathering(record: Record, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup) -> PendingReport:
     """Send what this rank did and post the receipt of what the others do; a collective that waits for nobody.
 
     Args:
         record: of this rank.
-        programs: of all ranks, which the recorded iteration ran.
+        formats: of all ranks, for the programs that the recorded iteration ran.
         group: the pipeline's; all ranks start gathering at the same place among its collectives.
     """
-    formats = [RecordFormat(program) for program in programs]
     length = max(one.length for one in formats)
     numbers = formats[group.rank()].encode(record, length)
     device = torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else this_device()
-    with _beside(device):
+    with beside(device):
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         everyone = [torch.empty_like(mine) for _ in formats]
         request = torch.distributed.all_gather(everyone, mine, group=group, async_op=True)
 
     def receive() -> Report:
-        with _beside(device):
+        with beside(device):
             request.wait()
             rows = [numbers.tolist() for numbers in everyone]
         return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)))
@@ -155,13 +153,3 @@ def gather_objects(record: Record, group: torch.distributed.ProcessGroup) -> Pen
     everyone: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(everyone, record, group=group)
     return PendingReport(lambda: Report(tuple(everyone)))
-
-
-def _beside(device: torch.device) -> AbstractContextManager[Any]:
-    """What starts in here on a GPU neither waits for what computes nor keeps it waiting."""
-    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
-
-
-@cache  # the allocator keeps memory for every stream
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

@@ -12,12 +12,14 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megatron.pipeline.optimizer.step_ahead import parts_of
+
 _TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
     """Make the state that a checkpoint is loaded into, by a step that changes nothing."""
-    for one in _parts(optimizer):
+    for one in parts_of(optimizer):
         inner = one.optimizer
         if not _is_torch(inner):
             continue
@@ -40,7 +42,7 @@ def load_state(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     with the rest, and is set aside while the tensors are loaded. Upstream also gives all parameters one and the same
     counter, which would count every parameter's update as a step.
     """
-    parts = _parts(optimizer)
+    parts = parts_of(optimizer)
     if not all(isinstance(one, DistributedOptimizer) and _is_torch(one.optimizer) for one in parts):
         optimizer.load_state_dict(state)
         return
@@ -58,10 +60,6 @@ def _load_distributed(optimizer: DistributedOptimizer, state: dict[Any, Any]) ->
     optimizer.load_parameter_state_from_fully_reshardable(tensors)
     for one, step in zip(states, steps, strict=True):
         one["step"] = step.clone()
-
-
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _is_torch(optimizer: Any) -> bool:

@@ -214,8 +214,7 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     bubble = objective.bubble_rate(timeline)
     return (
         f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
-        f"of the {objective}, "
-        f"activations of at most {held} on a rank"
+        f"of the {objective}, activations of at most {held} on a rank"
     )
 
 

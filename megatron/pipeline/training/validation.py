@@ -40,6 +40,7 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_data(args)
     _check_checkpoints(args)
     _check_timeouts(args)
+    _check_post_validation(args)
     _check_outputs(args)
 
 
@@ -79,7 +80,6 @@ def _check_platform(args: Namespace) -> None:
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
     if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
         te_linear.check_version()
-    _check_post_validation(args)
 
 
 def _check_post_validation(args: Namespace) -> None:

@@ -39,6 +39,10 @@ class Iteration:
                 raise ValueError(f"rank {rank} ran no pass in iteration {number}")
         return cls(number, str(told.get("schedule", "")), timeline)
 
+    def label(self, room: float) -> str:
+        """What stands where it begins: the longest with less characters than there is room for, or nothing."""
+        return next((text for text in (f"iteration {self.number}", str(self.number)) if len(text) < room), "")
+
     @property
     def starts(self) -> list[float]:
         """When every rank began it."""

@@ -235,7 +235,7 @@ def _iterations(axes: Axes, consecutive: Consecutive, numbers: _Numbers) -> None
             axes.fill_betweenx(edges, left, right, facecolor=_NEXT_IDLE if index % 2 else _IDLE, linewidth=0, zorder=0.5)
         axes.plot(left, edges, color=_INK, linewidth=1.3, solid_capstyle="butt", solid_joinstyle="miter", zorder=3)
         room = (begins[index + 1][0] - left[0]) * numbers.points
-        label = next((text for text in (f"iteration {one.number}", str(one.number)) if 0.6 * _FONT * len(text) < room), "")
+        label = one.label(room / (0.6 * _FONT))
         axes.text(left[0], -0.56, label, va="bottom", fontsize=_FONT, fontweight="bold", color=_INK)
 
 

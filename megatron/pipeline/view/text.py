@@ -108,8 +108,7 @@ def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts
     first = [one.starts[0] for one in consecutive.iterations] + [consecutive.iterations[-1].ends[0]]
     for one, start, end in zip(consecutive.iterations, first, first[1:], strict=False):
         begin, behind = column(start), column(end)
-        words = (f"iteration {one.number}", str(one.number))
-        yield begin, behind, next((text for text in words if len(text) < behind - begin), ""), " "
+        yield begin, behind, one.label(behind - begin), " "
 
 
 def _scale(timeline: Timeline, room: int) -> float:
