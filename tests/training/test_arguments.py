@@ -97,6 +97,11 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
         ("--adam-beta1 2", "--adam-beta1: expected a number from 0 to 1, got 2"),
         ("--moe-layer-freq [[1]]", "expected a number or a list such as"),
         ("--config /nowhere.yaml", "No such file"),
+        ("--vocab-parallel 3", "invalid choice: '3'"),
+        ("--vocab-logits-limit 256", "expected bytes above 0 such as 256MiB, in one of MiB, GiB, MB, GB, got '256'"),
+        ("--vocab-logits-limit 0MiB", "expected bytes above 0"),
+        ("--label-smoothing 1", "--label-smoothing: expected a number of at least 0 and below 1, got 1"),
+        ("--z-loss -1", "--z-loss: expected a number of at least 0, got -1"),
     ],
 )
 def test_bad_flags(flags_given: str, message: str) -> None:
@@ -138,6 +143,47 @@ def test_flags_that_do_not_fit_together(flags_given: str, world_size: int, messa
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         checked(flags_given, world_size)
     assert "\n" not in str(error.value)
+
+
+PP = "--pipeline-model-parallel-size 2 "
+SEVERAL_TOKENS = "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "message"),
+    [
+        (
+            "--vocab-parallel 2",
+            "--vocab-parallel 2 spreads the vocabulary over pipeline ranks, and --pipeline-model-parallel-size is 1",
+        ),
+        (PP + "--vocab-parallel 1 --pipeline-schedule stock", "take 1f1b"),
+        (PP + f"--vocab-parallel 2 {SEVERAL_TOKENS}", "cannot be combined with --mtp-num-layers 1"),
+        (PP + "--vocab-parallel 2 --fp16 --fp16-lm-cross-entropy", "leave --fp16-lm-cross-entropy out"),
+        (PP + "--vocab-parallel interlaced --layer-redistribution", "--vocab-parallel interlaced leaves none there"),
+        ("--layer-redistribution", "--pipeline-model-parallel-size is 1"),
+        (PP + "--layer-redistribution --num-layers-in-first-pipeline-stage 2", "and --num-layers-in-first-pipeline-stage would"),
+        (PP + "--layer-redistribution --num-layers-in-last-pipeline-stage 2", "leave out --num-layers-in-last-pipeline-stage"),
+        (PP + "--layer-redistribution --pipeline-model-parallel-layout Etttt|ttttL", "chooses the number of layers"),
+        (PP + "--layer-redistribution --num-layers-per-virtual-pipeline-stage 2", "--num-virtual-stages-per-pipeline-rank gives"),
+        (
+            PP + "--layer-redistribution --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            "leave out them, or --layer-redistribution",
+        ),
+        (PP + "--label-smoothing 0.1 --z-loss 1e-4", "--label-smoothing and --z-loss: only the output layer of --vocab-parallel"),
+        (PP + "--vocab-mask-padding", "give --vocab-parallel 2, or leave --vocab-mask-padding out"),
+        (PP + "--vocab-logits-limit 1GiB", "give --vocab-parallel 2, or leave --vocab-logits-limit out"),
+    ],
+)
+def test_flags_of_the_vocabulary_layers_that_do_not_fit(flags_given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        checked(flags_given)
+    assert "\n" not in str(error.value)
+
+
+def test_flags_of_the_vocabulary_layers() -> None:
+    args = checked(PP + "--vocab-parallel 2 --vocab-logits-limit 0.5GiB --label-smoothing 0.1 --z-loss 1e-4 --vocab-mask-padding")
+    assert (args.vocab_logits_limit, args.label_smoothing, args.z_loss) == (2**29, 0.1, 1e-4)
+    assert checked().vocab_parallel == "off"
 
 
 def test_missing_flags_are_listed_together() -> None:

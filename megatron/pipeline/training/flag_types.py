@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from typing import Any
+
+MEMORY_UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
 def _number(
@@ -59,6 +62,22 @@ def pass_seconds(text: str) -> float:
 def probability(text: str) -> float:
     """A number from 0 to 1."""
     return float(_number(text, float, "a number from 0 to 1", 0, 1))
+
+
+def share_below_one(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    return float(_number(text, float, "a number of at least 0 and below 1", 0, math.nextafter(1, 0)))
+
+
+def memory_size(text: str) -> int:
+    """Bytes, from a number and its unit such as ``256MiB``."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]+)", text)
+    size = int(float(match[1]) * MEMORY_UNITS.get(match[2], 0)) if match else 0
+    if not size:
+        raise argparse.ArgumentTypeError(
+            f"expected bytes above 0 such as 256MiB, in one of {', '.join(MEMORY_UNITS)}, got {text!r}"
+        )
+    return size
 
 
 def layer_pattern(text: str) -> int | list[int]:

@@ -6,12 +6,14 @@ import argparse
 
 from megatron.pipeline.training.flag_types import (
     layer_pattern,
+    memory_size,
     minutes,
     not_negative,
     pass_seconds,
     positive_float,
     positive_int,
     probability,
+    share_below_one,
     whole,
 )
 
@@ -55,6 +57,30 @@ def _schedule(group: argparse._ArgumentGroup) -> None:
     )
     add("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
     add("--metrics", metavar="FILE", help="append one JSON object per iteration here")
+
+
+def _vocabulary(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--vocab-parallel",
+        default="off",
+        choices=["off", "1", "2", "interlaced"],
+        help="spread embedding and output layer over all pipeline ranks: 2 holds one microbatch more than without, 1 two; "
+        "interlaced stops all ranks for them",
+    )
+    add(
+        "--layer-redistribution",
+        action="store_true",
+        help="fewer transformer layers on the stages with embedding and output layer, as many as these cost",
+    )
+    add("--vocab-logits-limit", type=memory_size, metavar="SIZE", help="largest float32 logits at a time, such as 256MiB, "
+        "with --vocab-parallel; all of a rank's own when not given")  # fmt: skip
+    add("--vocab-mask-padding", action="store_true", help="with --vocab-parallel: no row beyond the tokenizer's vocabulary "
+        "counts in the softmax, where megatron-core counts its padding")  # fmt: skip
+    add("--label-smoothing", type=share_below_one, default=0.0, help="with --vocab-parallel: share of the target that all "
+        "tokens have in common")  # fmt: skip
+    add("--z-loss", type=not_negative, default=0.0, help="with --vocab-parallel: weight of the squared logarithm of the "
+        "softmax's denominator, added to the loss")  # fmt: skip
 
 
 def _model(group: argparse._ArgumentGroup) -> None:
@@ -368,6 +394,7 @@ def _checkpoint(group: argparse._ArgumentGroup) -> None:
 
 _GROUPS = {
     "pipeline schedule": _schedule,
+    "vocabulary layers": _vocabulary,
     "model": _model,
     "parallel sizes": _parallel,
     "mixture of experts": _experts,

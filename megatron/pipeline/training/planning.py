@@ -20,11 +20,10 @@ from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
+from megatron.pipeline.training.flag_types import MEMORY_UNITS
 from megatron.pipeline.training.flags import PROFILE
 
 logger = logging.getLogger(__name__)
-
-_UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
 def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
@@ -193,14 +192,14 @@ def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs 
     if text is None:
         return None
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
-    if match is None or (match[2] and match[2] not in _UNITS):
+    if match is None or (match[2] and match[2] not in MEMORY_UNITS):
         raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
     if match[2]:
-        return None if costs is None else float(match[1]) * _UNITS[match[2]]
+        return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
     return float(match[1]) * peak_of_1f1b(ranks, microbatches, costs)
 
 
 def _as_limit(amount: float, text: str, peak: float) -> str:
     """An amount of memory as the limit ``text`` is written, in bytes or in peaks of 1F1B; never less than it is."""
     unit = text.lstrip("0123456789.")
-    return rounded_up(amount / (_UNITS[unit] if unit else peak)) + unit
+    return rounded_up(amount / (MEMORY_UNITS[unit] if unit else peak)) + unit

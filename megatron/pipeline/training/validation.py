@@ -14,6 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.training.flags import PROFILE
 from megatron.pipeline.training.validation_experts import check_experts, check_prediction
+from megatron.pipeline.training.validation_vocabulary import check_vocabulary
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -33,6 +34,7 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_model(args)
     check_experts(args, world_size)
     check_prediction(args)
+    check_vocabulary(args)
     _check_batch(args)
     _check_learning_rate(args)
     _check_precision(args)
