@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.pipeline.model import te_linear, weight_tasks
+from megatron.pipeline.model import sequence, te_linear, weight_tasks
 
 try:
     import fused_weight_gradient_mlp_cuda  # NVIDIA's apex; the apex on pip is another package
@@ -80,7 +80,10 @@ def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weights of a module's own whose gradient is a product that could wait."""
     if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
         return []
-    return [weight for weight in module.parameters(recurse=False) if weight.requires_grad and weight.dim() > 1]
+    weights = [weight for weight in module.parameters(recurse=False) if weight.requires_grad and weight.dim() > 1]
+    return [
+        weight for weight in weights if not weight_tasks.is_prepared(weight)
+    ]  # shards of the vocabulary have passes of their own
 
 
 def _why_fused(module: torch.nn.Module, weights: list[torch.nn.Parameter], shared: bool) -> str | None:
@@ -115,7 +118,7 @@ class WeightGradient:
         self._grad_output = grad_output
         self._gather_group = gather_group
         self._gathered: torch.Tensor | None = None
-        self._gathering: torch.distributed.Work | None = None
+        self._gathering: sequence.Waitable | None = None
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -124,11 +127,7 @@ class WeightGradient:
     def prefetch(self) -> None:
         if self._gather_group is None or self._gathering is not None:
             return
-        size = self._input.size(0) * self._gather_group.size()
-        self._gathered = self._input.new_empty((size, *self._input.shape[1:]))
-        self._gathering = torch.distributed.all_gather_into_tensor(
-            self._gathered, self._input.contiguous(), group=self._gather_group, async_op=True
-        )
+        self._gathered, self._gathering = sequence.gather(self._input, self._gather_group)
 
     def run(self) -> None:
         """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and tell whoever waits for the weight."""
@@ -139,33 +138,45 @@ class WeightGradient:
             assert self._gathered is not None
             total_input = self._gathered
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
-        _accumulate(self._weight, grad_output, total_input)
+        accumulate(self._weight, grad_output, total_input)
         weight_tasks.notify(self._weight)
 
 
-def _accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
-    """weight's gradient += grad_output^T @ total_input."""
+def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+    """Add grad_output^T @ total_input to the weight's gradient: to ``main_grad`` in its precision, or to ``grad``.
+
+    Args:
+        weight: [outputs, inputs].
+        grad_output: [tokens, outputs].
+        total_input: [tokens, inputs].
+    """
     main_grad = getattr(weight, "main_grad", None)
-    if main_grad is not None and grad_output.is_cuda:
-        # One kernel that accumulates in main_grad's precision, in place.
-        if fused_weight_gradient_mlp_cuda is not None:
-            fused = (
-                fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-                if main_grad.dtype == torch.float32
-                else fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16
-            )
-            fused(total_input, grad_output, main_grad)
-        elif main_grad.dtype == grad_output.dtype:
-            main_grad.addmm_(grad_output.t(), total_input)
-        else:
-            torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
-        # DDP's hook wants to see a gradient; this one has a single element of storage and is not added.
-        weight.grad = weight.new_zeros(1).expand(weight.shape)
-        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if main_grad is None:
+        gradient = grad_output.t().matmul(total_input)
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
         return
-    # On the CPU the sum must round as megatron-core's own does: a product, then an addition (made by DDP's hook).
-    gradient = grad_output.t().matmul(total_input)
-    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+    if not grad_output.is_cuda:
+        # The sum must round as megatron-core's own does there: a product, then an addition.
+        main_grad.add_(grad_output.t().matmul(total_input))
+    # Otherwise one kernel that accumulates in main_grad's precision, in place.
+    elif fused_weight_gradient_mlp_cuda is not None:
+        fused = (
+            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+            if main_grad.dtype == torch.float32
+            else fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16
+        )
+        fused(total_input, grad_output, main_grad)
+    elif main_grad.dtype == grad_output.dtype:
+        main_grad.addmm_(grad_output.t(), total_input)
+    else:
+        torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
+    mark_accumulated(weight)
+
+
+def mark_accumulated(weight: torch.nn.Parameter) -> None:
+    """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
+    weight.grad = weight.new_zeros(1).expand(weight.shape)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 class SplitLinear(torch.autograd.Function):
@@ -187,12 +198,11 @@ class SplitLinear(torch.autograd.Function):
             task.prefetch()  # before the input gradient's product, which hides it
 
         grad_input = grad_output.matmul(weight)
-        reduction = None
+        reduction: sequence.Waitable | None = None
         if ctx.allreduce_dgrad:
             reduction = torch.distributed.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
         elif ctx.sequence_parallel:
-            whole, grad_input = grad_input, torch.empty_like(input, requires_grad=False)
-            reduction = torch.distributed.reduce_scatter_tensor(grad_input, whole, group=ctx.tp_group, async_op=True)
+            grad_input, reduction = sequence.reduce_scatter(grad_input, ctx.tp_group)
 
         # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
         weight_tasks.submit(task, ctx.fused)

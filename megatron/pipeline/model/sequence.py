@@ -1,0 +1,37 @@
+"""Collectives of sequence parallelism along the first dimension, started without waiting for them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Waitable(Protocol):
+    """What is under way until it has been waited for."""
+
+    def wait(self) -> object: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+Started = tuple[torch.Tensor, Waitable]  # the tensor is there once the second has been waited for
+
+
+def gather(part: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> Started:
+    """The parts of all ranks of a group, one after another: [n, ...] to [n * size, ...]; without a group, the part itself."""
+    if group is None:
+        return part, _Done()
+    whole = part.new_empty((part.size(0) * group.size(), *part.shape[1:]))
+    return whole, torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group, async_op=True)
+
+
+def reduce_scatter(whole: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> Started:
+    """This rank's part of the sum over a group: [n * size, ...] to [n, ...]; without a group, the whole itself."""
+    if group is None:
+        return whole, _Done()
+    part = whole.new_empty((whole.size(0) // group.size(), *whole.shape[1:]))
+    return part, torch.distributed.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)

@@ -1,0 +1,128 @@
+"""The input layer in shards: IF looks up the tokens that a shard has, IB adds up the gradient of their rows."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.pipeline.model import weight_tasks
+from megatron.pipeline.model.sequence import gather, reduce_scatter
+from megatron.pipeline.model.split_linear import mark_accumulated
+from megatron.pipeline.model.vocabulary.layout import Shards
+
+
+class EmbeddingShard(torch.nn.Module):
+    """A shard of the word embeddings.
+
+    Args:
+        weight: [shards.rows, h].
+        shards: how the vocabulary is cut.
+        index: which shard this is.
+        tp_group: tensor-parallel ranks, each of which has another shard; None for no such ranks.
+        reduce_scatter: sum over ``tp_group`` in IF, each rank getting a slice of the sequence, as megatron-core's embedding
+            does under sequence parallelism without position embeddings.
+    """
+
+    register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        shards: Shards,
+        index: int,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        reduce_scatter: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.shards = shards
+        self.index = index
+        self.sequence_group = tp_group if reduce_scatter else None
+        weight_tasks.prepare(weight)
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """IF: this shard's part of the embeddings, zero for tokens of other shards.
+
+        Args:
+            tokens: [b, s].
+
+        Returns:
+            [b, s, h] to be summed over all shards, or with ``reduce_scatter`` [s / t, b, h] to be summed over the pipeline.
+        """
+        rows, own = self._locate(tokens)
+        part = torch.nn.functional.embedding(rows, self.weight).masked_fill_(~own[..., None], 0)
+        if self.sequence_group is None:
+            return part
+        part, reduction = reduce_scatter(part.transpose(0, 1).contiguous(), self.sequence_group)
+        reduction.wait()
+        return part
+
+    @torch.no_grad()
+    def backward(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+        """IB: add a microbatch's gradient to that of the weight, and tell whoever waits for it.
+
+        It goes straight into ``main_grad`` where there is one, in its precision. On a GPU the order of the sums is open, unless
+        ``torch.use_deterministic_algorithms`` is on.
+
+        Args:
+            tokens: [b, s], as for IF.
+            gradient: by the summed embeddings, in their shape.
+        """
+        if self.sequence_group is not None:
+            gradient, gathering = gather(gradient, self.sequence_group)
+            gathering.wait()
+            gradient = gradient.transpose(0, 1)
+        rows, own = self._locate(tokens)
+        weight = self.weight
+        total = getattr(weight, "main_grad", None)
+        if total is None:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            total = weight.grad
+        total.index_add_(0, rows.flatten(), gradient.masked_fill(~own[..., None], 0).flatten(0, 1).to(total.dtype))
+        if total is not weight.grad:
+            mark_accumulated(weight)
+        weight_tasks.notify(weight)
+
+    def _locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return locate(tokens, self.shards, self.index)
+
+
+class Arrived(torch.nn.Module):
+    """Stands for the word embeddings on the first stage: returns what the shards have made of the tokens.
+
+    Attributes:
+        tensor: for the next forward, which takes it: the sum of all shards' IF, in the shape that ``complete_embedding``
+            returned. Its gradient is what IB needs.
+    """
+
+    tensor: torch.Tensor | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        tensor, self.tensor = self.tensor, None
+        if tensor is None:
+            raise RuntimeError("the first stage runs its forward before the embeddings of the microbatch have arrived")
+        return tensor
+
+
+def complete_embedding(
+    embedding: torch.Tensor, tp_group: torch.distributed.ProcessGroup | None, reduce_scattered: bool
+) -> torch.Tensor:
+    """Add up, in place, what IF of the tensor-parallel ranks have, on the first stage.
+
+    Args:
+        embedding: in the shape IF returns, summed over the pipeline's ranks.
+        tp_group: of the first stage.
+        reduce_scattered: IF has done so, as the ``EmbeddingShard`` was told to.
+    """
+    if tp_group is not None and tp_group.size() > 1 and not reduce_scattered:
+        torch.distributed.all_reduce(embedding, group=tp_group)
+    return embedding
+
+
+def locate(tokens: torch.Tensor, shards: Shards, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The row of every token within its shard, and whether that is shard ``index``.
+
+    Tokens of other shards so spread over the rows, where additions of zero do not wait for each other.
+    """
+    return tokens % shards.rows, tokens.div(shards.rows, rounding_mode="floor") == index

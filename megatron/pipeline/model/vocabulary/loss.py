@@ -1,0 +1,106 @@
+"""The loss of a token from what every shard of the vocabulary knows of it, and what gradients need of all shards.
+
+A shard k of the logits Y of a token with label g knows its maximum m_k, Z_k = sum of exp(Y - m_k), Y_g if g is one of its rows,
+and the sum of Y where labels are smoothed. Together, as in arXiv 2411.05288, with w the derivative of the training's loss by
+the token's:
+
+    m = max m_k,  Z = sum of Z_k exp(m_k - m),  lse = log Z + m,  P = exp(Y - m) / Z
+    loss = (1 - s) (lse - Y_g) + s (lse - mean Y) + z lse^2
+    dY = w (P (1 + 2 z lse) - (1 - s) [g] - s / C)
+
+where C is the number of rows that count and s = label_smoothing C / (C - 1), as in megatron-core's vocab_parallel_cross_entropy.
+Tokens are in the order of [s, b] here, as in the hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What is added to the cross entropy.
+
+    Attributes:
+        label_smoothing: the probability that the label gives to all other rows, from 0 to less than 1.
+        z_loss: factor of the squared logarithm of the softmax's denominator.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label smoothing {self.label_smoothing}: give at least 0 and less than 1")
+        if self.z_loss < 0:
+            raise ValueError(f"z-loss {self.z_loss}: give 0 or more")
+
+    @property
+    def statistics(self) -> int:
+        """How many numbers a shard gathers for a token."""
+        return 4 if self.label_smoothing else 3
+
+
+class Statistics:
+    """What all shards know of the tokens of one microbatch, the same on every rank.
+
+    Args:
+        gathered: [shards, ``settings.statistics``, s * b] float32, the ``OutputPart.statistics`` of all shards.
+        settings: of the loss.
+        shape: (b, s).
+        counted: rows in the softmax, over all shards.
+
+    Attributes:
+        losses: [b, s] float32.
+        maximum: [s * b], m above.
+        softmax_scale: [s * b], (1 + 2 z lse) / Z: what exp(Y - m) is multiplied by.
+        label_share, uniform_share: what the label's row, and every row that counts, have subtracted: 1 - s and s / C.
+    """
+
+    def __init__(self, gathered: torch.Tensor, settings: LossSettings, shape: tuple[int, int], counted: int) -> None:
+        maxima, sums, labelled = gathered[:, 0], gathered[:, 1], gathered[:, 2].sum(0)
+        self.maximum = maxima.amax(0)
+        total = (sums * torch.exp(maxima - self.maximum)).sum(0)
+        logarithm = total.log()
+        lse = logarithm + self.maximum
+        losses = logarithm - (labelled - self.maximum)
+        smoothing = 0.0
+        if settings.label_smoothing and counted > 1:
+            smoothing = settings.label_smoothing * counted / (counted - 1)
+            losses = (1 - smoothing) * losses + smoothing * (lse - gathered[:, 3].sum(0) / counted)
+        if settings.z_loss:
+            losses = losses + settings.z_loss * lse.square()
+        self.label_share, self.uniform_share = 1 - smoothing, smoothing / counted
+        self.softmax_scale = (1 + 2 * settings.z_loss * lse) / total
+        batch, sequence = shape
+        self.losses = losses.view(sequence, batch).t().contiguous()
+
+
+def weigh(gradient: torch.Tensor, weights: torch.Tensor, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
+    """Multiply the gradient of every token by the token's weight, on the last stage; for a ``OutputPart.input_gradient``.
+
+    Args:
+        gradient: [s, b, h], or [s / tp_size, b, h] under sequence parallelism.
+        weights: [b, s], the derivative of the training's loss by each token's.
+        tp_rank: which part of the sequence the gradient is for.
+        tp_size: number of parts, 1 without sequence parallelism.
+    """
+    own = weights.t().chunk(tp_size)[tp_rank]
+    return (gradient * own.float()[..., None]).to(gradient.dtype)
+
+
+def complete_gradient(
+    gradient: torch.Tensor, tp_group: torch.distributed.ProcessGroup | None, sequence_parallel: bool
+) -> torch.Tensor:
+    """Add up, in place, what S or T of the tensor-parallel ranks have; under sequence parallelism they have done so.
+
+    Args:
+        gradient: [s, b, h], or [s / t, b, h] under sequence parallelism, summed over the pipeline's ranks.
+        tp_group: of the last stage.
+        sequence_parallel: as in the model's config.
+    """
+    if tp_group is not None and tp_group.size() > 1 and not sequence_parallel:
+        torch.distributed.all_reduce(gradient, group=tp_group)
+    return gradient

@@ -1,0 +1,218 @@
+"""The output layer in shards: S makes the logits of a shard's rows and what the loss needs of them, T their gradients.
+
+What is kept from S to T is the logits, in the model's precision; elementwise work turns them into gradients in float32, in
+place and a few tokens at a time, so that no float32 copy of all of them ever stands. See ``loss.py`` for the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from megatron.pipeline.model import sequence, weight_tasks
+from megatron.pipeline.model.split_linear import accumulate
+from megatron.pipeline.model.vocabulary.input import locate
+from megatron.pipeline.model.vocabulary.layout import Shards
+from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
+
+_ELEMENTS = 4 * 1024**2  # logits in float32 at a time: few enough to stay in a GPU's cache between kernels
+
+# fp16 has few digits left for the small ones among thousands of probabilities: they are made larger before they are rounded.
+_ENLARGED = {torch.float16: 2.0**10}
+
+
+class OutputShard(torch.nn.Module):
+    """A shard of the output layer.
+
+    Args:
+        weight: [shards.rows, h].
+        shards: how the vocabulary is cut.
+        index: which shard this is.
+        settings: of the loss.
+        tp_group: tensor-parallel ranks, each of which has another shard; None for no such ranks.
+        sequence_parallel: hidden states are slices of the sequence over ``tp_group``.
+        logits_limit: bytes that the logits of this shard may take in float32 for a microbatch. If all tokens' would take more,
+            S makes the logits of some tokens at a time and keeps none of them, and T makes them again: a fourth product for
+            every three, for memory that does not grow with the vocabulary. At least one token's are made at a time.
+        tied: the weight is the embedding's, whose module owns, saves and reduces it.
+    """
+
+    register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook
+
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        shards: Shards,
+        index: int,
+        settings: LossSettings,
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        logits_limit: int | None = None,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        if tied:
+            self.__dict__["weight"] = weight  # past torch.nn.Module, which would register it
+        else:
+            self.weight = weight
+            weight_tasks.prepare(weight)
+        self.shards = shards
+        self.index = index
+        self.settings = settings
+        self.counted = shards.counted(index)
+        self.sequence_group = tp_group if sequence_parallel else None
+        self._tokens_at_once = None if logits_limit is None else max(1, logits_limit // (4 * shards.rows))
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> OutputPart:
+        """S.
+
+        Args:
+            hidden: [s, b, h], or [s / t, b, h] under sequence parallelism; the last stage's output after the final norm.
+            labels: [b, s].
+            with_gradient: also make what ``OutputPart.input_gradient`` needs (the variant with one barrier).
+        """
+        return OutputPart(self, hidden, labels, with_gradient)
+
+    def pieces(self, tokens: int) -> list[slice]:
+        """The tokens whose logits stand at a time, in one piece without a limit."""
+        return list(_slices(tokens, self._tokens_at_once or tokens))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[tokens, rows] of hidden states [tokens, h]; minus infinity for rows that are not in the softmax."""
+        logits = hidden @ self.weight.t()
+        logits[:, self.counted :] = -torch.inf
+        return logits
+
+
+class OutputPart:
+    """What a shard has made of one microbatch's last hidden states, between S and T.
+
+    Attributes:
+        statistics: [n, s * b] float32, to be gathered over all shards: maximum, sum of exponentials relative to it, the label's
+            logit or 0, and with label smoothing the sum of the logits; see ``loss.Statistics``.
+    """
+
+    def __init__(self, layer: OutputShard, hidden: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> None:
+        self._layer = layer
+        self._hidden = hidden
+        self._row, self._own = locate(labels.t().flatten(), layer.shards, layer.index)
+        whole, gathering = sequence.gather(hidden, layer.sequence_group)
+        gathering.wait()
+        self._shape = whole.shape
+        tokens = whole.flatten(0, 1)
+        pieces = layer.pieces(len(tokens))
+        self._logits: torch.Tensor | None = None
+        self._products = torch.empty_like(tokens) if with_gradient else None
+        self.statistics = torch.empty((layer.settings.statistics, len(tokens)), dtype=torch.float32, device=tokens.device)
+        for piece in pieces:
+            logits = layer.logits(tokens[piece])
+            if len(pieces) == 1:
+                self._logits = logits
+            probabilities = None
+            if with_gradient:
+                probabilities = logits if self._logits is None else torch.empty_like(logits)
+            self._read(logits, piece, probabilities)
+            if self._products is not None and probabilities is not None:
+                torch.mm(probabilities, layer.weight, out=self._products[piece])
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that are kept until T; under sequence parallelism this rank's slice of the hidden states only."""
+        return [tensor for tensor in (self._hidden, self._logits, self._products, self._row, self._own) if tensor is not None]
+
+    def _read(self, logits: torch.Tensor, piece: slice, probabilities: torch.Tensor | None) -> None:
+        """Fill in the statistics of some tokens, and the softmax over this shard's rows, which may go where the logits are."""
+        maximum, total, labelled, *summed = self.statistics[:, piece]
+        labelled.copy_(logits.gather(1, self._row[piece, None])[:, 0].masked_fill_(~self._own[piece], 0))
+        enlarged = _ENLARGED.get(logits.dtype, 1.0)
+        for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
+            part = logits[rows]
+            # Finite where no row counts, so that the exponentials there are 0 and not NaN.
+            maximum[rows] = part.amax(1).float().clamp_(min=torch.finfo(torch.float32).min)
+            for out in summed:
+                torch.sum(part[:, : self._layer.counted], 1, dtype=torch.float32, out=out[rows])
+            exponentials = torch.sub(part, maximum[rows, None]).exp_()
+            torch.sum(exponentials, 1, out=total[rows])
+            if probabilities is not None:
+                # Where a row counts, the sum is 1 or more.
+                torch.mul(exponentials, (enlarged / total[rows].clamp(min=1))[:, None], out=probabilities[rows])
+
+    @torch.no_grad()
+    def input_gradient(self, statistics: Statistics) -> torch.Tensor:
+        """This shard's part of the gradient by the hidden states, in their shape, before tokens are weighed; see ``loss.weigh``.
+
+        To be summed over the pipeline's ranks, and without sequence parallelism over tensor-parallel ranks. Once, for a part
+        made with ``with_gradient``.
+        """
+        assert self._products is not None
+        layer, weight = self._layer, self._layer.weight
+        maximum, total = self.statistics[0], self.statistics[1]
+        scale = total * torch.exp(maximum - statistics.maximum) * statistics.softmax_scale
+        scale /= _ENLARGED.get(weight.dtype, 1.0)
+        gradient = self._products * scale[:, None]
+        self._products = None
+        labelled = weight[self._row] * (statistics.label_share * self._own)[:, None]
+        gradient -= labelled
+        if statistics.uniform_share:
+            gradient -= statistics.uniform_share * weight[: layer.counted].sum(0, dtype=torch.float32)
+        part, reduction = sequence.reduce_scatter(gradient.to(weight.dtype).view(self._shape), layer.sequence_group)
+        reduction.wait()
+        return part
+
+    @torch.no_grad()
+    def backward(self, statistics: Statistics, weights: torch.Tensor, with_gradient: bool) -> torch.Tensor | None:
+        """T: add the microbatch's gradient to that of the weight, and tell whoever waits for it. Once.
+
+        Args:
+            statistics: of all shards.
+            weights: [b, s], the derivative of the training's loss by each token's.
+            with_gradient: also make this shard's part of the gradient by the hidden states (the variants with two barriers).
+
+        Returns:
+            With ``with_gradient`` that part, in the shape of the hidden states, to be summed over the pipeline's ranks, and
+            without sequence parallelism over tensor-parallel ranks; None otherwise.
+        """
+        layer = self._layer
+        whole, gathering = sequence.gather(self._hidden, layer.sequence_group)
+        weights = weights.t().flatten().float()
+        pieces = layer.pieces(len(weights))
+        gradient = torch.empty_like(whole) if with_gradient else None
+        part, reduction = None, None
+        if self._logits is None:
+            gathering.wait()  # otherwise behind the work before the weight gradient
+        for piece in pieces:
+            logits = layer.logits(whole.flatten(0, 1)[piece]) if self._logits is None else self._logits
+            self._differentiate(logits, piece, statistics, weights)
+            if gradient is not None:
+                torch.mm(logits, layer.weight, out=gradient.flatten(0, 1)[piece])
+                if piece is pieces[-1]:
+                    part, reduction = sequence.reduce_scatter(gradient, layer.sequence_group)
+            if self._logits is not None:
+                gathering.wait()
+            accumulate(layer.weight, logits, whole.flatten(0, 1)[piece])
+        self._logits = None
+        weight_tasks.notify(layer.weight)
+        if reduction is not None:
+            reduction.wait()
+        return part
+
+    def _differentiate(self, logits: torch.Tensor, piece: slice, statistics: Statistics, weights: torch.Tensor) -> None:
+        """Put the gradient by the logits of some tokens in their place."""
+        weights = weights[piece]
+        maximum, scale = statistics.maximum[piece], statistics.softmax_scale[piece] * weights
+        row, labelled = self._row[piece], statistics.label_share * weights * self._own[piece]
+        for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
+            part = torch.sub(logits[rows], maximum[rows, None]).exp_().mul_(scale[rows, None])
+            part[torch.arange(len(part), device=part.device), row[rows]] -= labelled[rows]
+            if statistics.uniform_share:
+                part[:, : self._layer.counted] -= (statistics.uniform_share * weights[rows])[:, None]
+            logits[rows] = part
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
