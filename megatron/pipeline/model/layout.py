@@ -10,6 +10,8 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.tune.balance import balanced_layers
+from megatron.pipeline.tune.gpt import Shape, output_in_layers
 
 
 class PlacementLayout(PipelineParallelLayerLayout):
@@ -42,6 +44,7 @@ def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType
     the middle, since the first has the embedding and the last the output layer. ``--num-layers-in-first-pipeline-stage``
     (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
     (last) rank's, as in Megatron-LM. ``--account-for-embedding-in-pipeline-split`` (``loss``) counts it as a layer.
+    ``--layer-redistribution`` makes the heaviest rank as light as it can be, given ``end_in_layers``.
 
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
@@ -55,11 +58,24 @@ def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType
             "--num-layers-in-first-pipeline-stage and --num-layers-in-last-pipeline-stage say how many layers the ends have, and "
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
         )
-    numbers = _spread(args, placement, fixed, *accounts)
+    if args.layer_redistribution:
+        numbers = balanced_layers(args.num_layers, placement, end_in_layers(args, placement))
+    else:
+        numbers = _spread(args, placement, fixed, *accounts)
     rows = [[LayerType.decoder] * number for number in numbers]
     rows[0].insert(0, LayerType.embedding)
     rows[-1] += [LayerType.mtp] * (args.mtp_num_layers or 0) + [LayerType.loss]
     return tuple(map(tuple, rows))
+
+
+def end_in_layers(args: Namespace, placement: Placement) -> dict[int, float]:
+    """What the last stage does beside its transformer layers, in layers of equal length, by stage.
+
+    That is the output layer, by its operations (``tune.gpt``), and each layer of ``--mtp-num-layers`` with the output layer once
+    more. The embedding on the first stage only looks up. Layers that differ, with experts in some, count as their mean.
+    """
+    output, further = output_in_layers(Shape.of(args), args.recompute_granularity == "full"), args.mtp_num_layers or 0
+    return {placement.last_stage: output + further * (1 + output)}
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:

@@ -6,7 +6,7 @@ import json
 import math
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,8 @@ from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from megatron.pipeline.tune.gpt import Shape, training_operations
 
 
 @dataclass(frozen=True)
@@ -234,12 +236,6 @@ def _finite(value: float | None) -> float | None:
 def training_flops(args: Namespace, samples: int) -> float:
     """Floating-point operations of the matrix products in training on ``samples`` samples, without recomputation.
 
-    Two per multiply-add; the backward takes twice the forward. Causal attention counts the half that is not masked.
+    Of causal attention the half that is not masked counts.
     """
-    heads = args.num_attention_heads * args.kv_channels
-    key_values = 2 * (args.num_query_groups if args.group_query_attention else args.num_attention_heads) * args.kv_channels
-    projections = args.hidden_size * (2 * heads + key_values)
-    attention = args.seq_length * heads
-    mlp = args.hidden_size * args.ffn_hidden_size * (3 if args.swiglu else 2)
-    per_token = args.num_layers * (projections + attention + mlp) + args.hidden_size * args.padded_vocab_size
-    return float(3 * 2 * per_token * args.seq_length * samples)
+    return training_operations(replace(Shape.of(args), microbatch=samples), causal=True)

@@ -24,7 +24,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.timers import Timers
 from megatron.core.transformer.enums import LayerType
 
-from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.layout import end_in_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
@@ -43,6 +43,7 @@ from megatron.pipeline.training.state import Training, build_training, initializ
 from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
 from megatron.pipeline.training.trace import draw_consecutive, draw_last_trace
 from megatron.pipeline.training.validation import validate
+from megatron.pipeline.tune.balance import heaviest
 
 _FIRST_WORD = 10  # seconds that rank 0 has to say what is wrong, if it is wrong there as well
 
@@ -78,12 +79,12 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     """
     args = parse(argv)
     validate(args, world_size)
+    tokenizer = build_tokenizer(args)
+    args.vocab_size = tokenizer.vocab_size
+    args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)  # decides what --layer-redistribution does
     pipeline = plan_pipeline(args)
     stage_layers(args, pipeline.placement)
     check_slices(args, pipeline.splits)
-    tokenizer = build_tokenizer(args)
-    args.vocab_size = tokenizer.vocab_size
-    args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)
     check_data(args, tokenizer.vocab_size)
     checkpoint.check(args)
     return args, tokenizer, pipeline
@@ -202,6 +203,8 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     """How the model is cut, and what the largest iteration is planned to be like."""
     layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
     words = f" layers of the model's {len(layers)} stages: {' '.join(map(str, layers))}"
+    if args.layer_redistribution:
+        words += f" ({_redistribution(args, pipeline.placement, layers)})"
     if pipeline.is_stock:
         return words
     schedule = pipeline.plan(max(microbatch_counts(args))).schedule
@@ -215,6 +218,16 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     return (
         f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
         f"of the {objective}, activations of at most {held} on a rank"
+    )
+
+
+def _redistribution(args: Namespace, placement: Placement, layers: list[int]) -> str:
+    """Why --layer-redistribution chose these."""
+    extra = end_in_layers(args, placement)
+    mean = (sum(layers) + sum(extra.values())) / placement.ranks
+    return (
+        f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "
+        f"has the work of {heaviest(layers, placement, extra):.3g}, the mean is {mean:.3g}"
     )
 
 
