@@ -17,6 +17,7 @@ from megatron.pipeline.model import random, te_linear
 from megatron.pipeline.model.finalize import Ends
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.schedule.placement import Placement
 
@@ -25,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 def build_model(args: Namespace, config: TransformerConfig, placement: Placement) -> list[DistributedDataParallel]:
     """Build this rank's chunks, in the order of their ``vp_stage``, each wrapped in megatron-core's DDP.
+
+    With vocabulary parallelism the first chunk of every rank has a ``vocabulary`` (see ``vocabulary/shard.py``), the first stage
+    takes its embeddings from there, and the last stage returns its hidden states [s, b, h] instead of losses.
 
     Sets ``config.finalize_model_grads_func``: how gradients are finalised depends on where the ends of the model are.
 
@@ -43,6 +47,10 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
     models = [_model(args, config, stage) for stage in stages]
+    spread = args.vocab_parallel != "off"
+    if spread:
+        first = next((model for model, stage in zip(models, stages, strict=True) if stage.first), None)
+        spread_vocabulary(args, config, models, first)
 
     if split:
         fused = [
@@ -60,7 +68,7 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
     config.finalize_model_grads_func = ends.finalize_model_grads if split else finalize_model_grads
     chunks: list[torch.nn.Module] = models
     if config.fp16 or config.bf16:
-        chunks = [_LowPrecision(config, model, stage) for model, stage in zip(models, stages, strict=True)]
+        chunks = [_LowPrecision(config, model, stage, spread) for model, stage in zip(models, stages, strict=True)]
     return [
         DistributedDataParallel(config, _ddp_config(args, split), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
@@ -82,26 +90,32 @@ class Stage:
 
 
 class _LowPrecision(Float16Module):
-    """megatron-core's fp16 or bf16 module, which converts what enters the first and leaves the last stage; wherever they are."""
+    """megatron-core's fp16 or bf16 module, which converts what enters the first and leaves the last stage; wherever they are.
 
-    def __init__(self, config: TransformerConfig, model: torch.nn.Module, stage: Stage) -> None:
+    With the vocabulary spread over all ranks, what leaves the last stage is not the loss but goes on in the model's precision.
+    """
+
+    def __init__(self, config: TransformerConfig, model: torch.nn.Module, stage: Stage, spread: bool) -> None:
         super().__init__(config, model)
         self._stage = stage
+        self._ends_in_loss = stage.last and not spread
 
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
         if self._stage.first:
             inputs = fp32_to_float16(inputs, self.float16_convertor)
         outputs = self.module(*inputs, **kwargs)
-        return float16_to_fp32(outputs) if self._stage.last and fp32_output else outputs
+        return float16_to_fp32(outputs) if self._ends_in_loss and fp32_output else outputs
 
 
 def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn.Module:
-    tied = not args.untie_embeddings_and_output_weights
+    spread = args.vocab_parallel != "off"
+    tied = not args.untie_embeddings_and_output_weights and not spread
     model = random.SeededGPTModel(
         config=config,
         transformer_layer_spec=block_spec(args, config, stage.vp_stage),
         mtp_block_spec=prediction_spec(args, config, stage.vp_stage),
-        vocab_size=args.padded_vocab_size,
+        # What spread_vocabulary replaces is as small as can be.
+        vocab_size=config.tensor_model_parallel_size if spread else args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=stage.first,
         post_process=stage.last,
@@ -114,7 +128,12 @@ def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn
         vp_stage=stage.vp_stage,
         seed=args.seed,
     )
-    if stage.last and not tied:
+    if spread:
+        model.vocab_size = args.padded_vocab_size
+        model.post_process = False  # it returns the last hidden states, after the final norm
+        if stage.last:
+            del model.output_layer
+    elif stage.last and not tied:
         _initialize_output_layer(model.output_layer, config, args.seed)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -123,7 +142,7 @@ def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn
 
 def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed: int) -> None:
     """Draw the output weights from a seed of their own, not from whatever the layers before them on this stage left."""
-    random.seed_layer(random.weight_base(seed), config.num_layers + 1 + (config.mtp_num_layers or 0))
+    random.seed_layer(random.weight_base(seed), random.output_layer(config))
     weight, group = output_layer.weight, output_layer.tp_group
     if not config.use_cpu_initialization:
         with tensor_parallel.get_cuda_rng_tracker().fork():

@@ -24,15 +24,22 @@ EMBEDDING = 0  # transformer layers count from 1, as megatron-core numbers them
 _MICROBATCH = "megatron-pipeline-microbatch"
 
 
-def seed_layer(base: int, layer: int) -> None:
+def output_layer(config: Any) -> int:
+    """The number of the output layer, after the transformer's and those for multi-token prediction."""
+    return int(config.num_layers + 1 + (config.mtp_num_layers or 0))
+
+
+def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
     """Point every random stream at the start of one layer's numbers.
 
     Args:
         base: identifies the purpose, from ``derive``.
-        layer: global layer number from 1, or ``EMBEDDING``.
+        layer: global layer number from 1, ``EMBEDDING``, or ``output_layer``.
+        tensor_rank: whose numbers the tensor-parallel stream is to give; this rank's if not said.
     """
+    own = parallel_state.get_tensor_model_parallel_rank()
     ranks = {
-        upstream_random._MODEL_PARALLEL_RNG_TRACKER_NAME: parallel_state.get_tensor_model_parallel_rank(),
+        upstream_random._MODEL_PARALLEL_RNG_TRACKER_NAME: own if tensor_rank is None else tensor_rank,
         upstream_random.get_data_parallel_rng_tracker_name(): 0,
         upstream_random.get_expert_parallel_rng_tracker_name(): (
             1000 * parallel_state.get_expert_model_parallel_rank() + parallel_state.get_expert_tensor_parallel_rank()

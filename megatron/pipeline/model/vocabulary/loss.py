@@ -18,6 +18,15 @@ from dataclasses import dataclass
 
 import torch
 
+# Without the loss's scale in them, fp16 has few digits left for what is small among thousands of probabilities, and for
+# gradients by hidden states before tokens are weighed: until then both are as many times larger.
+_ENLARGED = {torch.float16: 2.0**10}
+
+
+def enlarged(dtype: torch.dtype) -> float:
+    """By what probabilities and gradients are multiplied while tokens are not weighed yet."""
+    return _ENLARGED.get(dtype, 1.0)
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -79,16 +88,16 @@ class Statistics:
 
 
 def weigh(gradient: torch.Tensor, weights: torch.Tensor, tp_rank: int = 0, tp_size: int = 1) -> torch.Tensor:
-    """Multiply the gradient of every token by the token's weight, on the last stage; for a ``OutputPart.input_gradient``.
+    """Multiply the gradient of every token by the token's weight, on the last stage.
 
     Args:
-        gradient: [s, b, h], or [s / tp_size, b, h] under sequence parallelism.
+        gradient: all shards' ``OutputPart.input_gradient``, summed: [s, b, h], or [s / tp_size, b, h] under sequence parallelism.
         weights: [b, s], the derivative of the training's loss by each token's.
         tp_rank: which part of the sequence the gradient is for.
         tp_size: number of parts, 1 without sequence parallelism.
     """
-    own = weights.t().chunk(tp_size)[tp_rank]
-    return (gradient * own.float()[..., None]).to(gradient.dtype)
+    own = weights.t().chunk(tp_size)[tp_rank].float() / enlarged(gradient.dtype)
+    return (gradient * own[..., None]).to(gradient.dtype)
 
 
 def complete_gradient(

@@ -14,12 +14,9 @@ from megatron.pipeline.model import sequence, weight_tasks
 from megatron.pipeline.model.split_linear import accumulate
 from megatron.pipeline.model.vocabulary.input import locate
 from megatron.pipeline.model.vocabulary.layout import Shards
-from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
+from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, enlarged
 
 _ELEMENTS = 4 * 1024**2  # logits in float32 at a time: few enough to stay in a GPU's cache between kernels
-
-# fp16 has few digits left for the small ones among thousands of probabilities: they are made larger before they are rounded.
-_ENLARGED = {torch.float16: 2.0**10}
 
 
 class OutputShard(torch.nn.Module):
@@ -125,10 +122,12 @@ class OutputPart:
         return [tensor for tensor in (self._hidden, self._logits, self._products, self._row, self._own) if tensor is not None]
 
     def _read(self, logits: torch.Tensor, piece: slice, probabilities: torch.Tensor | None) -> None:
-        """Fill in the statistics of some tokens, and the softmax over this shard's rows, which may go where the logits are."""
+        """Fill in the statistics of some tokens, and the softmax over this shard's rows, which may go where the logits are.
+
+        Without the label: where it is nearly certain its row and the label's share cancel, which only float32 gets right.
+        """
         maximum, total, labelled, *summed = self.statistics[:, piece]
         labelled.copy_(logits.gather(1, self._row[piece, None])[:, 0].masked_fill_(~self._own[piece], 0))
-        enlarged = _ENLARGED.get(logits.dtype, 1.0)
         for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
             part = logits[rows]
             # Finite where no row counts, so that the exponentials there are 0 and not NaN.
@@ -138,27 +137,30 @@ class OutputPart:
             exponentials = torch.sub(part, maximum[rows, None]).exp_()
             torch.sum(exponentials, 1, out=total[rows])
             if probabilities is not None:
+                label = torch.arange(len(part), device=part.device), self._row[piece][rows]
+                exponentials[label] = exponentials[label].masked_fill(self._own[piece][rows], 0)
                 # Where a row counts, the sum is 1 or more.
-                torch.mul(exponentials, (enlarged / total[rows].clamp(min=1))[:, None], out=probabilities[rows])
+                scale = enlarged(logits.dtype) / total[rows].clamp(min=1)
+                torch.mul(exponentials, scale[:, None], out=probabilities[rows])
 
     @torch.no_grad()
     def input_gradient(self, statistics: Statistics) -> torch.Tensor:
-        """This shard's part of the gradient by the hidden states, in their shape, before tokens are weighed; see ``loss.weigh``.
+        """This shard's part of the gradient by the hidden states, in their shape, for ``loss.weigh`` to finish.
 
         To be summed over the pipeline's ranks, and without sequence parallelism over tensor-parallel ranks. Once, for a part
         made with ``with_gradient``.
         """
         assert self._products is not None
         layer, weight = self._layer, self._layer.weight
-        maximum, total = self.statistics[0], self.statistics[1]
+        maximum, total, label = self.statistics[:3]
         scale = total * torch.exp(maximum - statistics.maximum) * statistics.softmax_scale
-        scale /= _ENLARGED.get(weight.dtype, 1.0)
         gradient = self._products * scale[:, None]
         self._products = None
-        labelled = weight[self._row] * (statistics.label_share * self._own)[:, None]
-        gradient -= labelled
+        label = torch.exp(label - statistics.maximum) * statistics.softmax_scale - statistics.label_share
+        gradient += weight[self._row] * (enlarged(weight.dtype) * label * self._own)[:, None]
         if statistics.uniform_share:
-            gradient -= statistics.uniform_share * weight[: layer.counted].sum(0, dtype=torch.float32)
+            uniform = enlarged(weight.dtype) * statistics.uniform_share
+            gradient -= uniform * weight[: layer.counted].sum(0, dtype=torch.float32)
         part, reduction = sequence.reduce_scatter(gradient.to(weight.dtype).view(self._shape), layer.sequence_group)
         reduction.wait()
         return part
