@@ -142,6 +142,23 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
     assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("", "64 rows of the vocabulary on each of 2 ranks, for 100 tokens and 28 rows of padding, of which 0 are masked"),
+        ("--vocab-mask-padding", "28 rows of padding, of which 28 are masked"),
+        (
+            "--make-vocab-size-divisible-by 1",
+            "56 rows of the vocabulary on each of 2 ranks, for 100 tokens and 12 rows of padding",
+        ),
+    ],
+)
+def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
+    flags = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 99 --vocab-parallel 2 {flags}"
+    args, _, pipeline = program.prepare(flags.split(), world_size=2)
+    assert words in program._plan_in_words(args, pipeline)
+
+
 def test_stock_takes_chunks() -> None:
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule stock {TWO_CHUNKS}".split(), world_size=2)
     assert pipeline.placement.chunks == 2

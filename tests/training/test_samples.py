@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.training.data import SequentialSampler, forward_step, masked_loss
+from megatron.pipeline.training.data import SequentialSampler, forward_step, masked_loss, reading
 
 small = st.integers(1, 4)
 
@@ -18,6 +22,16 @@ def test_the_model_has_the_mask_too() -> None:
     given: dict[str, object] = {}
     forward_step(iter([batch]), lambda *_, **kwargs: given.update(kwargs))  # type: ignore[arg-type]
     assert torch.equal(given["loss_mask"], batch["loss_mask"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("vocab_parallel", "reset", "needed"),
+    [("off", False, [False, False, True]), ("2", False, [True, False, True]), ("off", True, [True, True, True])],
+)
+def test_which_chunks_need_data(vocab_parallel: str, reset: bool, needed: list[bool]) -> None:
+    """With shards of the vocabulary on all ranks, the first chunk of each needs the tokens and the labels."""
+    chunks: Any = [SimpleNamespace(pre_process=False, post_process=last) for last in (False, False, True)]
+    assert reading(Namespace(vocab_parallel=vocab_parallel, reset_attention_mask=reset), chunks) == needed
 
 
 @given(ranks=small, micro_batch=small, consumed=st.integers(0, 30), total=st.integers(0, 60))

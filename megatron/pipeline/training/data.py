@@ -20,6 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.training.data_files import blend, blend_per_split, check_prefix, split_has_tokens
+from megatron.pipeline.training.flags import OFF
 
 Batch = dict[str, torch.Tensor]
 
@@ -81,12 +82,13 @@ class Samples:
     """The three splits of the data, as microbatches of this rank.
 
     Every tensor-parallel rank reads for itself: the order is deterministic, so no broadcast is needed. Ranks that hold
-    neither the first nor the last stage read nothing, except where the attention mask depends on the tokens.
+    neither the first nor the last stage read nothing, except where the attention mask depends on the tokens, or where every
+    rank has a shard of the vocabulary: its first chunk then reads.
     """
 
     def __init__(self, args: Namespace, tokenizer: Any, chunks: Sequence[MegatronModule]) -> None:
         self._args = args
-        self._needed = [args.reset_attention_mask or _at_an_end(chunk) for chunk in chunks]
+        self._needed = reading(args, chunks)
         sizes = [args.train_iters, 0, 0]
         if evaluates(args):
             sizes[1] = (args.train_iters // args.eval_interval + 1) * args.eval_iters
@@ -126,6 +128,12 @@ class Samples:
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_ignore_termination,
         )
+
+
+def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
+    """Which of this rank's chunks need data; see ``Samples``."""
+    spread = args.vocab_parallel != OFF
+    return [args.reset_attention_mask or (spread and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
 
 
 def get_batch(data: Iterator[Batch] | None) -> Batch:

@@ -18,6 +18,7 @@ from megatron.pipeline.training.flag_types import (
 )
 
 PROFILE = "profile"  # in the place of a file with costs: they are measured in this run
+OFF = "off"  # of --vocab-parallel
 TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",
@@ -63,8 +64,8 @@ def _vocabulary(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
         "--vocab-parallel",
-        default="off",
-        choices=["off", "1", "2", "interlaced"],
+        default=OFF,
+        choices=[OFF, "1", "2", "interlaced"],
         help="spread embedding and output layer over all pipeline ranks: 2 holds one microbatch more than without, 1 two; "
         "interlaced stops all ranks for them",
     )
@@ -73,8 +74,8 @@ def _vocabulary(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="fewer transformer layers on the stages with embedding and output layer, as many as these cost",
     )
-    add("--vocab-logits-limit", type=memory_size, metavar="SIZE", help="largest float32 logits at a time, such as 256MiB, "
-        "with --vocab-parallel; all of a rank's own when not given")  # fmt: skip
+    add("--vocab-logits-limit", type=memory_size, metavar="SIZE", help="with --vocab-parallel: logits of a rank that would take "
+        "more in float32, such as 256MiB, are made some tokens at a time, and again for their gradient")  # fmt: skip
     add("--vocab-mask-padding", action="store_true", help="with --vocab-parallel: no row beyond the tokenizer's vocabulary "
         "counts in the softmax, where megatron-core counts its padding")  # fmt: skip
     add("--label-smoothing", type=share_below_one, default=0.0, help="with --vocab-parallel: share of the target that all "

@@ -26,6 +26,7 @@ from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.model.layout import end_in_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
+from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
@@ -36,6 +37,7 @@ from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.data import Samples, check_data
+from megatron.pipeline.training.flags import OFF
 from megatron.pipeline.training.logging import Log
 from megatron.pipeline.training.loop import train
 from megatron.pipeline.training.planning import plan_pipeline
@@ -203,6 +205,8 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     """How the model is cut, and what the largest iteration is planned to be like."""
     layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
     words = f" layers of the model's {len(layers)} stages: {' '.join(map(str, layers))}"
+    if args.vocab_parallel != OFF:
+        words += f"; {_shards(args)}"
     if args.layer_redistribution:
         words += f" ({_redistribution(args, pipeline.placement, layers)})"
     if pipeline.is_stock:
@@ -228,6 +232,17 @@ def _redistribution(args: Namespace, placement: Placement, layers: list[int]) ->
     return (
         f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "
         f"has the work of {heaviest(layers, placement, extra):.3g}, the mean is {mean:.3g}"
+    )
+
+
+def _shards(args: Namespace) -> str:
+    """How the vocabulary is cut."""
+    count = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocab_mask_padding)
+    rows = count * cut.rows
+    return (
+        f"{cut.rows} rows of the vocabulary on each of {count} ranks, for {cut.size} tokens and {rows - cut.size} rows of "
+        f"padding, of which {rows - cut.total_counted} are masked"
     )
 
 

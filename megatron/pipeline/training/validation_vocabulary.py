@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-OFF = "off"
+from megatron.pipeline.training.flags import OFF
 
 
 def check_vocabulary(args: Namespace) -> None:

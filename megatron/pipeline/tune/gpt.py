@@ -130,13 +130,15 @@ def layer_work(shape: Shape, causal: bool = False) -> Work:
     return Work(products + attention, products + 2 * attention, products)
 
 
-def output_work(shape: Shape, rows: float | None = None) -> Work:
-    """Operations of the output layer, or of so many of its rows: 2bshV each.
-
-    With the vocabulary spread over ranks the same products are parts of S and T: see ``costs.vocabulary_costs``.
-    """
-    product = 2 * shape.tokens * shape.hidden * (shape.vocabulary if rows is None else rows)
+def output_work(shape: Shape) -> Work:
+    """Operations of the output layer: 2bshV each."""
+    product = row_work(shape) * shape.vocabulary
     return Work(product, product, product)
+
+
+def row_work(shape: Shape) -> float:
+    """Operations of one product with one row of the output layer: 2bsh."""
+    return 2 * shape.tokens * shape.hidden
 
 
 def training_operations(shape: Shape, causal: bool = False) -> float:
@@ -174,11 +176,16 @@ def layer_masks(shape: Shape) -> float:
     return 2 * shape.tokens * shape.hidden
 
 
-def output_activation(shape: Shape, rows: float | None = None) -> float:
-    """Bytes that the output layer, or so many of its rows, keeps until its backward: its input, and the softmax in float32."""
-    return shape.tokens * (HALF * shape.hidden + SINGLE * (shape.vocabulary if rows is None else rows))
+def output_activation(shape: Shape) -> float:
+    """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax in float32."""
+    return hidden_bytes(shape) + SINGLE * shape.tokens * shape.vocabulary
+
+
+def shard_activation(shape: Shape, rows: int) -> float:
+    """Bytes that S of a shard of so many rows keeps until T: its input, and logits in 16 bits."""
+    return hidden_bytes(shape) + HALF * shape.tokens * rows
 
 
 def hidden_bytes(shape: Shape) -> float:
-    """Bytes of what stages hand on: 2sbh."""
+    """Bytes of what stages hand on, in 16 bits: 2sbh."""
     return HALF * shape.tokens * shape.hidden
