@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.vocabulary_case import Case
+from model.vocabulary_case import HIDDEN, Case
+from pool import Pool
+
+from megatron.pipeline.model.vocabulary.input import EmbeddingShard
+from megatron.pipeline.model.vocabulary.layout import Shards
+from megatron.pipeline.model.vocabulary.loss import LossSettings
 
 
 def check(case: Case, tolerance: float = 1e-5) -> None:
@@ -55,3 +62,95 @@ def test_any_size(data: st.DataObject) -> None:
             limit=data.draw(st.sampled_from([None, 1, 700, 10**6])),
         ),
     )
+
+
+def errors_of_stock_and_ours(devices: list[str]) -> list[tuple[Case, list[float], list[float], list[float]]]:
+    """For several cases, how far losses and gradients are from exact ones: by stock, with two barriers, with one."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    found = []
+    cases: list[dict[str, Any]] = [
+        {"label_smoothing": 0.1},
+        {"size": 50, "confidence": 1.0},
+        {"size": 3000, "stock_rows": 3072, "confidence": 2.0},
+    ]
+    for device, dtype, options in product(devices, (torch.float32, torch.bfloat16, torch.float16), cases):
+        case = Case(dtype=dtype, device=device, scale=2.0**8 if dtype == torch.float16 else 1.0, **options)
+        exact = case.dense()
+        errors = [
+            [((value - reference).norm() / reference.norm()).item() for value, reference in zip(values, exact, strict=True)]
+            for values in (case.stock(), case.sharded(False), case.sharded(True))
+        ]
+        found.append((case, errors[0], errors[1], errors[2]))
+    return found
+
+
+def check_errors(found: list[tuple[Case, list[float], list[float], list[float]]]) -> None:
+    for case, stock, *ours in found:
+        for errors in ours:
+            for error, reference in zip(errors, stock, strict=True):
+                assert error <= 1.7 * reference + 1e-6, (case, stock, ours)
+
+
+def test_is_as_exact_as_stock(pool: Pool) -> None:
+    check_errors(pool.run(1, errors_of_stock_and_ours, ["cpu"])[0])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: checks its kernels")
+def test_is_as_exact_as_stock_on_a_gpu(pool: Pool) -> None:
+    check_errors(pool.run(1, errors_of_stock_and_ours, ["cuda"])[0])
+
+
+def embedded(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of all shards' IF and its gradient of the weight, ours and by torch."""
+    case = Case(device=device, dtype=dtype)
+    tokens, gradient = case.labels, case.hidden.transpose(0, 1)
+    weight = case.weight.clone().requires_grad_()
+    torch.nn.functional.embedding(tokens, weight).backward(gradient)
+    layers = []
+    for index in range(case.count):
+        layer = EmbeddingShard(case.parameter(index), case.shards, index)
+        layer.register_wgrad_accumulation_and_reduce_hooks(lambda: None)
+        layer.backward(tokens, gradient)
+        layers.append(layer)
+    weights: list[Any] = [layer.weight for layer in layers]
+    main = torch.cat([one.main_grad for one in weights])[: case.stock_rows]
+    assert weight.grad is not None
+    return torch.stack([layer(tokens) for layer in layers]).sum(0), case.weight[tokens], main, weight.grad
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_embeddings_and_their_gradient(device: str, dtype: torch.dtype) -> None:
+    output, expected, gradient, reference = embedded(device, dtype)
+    assert torch.equal(output, expected)
+    torch.testing.assert_close(gradient, reference.float(), rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-6)
+
+
+def test_a_limit_keeps_nothing_as_large_as_the_vocabulary() -> None:
+    tokens, hidden = 10, 10 * HIDDEN
+    for limit, logits in ((None, tokens * 16), (4 * 16 * tokens, tokens * 16), (4 * 16 * tokens - 1, 0)):
+        case = Case(limit=limit)
+        for with_gradient in (False, True):
+            held = case.layers()[0](case.hidden, case.labels, with_gradient).held
+            floats = sum(tensor.numel() for tensor in held if tensor.is_floating_point())
+            assert floats == hidden * (2 if with_gradient else 1) + logits
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="at least 0 and less than 1"):
+        LossSettings(label_smoothing=1.0)
+    with pytest.raises(ValueError, match="0 or more"):
+        LossSettings(z_loss=-1.0)
+    with pytest.raises(ValueError, match="60 tokens in 50 rows"):
+        Shards.of(60, 50, 2)
+    with pytest.raises(ValueError, match="at least one"):
+        Shards.of(40, 50, 0)

@@ -30,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     scale: float = 1.0  # of the loss, as in fp16
+    confidence: float = 0.0  # how far hidden states point to their labels
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.size + 7 * self.count)
@@ -39,9 +40,11 @@ class Case:
 
         self.shards = Shards.of(self.size, self.stock_rows, self.count, self.mask_padding)
         self.loss = LossSettings(self.label_smoothing, self.z_loss)
-        self.weight = draw(self.stock_rows, HIDDEN).to(self.device, self.dtype)
-        self.hidden = draw(self.sequence, self.batch, HIDDEN).to(self.device, self.dtype)
-        self.labels = torch.randint(0, self.size, (self.batch, self.sequence), generator=generator).to(self.device)
+        weight, hidden = draw(self.stock_rows, HIDDEN), draw(self.sequence, self.batch, HIDDEN)
+        labels = torch.randint(0, self.size, (self.batch, self.sequence), generator=generator)
+        hidden += self.confidence * weight[labels.t()]
+        self.weight, self.hidden = weight.to(self.device, self.dtype), hidden.to(self.device, self.dtype)
+        self.labels = labels.to(self.device)
         mask = torch.randint(0, 2, (self.batch, self.sequence), generator=generator)
         self.weights = (self.scale * mask * draw(self.batch, self.sequence).abs()).to(self.device)
 
@@ -60,15 +63,30 @@ class Case:
         assert hidden.grad is not None and weight.grad is not None
         return losses.detach(), hidden.grad, weight.grad
 
-    def layers(self, **options: Any) -> list[OutputShard]:
+    def stock(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same by megatron-core's cross entropy and autograd, in a world of one rank that exists."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        weight, hidden = self.weight.clone().requires_grad_(), self.hidden.clone().requires_grad_()
+        losses = vocab_parallel_cross_entropy(hidden @ weight.t(), self.labels.t().contiguous(), self.label_smoothing).t()
+        (losses * self.weights).sum().backward()
+        assert hidden.grad is not None and weight.grad is not None
+        return losses.detach(), hidden.grad, weight.grad
+
+    def parameter(self, index: int) -> torch.nn.Parameter:
+        """The weight of a shard, with a ``main_grad``."""
+        rows = self.shards.own(index)
+        weight = self.weight.new_zeros(self.shards.rows, HIDDEN)
+        weight[: self.shards.stored(index)] = self.weight[rows.start : rows.stop]
+        parameter: Any = torch.nn.Parameter(weight)
+        parameter.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        assert isinstance(parameter, torch.nn.Parameter)
+        return parameter
+
+    def layers(self) -> list[OutputShard]:
         layers = []
         for index in range(self.count):
-            rows = self.shards.own(index)
-            weight = self.weight.new_zeros(self.shards.rows, HIDDEN)
-            weight[: self.shards.stored(index)] = self.weight[rows.start : rows.stop]
-            parameter: Any = torch.nn.Parameter(weight)
-            parameter.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-            layer = OutputShard(parameter, self.shards, index, self.loss, logits_limit=self.limit, **options)
+            layer = OutputShard(self.parameter(index), self.shards, index, self.loss, logits_limit=self.limit)
             layer.register_wgrad_accumulation_and_reduce_hooks(lambda: None)
             layers.append(layer)
         return layers
