@@ -14,7 +14,7 @@ from schedule_strategies import costs_of, parse, schedules
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.jitter import expected, factors
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.passes import STAGE_KINDS, Kind, Pass
 from megatron.pipeline.schedule.placement import linear, v
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
@@ -83,7 +83,7 @@ def test_recomputed_fused_sliced_and_replicated_passes() -> None:
     hops = uniform(linear(3), 1, 2, 1, 0.5)
     costs = replace(hops, stages=tuple(replace(stage, recompute=0.75, fused=2.5) for stage in hops.stages))
     mixed = recompute(fuse(families.plan("zb-h1", 3, 4), {1}), {0, 1})
-    assert {work.kind for row in mixed.passes for work in row} == set(Kind)
+    assert {work.kind for row in mixed.passes for work in row} == set(STAGE_KINDS)
     compare_with_one_draw(mixed, costs, 0.3)
     compare_with_one_draw(mixed.forward_only(), costs, 0.3)
     compare_with_one_draw(families.plan("seq-1f1b", 3, 3), costs, 0.3)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from megatron.pipeline.schedule.costs import COST_RANGE, Costs, is_cost
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.problem import Objective
 
 Numbers: TypeAlias = dict[str, float]
@@ -20,6 +21,7 @@ Numbers: TypeAlias = dict[str, float]
 TIMES = ("F", "B", "W", "comm", "BW", "R")
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
+SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
 
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
 MOST_RANKS = 4096
@@ -65,6 +67,14 @@ def cost_flags() -> Parser:
             metavar="F=..,B=..,W=..,activation=..",
             help=f"what the {part} adds to the {name} stage of the model: in the unit of --cost, and in microbatches",
         )
+    flags.add_argument(
+        "--vocab-cost",
+        type=numbers(*SPREAD),
+        metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]",
+        help="one rank's share of the vocabulary where --vocab-parallel spreads it: seconds of the output layer's S and T and "
+        "the embedding's IF and IB, what S allocates until T, in microbatches, and seconds of a collective (default: "
+        "S=0.5,T=0.5, 0 for the others, and a hop; or the file's)",
+    )
     flags.add_argument(
         "--costs",
         type=costs_file,
@@ -112,6 +122,12 @@ def pass_flags() -> Parser:
     """Which stages run which passes."""
     flags = Parser(add_help=False)
     flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
+    flags.add_argument(
+        "--vocab-parallel",
+        choices=["off", *Vocabulary],
+        help="spread the vocabulary over all ranks, with two barriers between the last forward and the last backward (1), one "
+        "(2), or all ranks in step (interlaced)",
+    )
     flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     return flags
 

@@ -73,7 +73,7 @@ class Case:
             "pp": schedule.ranks,
             "chunks": schedule.placement.chunks,
             "microbatches": schedule.microbatches,
-            **cost_fields(schedule.placement, problem.costs),
+            **cost_fields(schedule.placement, problem.costs, vocabulary=schedule.vocabulary is not None),
             **self._limits(),
             **({"fuse": sorted(problem.fused)} if problem.fused else {}),
             "objective": str(problem.objective),
@@ -200,6 +200,7 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
         frozenset(fused) & _all_run(schedule, Kind.BW),
         schedule.splits,
         jitter=_number(told, "jitter") or 0.0 if jitter is None else jitter,
+        vocabulary=schedule.vocabulary,
     )
     return Case(schedule, problem)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from megatron.pipeline.cli.arguments import EXTRA, MEMORY, TIMES, Numbers, checked
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.cli.arguments import EXTRA, MEMORY, SPREAD, TIMES, Numbers, checked
+from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.schedule.placement import Placement
 
 _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
@@ -23,7 +23,7 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
 
     Args:
         options: of ``cost_flags``.
-        told: the fields ``costs``, ``activation`` and ``stage_costs`` of a schedule's JSON; each may be missing.
+        told: the fields ``costs``, ``activation``, ``vocab_costs`` and ``stage_costs`` of a schedule's JSON; each may be missing.
 
     Raises:
         ValueError: numbers are out of range, for another number of stages, or ``--costs`` comes with flags that it replaces.
@@ -32,7 +32,7 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
     if options.costs:
         costs = _file_only(options)
         _check_count(costs, placement, placement.depth)
-        costs = Costs(costs.stages * placement.replicas, costs.hop)
+        costs = replace(costs, stages=costs.stages * placement.replicas)
     elif told.get("stage_costs") is not None:
         costs = Costs.from_fields(told["stage_costs"])
         _check_count(costs, placement, placement.last_stage + 1)
@@ -42,11 +42,18 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
         activation = options.activation or checked(told.get("activation", {}), MEMORY)
         cost.setdefault("R", cost.get("F", 1.0))
         costs = _set(uniform(placement), placement, cost, activation)
+    spread = checked(told.get("vocab_costs", {}), SPREAD) | (options.vocab_cost or {})
+    if spread:
+        costs = replace(costs, vocabulary=VocabularyCosts(**spread))
     return _with_extras(costs, placement, options.first_stage or {}, options.last_stage or {})
 
 
-def cost_fields(placement: Placement, costs: Costs) -> dict[str, Any]:
-    """What ``costs_of`` reads back: one rank's share on average, and every stage where that does not say it all."""
+def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False) -> dict[str, Any]:
+    """What ``costs_of`` reads back: one rank's share on average, and every stage where that does not say it all.
+
+    Args:
+        vocabulary: whether it is spread, so that its costs matter.
+    """
     stages, parts = costs.stages, placement.chunks_per_replica
 
     def share(field: str) -> float:
@@ -61,9 +68,11 @@ def cost_fields(placement: Placement, costs: Costs) -> dict[str, Any]:
         told["R"] = share("recompute")
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
+    spread = {name: value for name, value in asdict(costs.vocabulary).items() if value is not None} if vocabulary else {}
+    told_all: dict[str, Any] = {"costs": told, "activation": held} | ({"vocab_costs": spread} if spread else {})
     if len(set(stages)) == 1 and math.isclose(held["B"], 1.0):
-        return {"costs": told, "activation": held}
-    return {"costs": told, "activation": held, "stage_costs": costs.fields()}
+        return told_all
+    return told_all | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
 
 
 def _file_only(options: argparse.Namespace) -> Costs:
@@ -92,7 +101,7 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which W remains after B and R before it")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
-    return Costs(tuple(replace(stage, **named) for stage in costs.stages), cost.get("comm", costs.hop))
+    return replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), hop=cost.get("comm", costs.hop))
 
 
 def _with_extras(costs: Costs, placement: Placement, first: Numbers, last: Numbers) -> Costs:
@@ -103,7 +112,7 @@ def _with_extras(costs: Costs, placement: Placement, first: Numbers, last: Numbe
         for extra, there in ((first, placement.is_first(index)), (last, placement.is_last(index))):
             if there:
                 stages[index] = _add(stages[index], extra)
-    return Costs(tuple(stages), costs.hop)
+    return replace(costs, stages=tuple(stages))
 
 
 def _add(stage: StageCosts, extra: Numbers) -> StageCosts:

@@ -72,6 +72,8 @@ def run(options: argparse.Namespace) -> None:
         table = _table(choice, planned, refused, options) + "\n\n"
     else:
         best = plan_one(options, Variant(name, options.chunks, options.group, options.splits))
+    if options.exact is not None and best.problem.vocabulary:
+        raise ValueError("--exact searches the passes of stages only: leave it out, or --vocab-parallel")
     case = case_of(best)
     data = case.report(best.seconds) | told
     if options.exact is not None:

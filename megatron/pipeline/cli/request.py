@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Stages, check_size
@@ -11,9 +12,12 @@ from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
+from megatron.pipeline.schedule.costs import Costs, VocabularyCosts
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective
 
+_DEFAULT = VocabularyCosts(S=0.5, T=0.5)
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
@@ -66,18 +70,35 @@ def _check(options: argparse.Namespace, variant: Variant) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    given = vars(options)
+    given, vocabulary = vars(options), _vocabulary(options)
     jitter = given.get("jitter") or 0.0
     return Request(
         options.pp,
         options.microbatches,
-        lambda placement: costs_of(options, placement),
+        lambda placement: _spread(costs_of(options, placement), vocabulary),
         options.memory_limit,
         Objective(options.objective or "span"),
         _stages(given.get("recompute")),
         _stages(given.get("fuse")),
         jitter[0] if isinstance(jitter, list) else jitter,
+        vocabulary,
     )
+
+
+def _spread(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
+    """Costs with those of the vocabulary, if it is spread and nobody said what it costs."""
+    return replace(costs, vocabulary=_DEFAULT) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
+
+
+def _vocabulary(options: argparse.Namespace) -> Vocabulary | None:
+    wanted = vars(options).get("vocab_parallel")
+    if wanted in (None, "off"):
+        if options.vocab_cost and "vocab_parallel" in options:
+            raise ValueError("--vocab-cost is of a spread vocabulary: give --vocab-parallel 1, 2 or interlaced, or leave it out")
+        return None
+    if options.costs and options.costs.vocabulary == VocabularyCosts() and not options.vocab_cost:
+        raise ValueError('--costs has no "vocabulary": give what its passes take with --vocab-cost S=..,T=..')
+    return Vocabulary(wanted)
 
 
 def _stages(chosen: Stages | None) -> Callable[[Placement], Iterable[int]]:

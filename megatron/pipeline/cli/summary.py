@@ -55,7 +55,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append(("limit", f"{limit:g}", f"{why} {data['sustaining_limit']:g}{unit}"))
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
-    title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches"
+    spread = f", vocabulary spread ({data['vocab_parallel']})" if data.get("vocab_parallel") else ""
+    title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 

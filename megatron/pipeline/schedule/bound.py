@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,9 +41,15 @@ def lower_bound(problem: Problem) -> float:
     V-Min (Qi et al., "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"): these are
     optimal. It is loose where the limits hardly sustain the rate (``sustain``).
 
+    With a spread vocabulary it is the larger of the bound without and of the work of the busiest rank.
+
     Returns:
         Seconds (the unit of the costs); infinite if not even one microbatch fits into the limits.
     """
+    if problem.vocabulary:
+        # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
+        stages = replace(problem, vocabulary=None)
+        return max(lower_bound(stages), max(_work(stages)) + problem.microbatches * problem.costs.vocabulary.total)
     limits = [usable(problem, rank) for rank in range(problem.ranks)]
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf
@@ -51,9 +58,7 @@ def lower_bound(problem: Problem) -> float:
     small = count * len(problem.costs.stages) <= SMALL
     first, last, sweeps = (count, 0, 8) if small else (problem.ranks + 8, 4, 2)
     numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
-    work: list[float] = [0.0] * problem.ranks
-    for line in forward:
-        work[line.rank] += line.count * line.seconds
+    work = _work(problem)
     origins = _origins(work, len(numbers)) if problem.objective is Objective.SPAN else [None]
     head = Earliest(problem, forward, origins, numbers)
     tail = Earliest(problem, backwards_in_time(forward), origins, numbers)
@@ -68,6 +73,14 @@ def lower_bound(problem: Problem) -> float:
             ends = max(head.last_end(at, rank), tail.last_end(at, rank))
             best = max(best, ends, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), ends))
     return best
+
+
+def _work(problem: Problem) -> list[float]:
+    """Seconds that every rank computes, in its stages' passes."""
+    work: list[float] = [0.0] * problem.ranks
+    for line in lines(problem):
+        work[line.rank] += line.count * line.seconds
+    return work
 
 
 def least_limit(problem: Problem, rank: int) -> float:

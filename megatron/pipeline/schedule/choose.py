@@ -16,6 +16,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.bound import least_limit, lower_bound
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.jitter import Expected, expected
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
@@ -80,6 +81,7 @@ class Request:
         objective: what is to be short.
         recompute, fused: from a placement to the stages that run R, and to those that run BW.
         jitter: see ``Problem``; above 0 the expected case is what is compared.
+        vocabulary: how it is spread over all ranks, if it is.
     """
 
     ranks: int
@@ -90,6 +92,7 @@ class Request:
     recompute: Callable[[Placement], Iterable[int]] = lambda placement: ()
     fused: Callable[[Placement], Iterable[int]] = lambda placement: ()
     jitter: float = 0.0
+    vocabulary: Vocabulary | None = None
 
     def problem(self, variant: Variant) -> Problem:
         """What this asks of one family.
@@ -111,6 +114,7 @@ class Request:
             splits=variant.splits,
             group=variant.group,
             jitter=self.jitter,
+            vocabulary=self.vocabulary,
         )
 
 

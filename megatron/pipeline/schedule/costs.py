@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megatron.pipeline.schedule.passes import Kind
@@ -47,6 +47,8 @@ class StageCosts:
                 return self.weight
             case Kind.BW:
                 return self.backward + self.weight if self.fused is None else self.fused
+            case _:
+                raise AssertionError(f"{kind} is of no stage")
 
     def allocated(self, kind: Kind, recomputed: bool = False) -> float:
         """Activation memory that a pass allocates (positive) or frees (negative) by its end.
@@ -65,6 +67,8 @@ class StageCosts:
                 return -self.retained
             case Kind.BW:
                 return -self.activation
+            case _:
+                raise AssertionError(f"{kind} is of no stage")
 
     @property
     def total(self) -> float:
@@ -78,8 +82,38 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
+class VocabularyCosts:
+    """The costs of a rank's shard of the vocabulary, for one microbatch, where it is spread over all ranks.
+
+    Attributes:
+        S, T, IF, IB: seconds of the passes of these names.
+        activation: what S allocates, held until T ends.
+        exchange: seconds of a collective between all ranks; None for those of a hop.
+    """
+
+    S: float = 0.0
+    T: float = 0.0
+    IF: float = 0.0
+    IB: float = 0.0
+    activation: float = 0.0
+    exchange: float | None = None
+
+    def seconds(self, kind: Kind) -> float:
+        return float(getattr(self, kind))
+
+    def allocated(self, kind: Kind) -> float:
+        """Activation memory that a pass allocates (positive) or frees (negative) by its end."""
+        return self.activation if kind is Kind.S else -self.activation if kind is Kind.T else 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of one microbatch."""
+        return self.S + self.T + self.IF + self.IB
+
+
+@dataclass(frozen=True)
 class Costs:
-    """The costs of every stage, and the seconds of one hop between neighbouring ranks.
+    """The costs of every stage, the seconds of one hop between neighbouring ranks, and what a spread vocabulary costs.
 
     Raises:
         ValueError: a time or size is negative or not finite, or more is retained after B, or kept for R, than F allocates.
@@ -87,10 +121,15 @@ class Costs:
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0
+    vocabulary: VocabularyCosts = VocabularyCosts()
 
     def __post_init__(self) -> None:
         if not 0 <= self.hop < float("inf"):
             raise ValueError(f"the hop must take 0 seconds or more, got {self.hop}")
+        for field in fields(VocabularyCosts):
+            value = getattr(self.vocabulary, field.name)
+            if not (value is None and field.name == "exchange") and not 0 <= value < float("inf"):
+                raise ValueError(f"{field.name} of the vocabulary must be a number of at least 0, got {value}")
         for index, stage in enumerate(self.stages):
             for field in fields(StageCosts):
                 value = getattr(stage, field.name)
@@ -109,12 +148,18 @@ class Costs:
 
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
-        return self if splits == 1 else Costs(tuple(stage.share(splits) for stage in self.stages), self.hop)
+        return self if splits == 1 else replace(self, stages=tuple(stage.share(splits) for stage in self.stages))
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of a collective of the vocabulary."""
+        return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
 
     def fields(self) -> dict[str, Any]:
-        """What ``to_json`` writes; ``fused`` only where it is given."""
-        given = [{name: value for name, value in asdict(stage).items() if value is not None} for stage in self.stages]
-        return {"hop": self.hop, "stages": given}
+        """What ``to_json`` writes; ``fused`` only where it is given, and the vocabulary where it costs something."""
+        rows = [_given(stage) for stage in self.stages]
+        spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": _given(self.vocabulary)}
+        return {"hop": self.hop, "stages": rows} | spread
 
     def to_json(self) -> str:
         """One JSON object, ``{"hop": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
@@ -125,7 +170,8 @@ class Costs:
         """Read what ``to_json`` wrote, or a person.
 
         ``hop`` is 0 where it is left out. A stage must have ``forward``, ``backward`` and ``weight``; where ``retained`` is left
-        out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
+        out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does. ``vocabulary`` has the fields of
+        ``VocabularyCosts``, each 0 where it is left out.
 
         Raises:
             ValueError: not JSON, or as ``from_fields``.
@@ -144,7 +190,8 @@ class Costs:
             ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
         """
         rows = data.get("stages") if isinstance(data, dict) else None
-        if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= {"hop", "stages"}:
+        known = {"hop", "stages", "vocabulary"}
+        if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
             raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
         allowed = [field.name for field in fields(StageCosts)]
         for index, row in enumerate(rows):
@@ -164,7 +211,20 @@ class Costs:
         for row in rows:
             given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
             stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
-        return cls(tuple(stages), float(hop))
+        return cls(tuple(stages), float(hop), _vocabulary(data.get("vocabulary", {})))
+
+
+def _given(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
+    return {name: value for name, value in asdict(costs).items() if value is not None}
+
+
+def _vocabulary(row: object) -> VocabularyCosts:
+    allowed = [field.name for field in fields(VocabularyCosts)]
+    if not isinstance(row, dict) or not row.keys() <= set(allowed):
+        raise ValueError(f"vocabulary: expected costs by name, of {', '.join(allowed)}, got {row!r}")
+    for name, value in row.items():
+        _check_number(f"vocabulary: {name}", value)
+    return VocabularyCosts(**{name: float(value) for name, value in row.items()})
 
 
 def is_cost(value: object) -> bool:

@@ -46,6 +46,8 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     All schedules are searched that run R and BW on the stages that the problem says, and B and W elsewhere, or BW where
     that takes less than B and W together.
 
+    A spread vocabulary's passes are not searched.
+
     CP-SAT counts in whole numbers. Times and sizes that are fractions with small denominators are scaled to whole numbers.
     Others are rounded down, times to a grid of 1/20000 of the longest pass, so that the bound holds and ``value``, from the
     real times, can be that much above it; sizes by so little that ``verify`` forgives it.

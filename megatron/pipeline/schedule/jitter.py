@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import check_stages, dependency_order
+from megatron.pipeline.schedule.simulate import check_stages, delay, dependency_order
 
 Draws: TypeAlias = NDArray[np.float64]  # one number for each draw
 
@@ -76,7 +76,7 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
     check_stages(schedule.placement, costs)
     stages = costs.sliced(schedule.splits).stages
     durations: dict[tuple[Kind, int], Draws] = {}
-    arrivals: dict[tuple[int, Pass], Draws] = {}  # of what ranks make for each other, until it is used
+    ends: dict[tuple[int, Pass], Draws] = {}  # of what ranks make for each other, until it is used; of a vocabulary many do
     free = np.zeros((schedule.ranks, draws))
     begins = np.zeros((schedule.ranks, draws))
     for rank, slots in dependency_order(schedule):
@@ -84,17 +84,18 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
             work = schedule.passes[rank][slot]
             kind, stage = work.kind, schedule.placement.stage(rank, work.chunk)
             if (kind, stage) not in durations:
-                seconds = float(stages[stage].seconds(kind))
+                seconds = float((costs.vocabulary if kind.is_of_vocabulary else stages[stage]).seconds(kind))
                 durations[kind, stage] = seconds * factors(kind, stage, schedule.slices, jitter, draws, seed)
             start = free[rank]
-            for other, needed in schedule.predecessors(rank, work):
+            for other, need in schedule.predecessors(rank, work):
                 if other != rank:
-                    start = np.maximum(start, arrivals.pop((other, needed)))
+                    made = ends[other, need] if schedule.vocabulary else ends.pop((other, need))
+                    start = np.maximum(start, made + float(delay(schedule, costs, rank, work, other, need)))
             if slot == 0:
                 begins[rank] = start
             free[rank] = start + durations[kind, stage][work.microbatch]
-            if kind is Kind.F or kind.sends_gradient:
-                arrivals[rank, work] = free[rank] + float(costs.hop)
+            if kind is Kind.F or kind.sends_gradient or kind.is_of_vocabulary:
+                ends[rank, work] = free[rank].copy()
     busy = [rank for rank, passes in enumerate(schedule.passes) if passes]
     if not busy:
         return Expected(np.zeros(draws), np.zeros(draws))

@@ -15,6 +15,10 @@ class Kind(StrEnum):
     B = "B"  # backward for the input
     W = "W"  # backward for the weights
     BW = "BW"  # both backwards, fused
+    S = "S"  # own rows of the output vocabulary: logits and their softmax
+    T = "T"  # gradient of own rows of the output vocabulary
+    IF = "IF"  # own rows of the input embedding: look-up
+    IB = "IB"  # gradient of own rows of the input embedding
 
     __hash__ = str.__hash__  # Enum's own is written in Python, and passes are looked up by the hundred thousand
 
@@ -28,9 +32,31 @@ class Kind(StrEnum):
         """Whether the pass adds its microbatch to the weight gradients, and so frees all that F allocated."""
         return self in (Kind.W, Kind.BW)
 
+    @property
+    def is_of_vocabulary(self) -> bool:
+        """Whether every rank runs it for its shard of the vocabulary, rather than for a stage."""
+        return self in VOCABULARY_KINDS
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it belongs to an evaluation too: it changes no gradient."""
+        return self in (Kind.F, Kind.S, Kind.IF)
+
+
+STAGE_KINDS = (Kind.F, Kind.R, Kind.B, Kind.W, Kind.BW)
+VOCABULARY_KINDS = (Kind.S, Kind.T, Kind.IF, Kind.IB)
+
+
+class Vocabulary(StrEnum):
+    """How the vocabulary is spread over all ranks: Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism"."""
+
+    TWO_BARRIERS = "1"  # the gradient of the last stage's output follows T: algorithm 1
+    ONE_BARRIER = "2"  # it follows S, and T can wait: algorithm 2
+    INTERLACED = "interlaced"  # as with two barriers, and every rank waits in S and T for all others (nnScaler)
+
 
 class Pass(NamedTuple):
-    """One pass; written ``F0.1``: kind, microbatch, chunk.
+    """One pass; written ``F0.1``: kind, microbatch, chunk. Passes of the vocabulary belong to the rank, and have chunk 0.
 
     In a schedule that cuts its microbatches into ``splits`` slices along the sequence, the number counts slices: slice s of
     microbatch i is ``i * splits + s``.

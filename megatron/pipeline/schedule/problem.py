@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.timeline import Timeline
 
@@ -53,6 +54,7 @@ class Problem:
         group: how many microbatches go through a chunk before the next one's turn, for families that group them.
         jitter: by how much pass times vary (standard deviation as a share of the mean): families that search then want the
             expected case to be short rather than the nominal one.
+        vocabulary: how the vocabulary is spread over all ranks; None where the ends of the model have it.
 
     Raises:
         ValueError: sizes do not fit each other or are out of range.
@@ -68,6 +70,7 @@ class Problem:
     splits: int = 1
     group: int | None = None
     jitter: float = 0.0
+    vocabulary: Vocabulary | None = None
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -88,6 +91,19 @@ class Problem:
             raise ValueError(f"jitter is a share of a pass's time between 0 and 1, got {self.jitter}")
         if self.splits < 1:
             raise ValueError(f"a microbatch can be cut into 1 slice or more, got {self.splits}")
+        if self.vocabulary:
+            self._check_spread()
+
+    def _check_spread(self) -> None:
+        if self.ranks < 2:
+            raise ValueError("the vocabulary can be spread over 2 pipeline ranks or more, got 1: leave it where it is")
+        if self.placement.replicas > 1:
+            raise ValueError("a schedule that holds the model several times cannot spread the vocabulary: take another one")
+        if self.splits > 1:
+            raise ValueError(
+                f"microbatches cut into {self.splits} slices cannot go with a spread vocabulary, whose losses are those of whole "
+                "sequences: take 1 slice, or another schedule"
+            )
 
     @property
     def ranks(self) -> int:

@@ -29,6 +29,26 @@ class Message(NamedTuple):
         return f"{self.flow} of microbatch {self.microbatch} from stage {self.stage}"
 
 
+class Exchange(StrEnum):
+    """What all ranks of a pipeline do together for a spread vocabulary."""
+
+    EMBEDDING = "embedding"  # the sum of what IF looked up, for the first stage
+    OUTPUT = "output"  # of the last stage, for S
+    STATISTICS = "statistics"  # of S, for every rank: they make the softmax of a shard that of the whole vocabulary
+    GRADIENT = "output gradient"  # the sum of what S (one barrier) or T (two) made, for the last stage's backward
+    EMBEDDING_GRADIENT = "embedding gradient"  # of the first stage, for IB
+
+
+class Collective(NamedTuple):
+    """An exchange of one microbatch: this rank's part in it, and what it receives."""
+
+    exchange: Exchange
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.exchange} of microbatch {self.microbatch} among all ranks"
+
+
 class Compute(NamedTuple):
     """Run a pass. Its inputs have been waited for, or were made on this rank."""
 
@@ -49,18 +69,27 @@ class Receive(NamedTuple):
     peer: int
 
 
-class Wait(NamedTuple):
-    """Block until a tensor that was posted with ``Receive`` is here."""
+class Join(NamedTuple):
+    """Start this rank's part in a collective; all ranks join all of them in the same order.
 
-    message: Message
+    Does not block, except where the part has yet to be made from another collective, and the device cannot do so by itself.
+    """
+
+    collective: Collective
+
+
+class Wait(NamedTuple):
+    """Block until a tensor that was posted with ``Receive`` is here, or a collective that was joined is over."""
+
+    message: Message | Collective
 
 
 class Validate(NamedTuple):
     """Go on only once the optimizer step before this iteration stands; if it does not, what was done so far is void.
 
-    Before it stand forwards alone, and every message that is sent or received before it is so on both of its ranks.
+    Before it stand forwards alone, and what is sent, received or joined before it is so on all of its ranks.
     """
 
 
-Operation: TypeAlias = Compute | Send | Receive | Wait | Validate
+Operation: TypeAlias = Compute | Send | Receive | Join | Wait | Validate
 Program: TypeAlias = tuple[Operation, ...]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, from_rows
 
 
@@ -24,6 +24,7 @@ class Schedule:
         microbatches: how many microbatches one iteration has.
         passes: for each rank, its passes in the order they run.
         splits: into how many slices along the sequence every microbatch is cut; each slice has passes of its own.
+        vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Schedule:
     microbatches: int
     passes: tuple[tuple[Pass, ...], ...]
     splits: int = 1
+    vocabulary: Vocabulary | None = None
 
     @property
     def ranks(self) -> int:
@@ -50,6 +52,9 @@ class Schedule:
 
         F needs the previous stage's F; B and BW need their own F, or R where there is one, and the next stage's B or BW;
         R needs its own F; W needs its own B. That slices of one microbatch need each other follows from their order.
+
+        With a spread vocabulary the first F needs IF of all ranks, S the last F, T the S of all ranks, the last B all S (one
+        barrier) or all T (two), and IB the first B.
         """
         stage = self.placement.stage(rank, work.chunk)
         microbatch = work.microbatch
@@ -57,6 +62,18 @@ class Schedule:
             if not self.placement.is_first(stage):
                 before, chunk = self.placement.home(stage - 1)
                 yield before, Pass(Kind.F, microbatch, chunk)
+            elif self.vocabulary:
+                yield from self._everywhere(Kind.IF, microbatch)
+        elif work.kind is Kind.S:
+            last, chunk = self.placement.home(self.placement.last_stage)
+            yield last, Pass(Kind.F, microbatch, chunk)
+        elif work.kind is Kind.T:
+            yield from self._everywhere(Kind.S, microbatch)
+        elif work.kind is Kind.IF:
+            return
+        elif work.kind is Kind.IB:
+            first, chunk = self.placement.home(0)
+            yield first, Pass(self.backward_kind(first, microbatch, chunk), microbatch, chunk)
         elif work.kind is Kind.R:
             yield rank, Pass(Kind.F, microbatch, work.chunk)
         elif work.kind is Kind.W:
@@ -66,6 +83,11 @@ class Schedule:
             if not self.placement.is_last(stage):
                 after, chunk = self.placement.home(stage + 1)
                 yield after, Pass(self.backward_kind(after, microbatch, chunk), microbatch, chunk)
+            elif self.vocabulary:
+                yield from self._everywhere(Kind.S if self.vocabulary is Vocabulary.ONE_BARRIER else Kind.T, microbatch)
+
+    def _everywhere(self, kind: Kind, microbatch: int) -> Iterator[tuple[int, Pass]]:
+        return ((rank, Pass(kind, microbatch)) for rank in range(self.ranks))
 
     def backward_kind(self, rank: int, microbatch: int, chunk: int) -> Kind:
         """Whether this rank runs the backward of (microbatch, chunk) fused (BW) or split (B and W)."""
@@ -80,8 +102,8 @@ class Schedule:
         return tuple(frozenset(passes) for passes in self.passes)
 
     def forward_only(self) -> Schedule:
-        """The same schedule with its forwards alone, for evaluation: dropping passes that no F needs keeps it valid."""
-        forwards = tuple(tuple(work for work in passes if work.kind is Kind.F) for passes in self.passes)
+        """The same schedule with its forwards alone, for evaluation: dropping passes that they do not need keeps it valid."""
+        forwards = tuple(tuple(work for work in passes if work.kind.is_forward) for passes in self.passes)
         return replace(self, name=f"{self.name} (forward only)", passes=forwards)
 
     def to_json(self) -> str:
@@ -89,13 +111,14 @@ class Schedule:
         return json.dumps(self.fields())
 
     def fields(self) -> dict[str, Any]:
-        """What ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1."""
+        """What ``to_json`` writes; ``replicas`` and ``splits`` only where they are not 1, ``vocab_parallel`` where it is."""
         return {
             "schedule": self.name,
             "placement": self.placement.stages,
             **({"replicas": self.placement.replicas} if self.placement.replicas > 1 else {}),
             "microbatches": self.microbatches,
             **({"splits": self.splits} if self.splits > 1 else {}),
+            **({"vocab_parallel": self.vocabulary} if self.vocabulary else {}),
             "passes": [[str(work) for work in passes] for passes in self.passes],
         }
 
@@ -122,6 +145,11 @@ class Schedule:
                 raise ValueError(f"not a schedule: {field} must be a whole number of at least 1, got {value!r}")
         if replicas > 1 and splits > 1:
             raise ValueError("not a schedule: replicas and splits cannot both be above 1")
+        vocabulary = data.get("vocab_parallel")
+        if vocabulary is not None and vocabulary not in list(Vocabulary):
+            raise ValueError(f"not a schedule: vocab_parallel must be one of {', '.join(Vocabulary)}, got {vocabulary!r}")
+        if vocabulary is not None and (replicas > 1 or splits > 1):
+            raise ValueError("not a schedule: a spread vocabulary goes with neither replicas nor splits above 1")
         if not _is_table(rows) or not all(type(stage) is int for row in rows for stage in row):
             raise ValueError("not a schedule: placement must be a list of stages per rank, such as [[0, 3], [1, 2]]")
         if not _is_table(passes):
@@ -130,7 +158,7 @@ class Schedule:
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
         order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
-        return cls(str(name), placement, microbatches, order, splits)
+        return cls(str(name), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
 
 
 class ScheduleError(ValueError):

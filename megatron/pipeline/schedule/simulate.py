@@ -8,12 +8,13 @@ from itertools import repeat
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.passes import STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 
-F, R, B, W, BW = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
+F, R, B, W, BW, S, T, IF, IB = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
+_ELSEWHERE = -1  # in place of a stage: on all ranks
 
 
 class Stuck(ValueError):
@@ -77,9 +78,10 @@ def _replay(schedule: Schedule, costs: Costs | None) -> _Replay:
     links, count = _links(schedule, costs)
     made_at: list[float | None] = [None] * count  # when every result was made
     made_at[: schedule.slices] = [0] * schedule.slices
+    parts: dict[int, list[float]] = {}  # when those parts were made of a result that every rank has a part in
     free: list[float] = [0] * schedule.ranks
     replay = _Replay([], [[] for _ in schedule.passes], [[] for _ in schedule.passes])
-    blocked: dict[int, int] = {}  # the rank that waits for a result: every result is for one stage only
+    blocked: dict[int, list[int]] = {}  # the ranks that wait for a result
     runnable = list(range(schedule.ranks))
     while runnable:
         rank = runnable.pop()
@@ -87,39 +89,61 @@ def _replay(schedule: Schedule, costs: Costs | None) -> _Replay:
         first = len(ends)
         for slot in range(first, len(passes)):
             kind, microbatch, chunk = passes[slot]
-            made, needed, hop, seconds = linked[chunk][kind]
+            made, needed, hop, seconds, is_part = linked[chunk][kind]
             ready = made_at[needed + microbatch]
             if ready is None:
-                blocked[needed + microbatch] = rank
+                blocked.setdefault(needed + microbatch, []).append(rank)
                 break
             arrived = ready + hop
             start = arrived if arrived > now else now
             now = start + seconds
             starts.append(start)
             ends.append(now)
-            made_at[made + microbatch] = now
+            if is_part:
+                there = parts.setdefault(made + microbatch, [])
+                there.append(now)
+                if len(there) < schedule.ranks:
+                    continue
+                made_at[made + microbatch] = max(there)
+            else:
+                made_at[made + microbatch] = now
             if made + microbatch in blocked:
-                runnable.append(blocked.pop(made + microbatch))
+                runnable += blocked.pop(made + microbatch)
         free[rank] = now
         replay.runs.append((rank, range(first, len(ends))))
-    for rank in blocked.values():
+    for rank in itertools.chain(*blocked.values()):
         work = schedule.passes[rank][len(replay.ends[rank])]
-        raise Stuck(rank, work, list(schedule.predecessors(rank, work))[-1])
+        done = [set(passes[: len(ends)]) for passes, ends in zip(schedule.passes, replay.ends, strict=True)]
+        raise Stuck(rank, work, next(need for need in schedule.predecessors(rank, work) if need[1] not in done[need[0]]))
     return replay
 
 
-class _Link(NamedTuple):
-    """How the passes of one kind on one stage hang together with those of other stages.
+def delay(schedule: Schedule, costs: Costs, rank: int, work: Pass, other: int, need: Pass) -> float:
+    """How long after ``need`` ended on another rank, or this one, it has arrived where ``work`` needs it.
 
-    What stages make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
+    What all ranks have a part in takes a collective, and with one barrier the gradient two: S's parts have to be weighed against
+    each other before they are summed.
+    """
+    if need.kind.is_of_vocabulary:
+        return costs.exchange * (2 if need.kind is S and work.kind.sends_gradient else 1)
+    if other == rank:
+        return 0
+    return costs.exchange if work.kind.is_of_vocabulary else costs.hop
+
+
+class _Link(NamedTuple):
+    """How the passes of one kind on one stage, or of the vocabulary on one rank, hang together with those elsewhere.
+
+    What they make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
     ``needed + microbatch`` is needed and arrives ``hop`` after it was made. Numbers from 0 are there from the start, for
-    passes that need nothing of another stage, and the next ones nobody needs.
+    passes that need nothing from elsewhere, and the next ones nobody needs.
     """
 
     made: int
     needed: int
     hop: float
     seconds: float
+    is_part: bool = False  # what is made is there once all ranks have made it
 
 
 def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind, _Link]]], int]:
@@ -128,36 +152,64 @@ def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind
     nothing, nowhere = 0, slices
     outputs = [(2 + stage) * slices for stage in range(stages)]
     gradients = [(2 + stages + stage) * slices for stage in range(stages)]
+    embedded, logits, weights = ((2 + 2 * stages + i) * slices for i in range(3))
+    spread = schedule.vocabulary
+    exchange = costs.exchange if costs is not None else 0
 
     def link(stage: int, kind: Kind) -> _Link:
         made, needed, neighbour = nowhere, nothing, stage
+        hop = costs.hop if costs is not None else 0
         if kind is F:
             made = outputs[stage]
             if not placement.is_first(stage):
                 neighbour, needed = stage - 1, outputs[stage - 1]
+            elif spread:
+                neighbour, needed, hop = _ELSEWHERE, embedded, exchange
         elif kind.sends_gradient:
             made = gradients[stage]
             if not placement.is_last(stage):
                 neighbour, needed = stage + 1, gradients[stage + 1]
-        seconds, hop = (costs.stages[stage].seconds(kind), costs.hop) if costs is not None else (0, 0)
+            elif spread is Vocabulary.ONE_BARRIER:  # what S has made has to be weighed against all others', and then summed
+                neighbour, needed, hop = _ELSEWHERE, logits, 2 * exchange
+            elif spread:
+                neighbour, needed, hop = _ELSEWHERE, weights, exchange
+        seconds = costs.stages[stage].seconds(kind) if costs is not None else 0
         # What its own rank makes precedes the pass on it: only what comes from elsewhere can be late.
-        return _Link(made, needed, hop if placement.home(neighbour)[0] != placement.home(stage)[0] else 0, seconds)
+        near = neighbour != _ELSEWHERE and placement.home(neighbour)[0] == placement.home(stage)[0]
+        return _Link(made, needed, 0 if near else hop, seconds)
 
-    return [[{kind: link(stage, kind) for kind in Kind} for stage in row] for row in placement.stages], (2 + 2 * stages) * slices
+    def shard(rank: int, kind: Kind) -> _Link:
+        seconds = costs.vocabulary.seconds(kind) if costs is not None else 0
+        if kind is IF:
+            return _Link(embedded, nothing, 0, seconds, is_part=True)
+        if kind is T:
+            return _Link(weights, logits, exchange, seconds, is_part=True)
+        end = placement.last_stage if kind is S else 0
+        hop = 0 if placement.home(end)[0] == rank else exchange
+        if kind is S:
+            return _Link(logits, outputs[end], hop, seconds, is_part=True)
+        return _Link(nowhere, gradients[end], hop, seconds)
+
+    own = [{kind: shard(rank, kind) for kind in VOCABULARY_KINDS} if spread else {} for rank in range(placement.ranks)]
+    table = [
+        [{kind: link(stage, kind) for kind in STAGE_KINDS} | own[rank] for stage in row]
+        for rank, row in enumerate(placement.stages)
+    ]
+    return table, (5 + 2 * stages) * slices
 
 
 def first_before_its_need(passes: Sequence[Pass]) -> tuple[Pass, Pass] | None:
     """The first pass of a rank that runs before what it needs of the same microbatch and chunk, and what that is.
 
-    R needs F, B and BW need R if there is one and F otherwise, W needs B.
+    R needs F, B and BW need R if there is one and F otherwise, W needs B, and T needs S.
     """
     again = {(microbatch, chunk) for kind, microbatch, chunk in passes if kind is R}
     seen: set[tuple[Kind, int, int]] = set()
     for work in passes:
         kind, microbatch, chunk = work
-        if kind is not F:
-            need = _NEEDS[kind]
-            if again and kind is not R and kind is not W and (microbatch, chunk) in again:
+        need = _NEEDS.get(kind)
+        if need is not None:
+            if again and need is F and kind is not R and (microbatch, chunk) in again:
                 need = R
             if (need, microbatch, chunk) not in seen:
                 return work, Pass(need, microbatch, chunk)
@@ -165,7 +217,7 @@ def first_before_its_need(passes: Sequence[Pass]) -> tuple[Pass, Pass] | None:
     return None
 
 
-_NEEDS = {R: F, B: F, BW: F, W: B}
+_NEEDS = {R: F, B: F, BW: F, W: B, T: S}
 
 
 def activation_peaks(schedule: Schedule, costs: Costs) -> list[float]:
@@ -197,9 +249,12 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     table = {
         (stage, kind, recomputed): cost.allocated(kind, recomputed)
         for stage, cost in enumerate(stages)
-        for kind in Kind
+        for kind in STAGE_KINDS
         for recomputed in (False, True)
     }
+    if schedule.vocabulary:
+        for kind, stage in itertools.product(VOCABULARY_KINDS, range(len(stages))):
+            table[stage, kind, False] = table[stage, kind, True] = costs.vocabulary.allocated(kind)
     changes: list[list[float]] = []
     for rank, passes in enumerate(schedule.passes):
         mine = schedule.placement.stages[rank]

@@ -48,6 +48,11 @@ def to_csv(schedule: Schedule) -> str:
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     for rank, (stages, passes) in enumerate(zip(schedule.placement.stages, schedule.passes, strict=True)):
+        if schedule.vocabulary:
+            raise ValueError(
+                f"{schedule.name} spreads the vocabulary over all ranks, which torch's CSV has no passes for; write it as "
+                "JSON, or plan it without"
+            )
         recomputed = next((work for work in passes if work.kind not in _LETTERS), None)
         if recomputed is not None:
             raise ValueError(

@@ -16,7 +16,7 @@ from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.simulate import Stuck, activation_changes, dependency_order, first_before_its_need
 from megatron.pipeline.schedule.verify_programs import verify_programs
 
-F, R, B, W, BW = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
+F, R, B, W, BW, S, T, IF, IB = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
 
 __all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
 
@@ -37,7 +37,7 @@ def verify(
         schedule: what to check.
         costs: for the memory limit; by default every microbatch takes 1 on a rank, held until W.
         memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
-        forward_only: the schedule is for evaluation, so that it has every F and nothing else.
+        forward_only: the schedule is for evaluation, so that it has every F (S and IF) and nothing else.
 
     Raises:
         ScheduleError: a rule is broken; the message names the rank and the first pass that breaks it.
@@ -49,6 +49,7 @@ def verify(
         only_forwards(schedule)
     else:
         every_backward_is_whole(schedule)
+    the_vocabulary_is_whole(schedule, forward_only)
     passes_of_a_microbatch_are_in_order(schedule)
     passes_of_a_chunk_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)
@@ -64,9 +65,15 @@ def every_pass_is_known(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
-            _, microbatch, chunk = work
+            kind, microbatch, chunk = work
             if not 0 <= microbatch < slices:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
+            if kind.is_of_vocabulary and (not schedule.vocabulary or chunk):
+                if not schedule.vocabulary:
+                    raise ScheduleError(
+                        f"rank {rank}: {work} in a schedule whose vocabulary is not spread; remove it, or say how"
+                    )
+                raise ScheduleError(f"rank {rank}: {work} is of chunk {chunk}; passes of the vocabulary have chunk 0")
             if not 0 <= chunk < chunks:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{chunks - 1}")
             if microbatch not in numbers[chunk]:
@@ -113,16 +120,29 @@ def every_backward_is_whole(schedule: Schedule) -> None:
                         raise _missing(rank, kind, microbatch, chunk)
 
 
+def the_vocabulary_is_whole(schedule: Schedule, forward_only: bool) -> None:
+    """Where the vocabulary is spread, every rank runs IF and S of every microbatch, and in training T and IB."""
+    if not schedule.vocabulary:
+        return
+    for rank, passes in enumerate(schedule.passes):
+        present = set(passes)
+        for microbatch in range(schedule.microbatches):
+            for kind in (IF, S) if forward_only else (IF, S, T, IB):
+                if (kind, microbatch, 0) not in present:
+                    raise _missing(rank, kind, microbatch, 0)
+
+
 def only_forwards(schedule: Schedule) -> None:
-    """In evaluation nothing but F runs."""
+    """In evaluation nothing but F, and with a spread vocabulary IF and S, runs."""
     for rank, passes in enumerate(schedule.passes):
         for work in passes:
-            if work.kind is not F:
+            if not work.kind.is_forward:
                 raise ScheduleError(f"rank {rank}: {work} does not belong to a schedule of forwards only; remove it")
 
 
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
-    """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, and B before W."""
+    """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, B before W, and S
+    before T."""
     for rank, passes in enumerate(schedule.passes):
         if (misplaced := first_before_its_need(passes)) is not None:
             work, needed = misplaced
@@ -130,8 +150,8 @@ def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
 
 
 def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
-    """On one chunk, F run in microbatch order, R do, B and BW do, and W and BW do. Slices of one microbatch, cut along the
-    sequence, run F in their order and the rest in reverse, since later ones attend to earlier ones.
+    """On one chunk, F run in microbatch order, R do, B and BW do, and W and BW do; on a rank, IF, S, T and IB do. Slices of one
+    microbatch, cut along the sequence, run F in their order and the rest in reverse, since later ones attend to earlier ones.
 
     Data iterators hand out batches in the order of the forwards, on every stage that needs data. Sums of floats depend on
     their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
@@ -155,7 +175,9 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
                 last[kinds, chunk] = place, work
 
 
-_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW")}
+_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW")} | {
+    kind: (str(kind),) for kind in (S, T, IF, IB)
+}
 
 
 def dependencies_can_be_met(schedule: Schedule) -> None:

@@ -7,9 +7,20 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
-from megatron.pipeline.schedule.lower import Transfer, transfers
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.program import Compute, Message, Operation, Program, Receive, Send, Validate, Wait
+from megatron.pipeline.schedule.lower import Transfer, gatherings, transfers
+from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.program import (
+    Collective,
+    Compute,
+    Join,
+    Message,
+    Operation,
+    Program,
+    Receive,
+    Send,
+    Validate,
+    Wait,
+)
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
 
 _Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
@@ -24,6 +35,8 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
     """
     programs_follow_the_schedule(schedule, programs)
     every_message_is_delivered(schedule, programs)
+    every_collective_is_joined(schedule, programs)
+    ranks_agree_on_the_order_of_collectives(programs)
     pairs_agree_on_the_order(programs)
     nothing_deadlocks(programs)
     nothing_crosses_the_validation(schedule, programs)
@@ -65,6 +78,51 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) 
             )
 
 
+def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Every rank joins every collective of a spread vocabulary once, after the pass that makes its part (and after all joined
+    the one that its part is made from), and waits for it once, after that and before the pass that needs it."""
+    known = {one.collective: one for one in gatherings(schedule)}
+    for rank, program in enumerate(programs):
+        places: dict[tuple[type, Collective | Pass], int] = {}
+        for place, operation in enumerate(program):
+            match operation:
+                case Join(collective) | Wait(Collective() as collective):
+                    if collective not in known:
+                        raise ScheduleError(f"rank {rank}: {operation} of the {collective}, which nothing needs; remove it")
+                    if (type(operation), collective) in places:
+                        raise ScheduleError(
+                            f"rank {rank}: {type(operation).__name__} of the {collective} comes twice; remove one"
+                        )
+                    places[type(operation), collective] = place
+                case Compute(work):
+                    places[Compute, work] = place
+        for collective, one in known.items():
+            for kind in (Join, Wait):
+                if (kind, collective) not in places:
+                    raise ScheduleError(f"rank {rank}: {kind.__name__} of the {collective} is missing")
+            joined, waited = (places[kind, collective] for kind in (Join, Wait))
+            makes, needs = dict(one.producers).get(rank), dict(one.consumers).get(rank)
+            early = makes is not None and joined < places[Compute, makes]
+            early = early or (one.after is not None and joined < places[Join, one.after])
+            if early or waited < joined or (needs is not None and places[Compute, needs] < waited):
+                parts = [str(part) for part in (makes, one.after) if part is not None]
+                raise ScheduleError(
+                    f"rank {rank}: the {collective} must come in this order: {', '.join([*parts, 'Join', 'Wait'])}"
+                    + (f", {needs}" if needs else "")
+                )
+
+
+def ranks_agree_on_the_order_of_collectives(programs: Sequence[Program]) -> None:
+    """All ranks join the collectives in one order."""
+    orders = [[one.collective for one in program if isinstance(one, Join)] for program in programs]
+    for rank, order in enumerate(orders):
+        for first, here in zip(orders[0], order, strict=False):
+            if first != here:
+                raise ScheduleError(
+                    f"rank {rank} joins the {here} where rank 0 joins the {first}; all ranks must join collectives in one order"
+                )
+
+
 def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
     """For every pair of ranks and each direction, tensors are received in the order in which they are sent."""
     sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -85,7 +143,8 @@ def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
 
 
 def nothing_deadlocks(programs: Sequence[Program]) -> None:
-    """All programs end even if every Send and every Receive blocks until its peer reaches the matching operation."""
+    """All programs end even if every Send and Receive blocks until its peer reaches the matching operation, and every Join until
+    all ranks reach theirs."""
     position = [0] * len(programs)
     runnable = list(range(len(programs)))
     while runnable:
@@ -95,6 +154,9 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
             at += 1
         position[rank] = at
         mine = _at(program, at)
+        if isinstance(mine, Join) and all(_at(one, position[other]) == mine for other, one in enumerate(programs)):
+            position = [place + 1 for place in position]
+            runnable = list(range(len(programs)))
         if not isinstance(mine, (Send, Receive)):
             continue
         theirs = _at(programs[mine.peer], position[mine.peer])
@@ -106,14 +168,14 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
     stuck = {rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)}
     if stuck:
         places = "; ".join(f"rank {rank} in {_describe(operation)}" for rank, operation in stuck.items())
-        raise ScheduleError(f"deadlock when sends and receives block until their peer joins: {places}")
+        raise ScheduleError(f"deadlock when sends, receives and collectives block until their peers join: {places}")
 
 
 def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Program]) -> None:
     """A program that trains validates once, after nothing but forwards; a message is sent before its sender validates just if it
     is received before its receiver does, so that what an undone step voids is the same on both sides."""
-    trains = any(work.kind is not Kind.F for passes in schedule.passes for work in passes)
-    before: dict[Message, bool] = {}
+    trains = any(not work.kind.is_forward for passes in schedule.passes for work in passes)
+    before: dict[Message | Collective, bool] = {}
     for rank, program in enumerate(programs):
         places = [place for place, operation in enumerate(program) if isinstance(operation, Validate)]
         if len(places) != trains:
@@ -121,7 +183,7 @@ def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Progra
         if not trains:
             continue
         for operation in program[: places[0]]:
-            if isinstance(operation, Compute) and operation.work.kind is not Kind.F:
+            if isinstance(operation, Compute) and not operation.work.kind.is_forward:
                 raise ScheduleError(f"rank {rank}: {operation.work} comes before Validate; only forwards may")
         for place, operation in enumerate(program):
             early = place < places[0]
@@ -129,6 +191,11 @@ def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Progra
                 raise ScheduleError(
                     f"the {operation.message} crosses the validation between ranks {rank} and {operation.peer}: both must send "
                     "and receive it before their Validate, or both after it"
+                )
+            if isinstance(operation, Join) and before.setdefault(operation.collective, early) != early:
+                raise ScheduleError(
+                    f"the {operation.collective} crosses the validation: rank {rank} must join it "
+                    f"{'after' if early else 'before'} its Validate, as others do"
                 )
 
 
@@ -141,7 +208,7 @@ def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, lis
         for place, operation in enumerate(program):
             if isinstance(operation, Compute):
                 computes[rank].append(place)
-            if isinstance(operation, (Compute, Validate)):
+            if isinstance(operation, (Compute, Validate, Join)) or isinstance(operation.message, Collective):
                 continue
             message, alike = operation.message, places[type(operation)]
             if message in alike:
@@ -169,6 +236,8 @@ def _describe(operation: Operation | None) -> str:
             return f"Send of the {message} to rank {peer}"
         case Receive(message, peer):
             return f"Receive of the {message} from rank {peer}"
+        case Join(collective):
+            return f"Join of the {collective}"
         case _:
             return str(operation)
 

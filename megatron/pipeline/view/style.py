@@ -8,13 +8,28 @@ from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.timeline import Timeline
 
 # Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
-COLOURS = {Kind.F: "#56B4E9", Kind.R: "#CC79A7", Kind.B: "#E69F00", Kind.W: "#009E73", Kind.BW: "#D55E00"}
+COLOURS = {
+    Kind.F: "#56B4E9",
+    Kind.R: "#CC79A7",
+    Kind.B: "#E69F00",
+    Kind.W: "#009E73",
+    Kind.BW: "#D55E00",
+    # Of the same palette, its yellow and its blue, and their neighbours.
+    Kind.S: "#F0E442",
+    Kind.T: "#0072B2",
+    Kind.IF: "#999999",
+    Kind.IB: "#666666",
+}
 MEANING = {
     Kind.F: "forward",
     Kind.R: "recomputed forward",
     Kind.B: "backward, input",
     Kind.W: "backward, weights",
     Kind.BW: "backward, fused",
+    Kind.S: "logits, own rows",
+    Kind.T: "gradient of own output rows",
+    Kind.IF: "embedding, own rows",
+    Kind.IB: "gradient of own embedding rows",
 }
 LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white
 

@@ -14,7 +14,7 @@ from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
-_FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "="}
+_FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "=", Kind.S: "s", Kind.T: "t", Kind.IF: ".", Kind.IB: ","}
 _IDLE = "."
 _CUT = " ... "
 _Texts: TypeAlias = Iterable[tuple[int, int, str, str]]  # first column, column behind the last, what stands there, what fills it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.families import (
@@ -19,11 +20,14 @@ from megatron.pipeline.schedule.families import (
     zb_h2,
 )
 from megatron.pipeline.schedule.families.family import Family
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transform import fuse, recompute
 from megatron.pipeline.schedule.verify import memory_stays_within, per_rank, rounded_up
+from megatron.pipeline.schedule.vocabulary import MOST_WAITING, postpone, postponed, spread
 
 __all__ = ["AUTO", "FAMILIES", "Family", "named", "placement", "plan", "problem", "solve"]
 
@@ -44,6 +48,7 @@ FAMILIES: dict[str, Family] = {
         chimera.FAMILY,
     )
 }
+_NEAR = 1.01  # as short: what holds less is better then
 AUTO = "auto"  # where a user names a schedule: the best of all (``choose``)
 
 
@@ -95,6 +100,7 @@ def problem(
     splits: int | None = None,
     group: int | None = None,
     jitter: float = 0.0,
+    vocabulary: Vocabulary | None = None,
 ) -> Problem:
     """What a family is asked to plan.
 
@@ -109,6 +115,8 @@ def problem(
         recompute, fused: the stages that run R, and those that run BW where the family splits.
         splits, group: see ``Problem``; only for families that take them.
         jitter: see ``Problem``.
+        vocabulary: how the vocabulary is spread over all ranks, if it is. What a name stands for, and every schedule, then holds
+            as many microbatches more as ``vocabulary.postponed`` says.
 
     Raises:
         ValueError: the name is unknown, or a number is out of range or not for this family.
@@ -123,18 +131,23 @@ def problem(
         home,
         microbatches,
         costs,
-        _limits(family, home, costs, memory_limit),
+        _limits(family, home, costs, memory_limit, vocabulary),
         Objective(objective),
         frozenset(recompute),
         frozenset(fused),
         family.splits if splits is None else splits,
         group,
         jitter,
+        vocabulary,
     )
 
 
 def _limits(
-    family: Family, placement: Placement, costs: Costs, memory_limit: float | Sequence[float] | None
+    family: Family,
+    placement: Placement,
+    costs: Costs,
+    memory_limit: float | Sequence[float] | None,
+    vocabulary: Vocabulary | None,
 ) -> tuple[float, ...] | None:
     """What a rank may hold, from the user's limit and the amount that the family stands for."""
     given = None if memory_limit is None else tuple(per_rank(memory_limit, placement.ranks))
@@ -143,14 +156,15 @@ def _limits(
     problem = Problem(placement, 1, costs)
     microbatch = max(problem.microbatch_memory(rank) for rank in range(placement.ranks))
     count = family.memory(placement.ranks)
-    own = (count * microbatch,) * placement.ranks
+    more = _more(problem, vocabulary)
+    own = (count * microbatch + more,) * placement.ranks
     if given is None:
         return own
     if family.memory_is != "default" and min(given) < own[0] * (1 - 1e-9):
         raise LimitTooLow(
             f"{family.name} on {placement.ranks} ranks is the schedule with room for {count:g} microbatches, {own[0]:g} on every "
             f"rank, and the limit is {min(given):g}: give at least {rounded_up(own[0])}, or take v-auto, which plans for any "
-            f"limit from {rounded_up(microbatch)} up",
+            f"limit from {rounded_up(microbatch + more)} up",
             own[0],
         )
     return own if family.memory_is == "fixed" else given
@@ -162,11 +176,50 @@ def solve(name: str, problem: Problem) -> Schedule:
     Raises:
         ValueError: the schedule would hold more than the limits.
     """
+    if problem.vocabulary:
+        return _spread(name, problem, problem.vocabulary)
     schedule = Schedule(name, problem.placement, problem.microbatches, FAMILIES[name].plan(problem), problem.splits)
     schedule = recompute(fuse(schedule, problem.fused), problem.recompute)
     if problem.limits is not None:
         memory_stays_within(schedule, problem.costs, problem.limits)
     return schedule
+
+
+def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
+    """The schedule of a family, planned for what is left of the limits, with the vocabulary's passes."""
+    more = _more(problem, vocabulary)
+    limits = None if problem.limits is None else tuple(limit - more for limit in problem.limits)
+    if limits is not None and min(limits) < 0:
+        raise LimitTooLow(
+            f"a vocabulary spread as {vocabulary} takes {rounded_up(more)} on every rank, and the limit is "
+            f"{min(problem.limits or ()):g}: raise it to {rounded_up(more)} and what {name} takes without",
+            more,
+        )
+    try:
+        stages = solve(name, replace(problem, limits=limits, vocabulary=None))
+    except LimitTooLow as error:
+        raise LimitTooLow(
+            f"{error} (of the limit, {rounded_up(more)} is for the spread vocabulary)", error.least + more
+        ) from None
+    by = postponed(vocabulary, problem.ranks)
+    # Interlaced, ranks stand still less often with a little more room, where the limits have it.
+    room = range(by, by + 3 if vocabulary is Vocabulary.INTERLACED else by + 1)
+    made = [spread(postpone(stages, count), vocabulary, problem.costs) for count in room]
+    if problem.limits is not None:
+        peaks = [max(activation_peaks(schedule, problem.costs)) for schedule in made]
+        made = made[:1] + [schedule for schedule, peak in zip(made[1:], peaks[1:], strict=True) if peak <= min(problem.limits)]
+        memory_stays_within(made[0], problem.costs, problem.limits)
+    values = [problem.value(simulate(schedule, problem.costs)) for schedule in made]
+    return next(schedule for schedule, value in zip(made, values, strict=True) if value <= _NEAR * min(values))
+
+
+def _more(problem: Problem, vocabulary: Vocabulary | None) -> float:
+    """What a rank holds more where the vocabulary is spread, in the costs' unit."""
+    if vocabulary is None:
+        return 0.0
+    chunks = [stage.activation for stage in problem.costs.stages]
+    microbatch = max(chunks) * problem.placement.chunks
+    return postponed(vocabulary, problem.ranks) * microbatch + MOST_WAITING * problem.costs.vocabulary.activation
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.passes import STAGE_KINDS, Kind, Pass
 from megatron.pipeline.schedule.placement import interleaved
 from megatron.pipeline.schedule.problem import Problem
 from megatron.pipeline.schedule.schedule import Schedule
@@ -76,7 +76,7 @@ class _Run:
         items = list(chunk_by_chunk(problem.microbatches, group, chunks))
         self.forwards = [Pass(Kind.F, *item) for item in items]
         self.backwards = [Pass(Kind.B, microbatch, chunks - 1 - chunk) for microbatch, chunk in items]
-        self.seconds = {kind: [cost.seconds(kind) for cost in problem.costs.stages] for kind in Kind}
+        self.seconds = {kind: [cost.seconds(kind) for cost in problem.costs.stages] for kind in STAGE_KINDS}
         self.backward = [
             (Kind.R,) * (stage in problem.recompute) + (Kind.BW if stage in problem.fused else Kind.B,)
             for stage in range(len(problem.costs.stages))
