@@ -127,21 +127,34 @@ class OutputPart:
         Without the label: where it is nearly certain its row and the label's share cancel, which only float32 gets right.
         """
         maximum, total, labelled, *summed = self.statistics[:, piece]
-        labelled.copy_(logits.gather(1, self._row[piece, None])[:, 0].masked_fill_(~self._own[piece], 0))
+        # Finite where no row counts, so that the exponentials there are 0 and not NaN.
+        torch.clamp(logits.amax(1).float(), min=torch.finfo(torch.float32).min, out=maximum)
+        labelled.copy_(self._at_labels(logits, piece).masked_fill(~self._own[piece], 0))
+        for out in summed:
+            torch.sum(logits[:, : self._layer.counted], 1, dtype=torch.float32, out=out)
         for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
-            part = logits[rows]
-            # Finite where no row counts, so that the exponentials there are 0 and not NaN.
-            maximum[rows] = part.amax(1).float().clamp_(min=torch.finfo(torch.float32).min)
-            for out in summed:
-                torch.sum(part[:, : self._layer.counted], 1, dtype=torch.float32, out=out[rows])
-            exponentials = torch.sub(part, maximum[rows, None]).exp_()
+            exponentials = torch.sub(logits[rows], maximum[rows, None]).exp_()
             torch.sum(exponentials, 1, out=total[rows])
             if probabilities is not None:
-                label = torch.arange(len(part), device=part.device), self._row[piece][rows]
-                exponentials[label] = exponentials[label].masked_fill(self._own[piece][rows], 0)
                 # Where a row counts, the sum is 1 or more.
                 scale = enlarged(logits.dtype) / total[rows].clamp(min=1)
                 torch.mul(exponentials, scale[:, None], out=probabilities[rows])
+        if probabilities is not None:
+            self._put_at_labels(probabilities, piece, torch.zeros_like(total))
+
+    def _at_labels(self, values: torch.Tensor, piece: slice) -> torch.Tensor:
+        """Of values [tokens, rows] those in the labels' rows; anything for labels of other shards."""
+        return values.gather(1, self._row[piece, None])[:, 0]
+
+    def _put_at_labels(self, values: torch.Tensor, piece: slice, new: torch.Tensor) -> None:
+        """Replace values [tokens, rows] in the labels' rows, for the labels that are this shard's."""
+        chosen = torch.where(self._own[piece], new.to(values.dtype), self._at_labels(values, piece))
+        values.scatter_(1, self._row[piece, None], chosen[:, None])
+
+    def _label_share(self, statistics: Statistics) -> torch.Tensor:
+        """[s * b] the label's gradient before tokens are weighed and without what all rows get; 0 for labels of other shards."""
+        probability = torch.exp(self.statistics[2] - statistics.maximum) * statistics.softmax_scale
+        return (probability - statistics.label_share).masked_fill_(~self._own, 0)
 
     @torch.no_grad()
     def input_gradient(self, statistics: Statistics) -> torch.Tensor:
@@ -152,12 +165,11 @@ class OutputPart:
         """
         assert self._products is not None
         layer, weight = self._layer, self._layer.weight
-        maximum, total, label = self.statistics[:3]
+        maximum, total = self.statistics[:2]
         scale = total * torch.exp(maximum - statistics.maximum) * statistics.softmax_scale
         gradient = self._products * scale[:, None]
         self._products = None
-        label = torch.exp(label - statistics.maximum) * statistics.softmax_scale - statistics.label_share
-        gradient += weight[self._row] * (enlarged(weight.dtype) * label * self._own)[:, None]
+        gradient += weight[self._row] * (enlarged(weight.dtype) * self._label_share(statistics))[:, None]
         if statistics.uniform_share:
             uniform = enlarged(weight.dtype) * statistics.uniform_share
             gradient -= uniform * weight[: layer.counted].sum(0, dtype=torch.float32)
@@ -204,15 +216,15 @@ class OutputPart:
 
     def _differentiate(self, logits: torch.Tensor, piece: slice, statistics: Statistics, weights: torch.Tensor) -> None:
         """Put the gradient by the logits of some tokens in their place."""
-        weights = weights[piece]
-        maximum, scale = statistics.maximum[piece], statistics.softmax_scale[piece] * weights
-        row, labelled = self._row[piece], statistics.label_share * weights * self._own[piece]
+        uniform = statistics.uniform_share * weights[piece]
+        at_labels = self._label_share(statistics)[piece] * weights[piece] - uniform
+        maximum, scale = statistics.maximum[piece], statistics.softmax_scale[piece] * weights[piece]
         for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
             part = torch.sub(logits[rows], maximum[rows, None]).exp_().mul_(scale[rows, None])
-            part[torch.arange(len(part), device=part.device), row[rows]] -= labelled[rows]
             if statistics.uniform_share:
-                part[:, : self._layer.counted] -= (statistics.uniform_share * weights[rows])[:, None]
+                part[:, : self._layer.counted] -= uniform[rows, None]
             logits[rows] = part
+        self._put_at_labels(logits, piece, at_labels)
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
