@@ -122,7 +122,7 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: plan|simulate|verify|draw|compare|export"),
+        ([], "required: plan|simulate|verify|draw|compare|export|vocabulary"),
         (["tell"], "invalid choice: 'tell'"),
         (["plan"], "required: --schedule, --pp, --microbatches"),
         ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),

@@ -21,7 +21,14 @@ import pytest
 from megatron.pipeline.cli import main
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "docs/schedules.md", "docs/families.md", "docs/planner.md", "docs/own_schedules.md"]
+DOCUMENTS = [
+    "README.md",
+    "docs/schedules.md",
+    "docs/families.md",
+    "docs/planner.md",
+    "docs/own_schedules.md",
+    "docs/vocabulary.md",
+]
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")

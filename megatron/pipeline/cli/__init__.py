@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.pipeline.cli import compare, draw, export, plan, simulate
+from megatron.pipeline.cli import compare, draw, export, plan, simulate, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 
 
@@ -50,7 +50,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
-    commands = parser.add_subparsers(metavar="plan|simulate|verify|draw|compare|export", required=True, parser_class=Parser)
-    for command in (plan, simulate, draw, compare, export):
+    commands = parser.add_subparsers(
+        metavar="plan|simulate|verify|draw|compare|export|vocabulary", required=True, parser_class=Parser
+    )
+    for command in (plan, simulate, draw, compare, export, vocabulary):
         command.add(commands)
     return parser

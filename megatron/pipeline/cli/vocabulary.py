@@ -1,0 +1,172 @@
+"""``mpipe vocabulary``: what sharing out the vocabulary layers gains, over sizes of the vocabulary, from a model of a GPT."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.cli.arguments import Commands, check_size, report_flags, size_flags
+from megatron.pipeline.cli.summary import check_output, plain_table, wrote
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.tune.balance import balanced_layers
+from megatron.pipeline.tune.estimate import Device, estimate, parameter_bytes
+from megatron.pipeline.tune.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
+
+# How the vocabulary is spread, and whether layers make up for it, by what the table calls it.
+METHODS: dict[str, tuple[Vocabulary | None, bool]] = {
+    "off": (None, False),
+    "redistribution": (None, True),
+    **{str(vocabulary): (vocabulary, False) for vocabulary in (Vocabulary.INTERLACED, *Vocabulary)},
+}
+MODEL = """\
+MFU: operations of the model's matrix products, without recomputation, over what all ranks could do in the planned makespan.
+Time: products at {efficiency:.0%} of {peak:g} TFLOP/s, wherever they are; embeddings at {bandwidth:g} GB/s, messages and
+collectives at {link:g} GB/s; nothing else. Memory: {state:g} bytes a parameter, and activations in 16 bits with fused attention.
+off: layers spread evenly. redistribution: so that the heaviest rank is as light as can be; in brackets the last stage's."""
+
+
+def add(commands: Commands) -> None:
+    help = "compare what --vocab-parallel and --layer-redistribution gain, over sizes of the vocabulary"
+    device = Device()
+    note = " ".join(_model(device, STATE_BYTES).split())
+    report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
+    parser = commands.add_parser("vocabulary", help=help, description=help, epilog=note, parents=[size_flags(), report])
+    shape = parser.add_argument
+    for name, metavar, what in (
+        ("layers", "L", "transformer layers"),
+        ("hidden", "H", "width of the model; its MLP is four times as wide"),
+        ("heads", "A", "attention heads"),
+        ("seq", "S", "tokens of a sample"),
+    ):
+        shape(f"--{name}", required=True, type=_positive, metavar=metavar, help=what)
+    shape("--micro-batch-size", type=_positive, default=1, metavar="B", help="samples of a microbatch (default: 1)")
+    shape("--schedule", default="1f1b", metavar="NAME", help="any that trains without slices (default: 1f1b)")
+    shape("--sizes", type=_sizes, default=_sizes("32k,64k,128k,256k"), metavar="V,..", help="rows (default: 32k,64k,128k,256k)")
+    shape("--tied", action="store_true", help="embedding and output layer share their weights")
+    for name, value, what in (
+        ("peak", device.peak / 1e12, "TFLOP/s of a GPU in 16 bits"),
+        ("efficiency", device.efficiency, "share of it that matrix products reach"),
+        ("bandwidth", device.bandwidth / 1e9, "GB/s of its memory"),
+        ("link", device.link / 1e9, "GB/s to another rank"),
+        ("state-bytes", STATE_BYTES, "bytes of a parameter with its gradient and its optimizer's state"),
+    ):
+        shape(f"--{name}", type=_number, default=value, metavar="X", help=f"{what} (default: {value:g})")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_output(options)
+    device = Device(options.peak * 1e12, options.efficiency, options.bandwidth * 1e9, options.link * 1e9)
+    shape = Shape.plain(options.layers, options.hidden, options.heads, options.seq, 1, options.micro_batch_size)
+    rows = [_row(options, device, name, shape.with_vocabulary(size)) for name in METHODS for size in options.sizes]
+    told = {
+        "schedule": options.schedule,
+        "pp": options.pp,
+        "microbatches": options.microbatches,
+        "device": asdict(device),
+        "state_bytes": options.state_bytes,
+        "rows": rows,
+    }
+    as_json = options.json or (options.output and Path(options.output).suffix == ".json")
+    content = json.dumps(told) if as_json else _text(options, rows, device)
+    if options.output:
+        Path(options.output).write_text(content + "\n", encoding="utf-8")
+        wrote(options.output)
+    else:
+        print(content)
+
+
+def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape) -> dict[str, Any]:
+    """One method at one size, planned and simulated.
+
+    Raises:
+        ValueError: the schedule is unknown or does not fit, or there are too few layers.
+    """
+    vocabulary, redistributes = METHODS[method]
+    ranks, microbatches = options.pp, options.microbatches
+    placement = families.placement(options.schedule, ranks)
+    check_size(ranks, microbatches, placement.chunks)
+    extra = {placement.last_stage: output_in_layers(shape)} if redistributes else {}
+    layers = balanced_layers(shape.layers, placement, extra)
+    costs = estimate(shape, placement, layers, device, vocabulary)
+    objective = Objective.MAKESPAN
+    schedule = families.plan(options.schedule, ranks, microbatches, costs, objective=objective, vocabulary=vocabulary)
+    timeline = simulate(schedule, costs)
+    seconds = objective.length(timeline)
+    parameters = parameter_bytes(shape, placement, layers, vocabulary, options.tied, options.state_bytes)
+    activations = activation_peaks(schedule, costs)
+    return {
+        "method": method,
+        "vocabulary": shape.vocabulary,
+        "layers": layers,
+        "makespan": seconds,
+        "bubble_rate": objective.bubble_rate(timeline),
+        "mfu": training_operations(shape) * microbatches / (seconds * ranks * device.peak),
+        "parameter_bytes": parameters,
+        "activation_bytes": list(activations),
+        "peak_bytes": max(map(sum, zip(parameters, activations, strict=True))),
+    }
+
+
+def _text(options: argparse.Namespace, rows: list[dict[str, Any]], device: Device) -> str:
+    title = (
+        f"{options.schedule}: {options.pp} ranks, {options.microbatches} microbatches of {options.micro_batch_size} x "
+        f"{options.seq} tokens; {options.layers} layers, hidden size {options.hidden}"
+    )
+
+    def table(what: str, cell: Callable[[dict[str, Any]], str]) -> str:
+        heads = [what, *map(_name, options.sizes)]
+        return plain_table(heads, [[method, *(cell(row) for row in rows if row["method"] == method)] for method in METHODS])
+
+    def share(row: dict[str, Any]) -> str:
+        last = f" ({row['layers'][-1]})" if row["method"] == "redistribution" else ""
+        return f"{row['mfu']:.1%}{last}"
+
+    tables = table("MFU", share), table("GiB of the fullest rank", lambda row: f"{row['peak_bytes'] / 2**30:.2f}")
+    return "\n\n".join([title, *tables, _model(device, options.state_bytes)])
+
+
+def _model(device: Device, state: float) -> str:
+    return MODEL.format(
+        efficiency=device.efficiency,
+        peak=device.peak / 1e12,
+        bandwidth=device.bandwidth / 1e9,
+        link=device.link / 1e9,
+        state=state,
+    )
+
+
+def _name(size: int) -> str:
+    return f"{size // 1024}k" if size % 1024 == 0 else str(size)
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e12:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _sizes(text: str) -> list[int]:
+    """An argument type for ``32k,50304``; k is 1024."""
+    sizes = [item.strip() for item in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,8}k?", size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of rows such as 32k,64k or 50304, with k for 1024")
+    return [int(size[:-1]) * 1024 if size.endswith("k") else int(size) for size in sizes]
