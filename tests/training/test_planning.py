@@ -45,6 +45,11 @@ def test_what_holds_the_model_twice_is_refused(name: str) -> None:
     assert f"--pipeline-schedule {name} " in message and message.endswith(", dualpipe-v")
 
 
+def test_slices_do_not_go_with_a_spread_vocabulary() -> None:
+    message = refusal("--pipeline-schedule seq-1f1b --vocab-parallel 2")
+    assert "--vocab-parallel 2 needs the losses of whole sequences, and --pipeline-schedule seq-1f1b cuts" in message
+
+
 def test_more_chunks_than_a_family_has_are_refused() -> None:
     with pytest.raises(ValueError, match=r"zb-h2 has 1 chunk\(s\) per rank, got 2"):
         program.prepare(f"{MODEL} --pipeline-schedule zb-h2 {TWO_CHUNKS}".split(), world_size=2)

@@ -15,13 +15,14 @@ from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
 from megatron.pipeline.schedule.costs import Costs, uniform
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.flag_types import MEMORY_UNITS
-from megatron.pipeline.training.flags import PROFILE
+from megatron.pipeline.training.flags import OFF, PROFILE
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,11 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         logger.info("memory limit of %s: until activations have been measured the schedule is planned without it", text)
     name, chunks = args.pipeline_schedule, args.chunks
     _check_name(name)
+    vocabulary = None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
     if name == AUTO:
         # What is not yet known in bytes is taken to be 1F1B's peak.
         unknown = peak_of_1f1b(ranks, max(counts), None) if text else None
-        name, chunks = _best(args, max(counts), costs, unknown if limit is None else limit)
+        name, chunks = _best(args, max(counts), costs, unknown if limit is None else limit, vocabulary)
     pipeline = Pipeline(
         name,
         ranks,
@@ -88,6 +90,11 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
             f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages, but {pipeline.name} cuts the "
             f"model into {placement.last_stage + 1} ({ranks} ranks with {placement.chunks} chunk(s)): measure them under this "
             f"schedule with --pipeline-costs {PROFILE}"
+        )
+    if vocabulary and pipeline.splits > 1:
+        raise ValueError(
+            f"--vocab-parallel {vocabulary} needs the losses of whole sequences, and --pipeline-schedule {name} cuts them into "
+            f"{pipeline.splits} slices: take another schedule, or leave --vocab-parallel out"
         )
     for microbatches in counts:
         pipeline.check(microbatches)
@@ -141,7 +148,9 @@ _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.pl
 _TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
-def _best(args: Namespace, microbatches: int, costs: Costs | None, limit: float | None) -> tuple[str, int | None]:
+def _best(
+    args: Namespace, microbatches: int, costs: Costs | None, limit: float | None, vocabulary: Vocabulary | None
+) -> tuple[str, int | None]:
     """The family and its number of chunks that ``mpipe plan --schedule auto`` would choose among those that train."""
     ranks, chunks = args.pipeline_model_parallel_size, args.chunks
 
@@ -161,7 +170,8 @@ def _best(args: Namespace, microbatches: int, costs: Costs | None, limit: float 
     ]
     if chunks is not None:
         wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
-    planned, refused = candidates(Request(ranks, microbatches, costs_of, limit, objective=_objective(args)), wanted)
+    request = Request(ranks, microbatches, costs_of, limit, objective=_objective(args), vocabulary=vocabulary)
+    planned, refused = candidates(request, wanted)
     needs = [refusal.needs for refusal in refused if refusal.needs is not None]
     if not planned and needs:
         raise LimitTooLow("no schedule fits into the limit", min(needs))
