@@ -56,6 +56,9 @@ def initial(flags: str, v: bool = False, gpu_initialization: bool = False) -> di
         for name, parameter in chunk.named_parameters():
             if name.startswith(("embedding", "output_layer", "vocabulary")):
                 found[name] = parameter.detach()
+            if name.startswith("vocabulary"):  # the gradient's norm counts every shard, and decoupled learning rates find it
+                assert parameter.tensor_model_parallel and parameter.is_embedding_or_output_parameter
+                assert not hasattr(parameter, "shared")
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     pipeline_rank = parallel_state.get_pipeline_model_parallel_rank()
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
