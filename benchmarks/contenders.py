@@ -24,6 +24,7 @@ from megatron.pipeline.runtime.groups import new_group
 from megatron.pipeline.runtime.p2p import Channels, Posting
 from megatron.pipeline.runtime.pipeline import STOCK
 from megatron.pipeline.runtime.recorder import Unmeasured
+from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
@@ -175,7 +176,7 @@ class Ours:
         self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=objective)
         plan = Plan(self.schedule, lower(self.schedule, costs))
         self._forward_backward = partial(
-            run, plan, Unmeasured, lambda _: None, lambda *_: megatron.channels, Posting(posting or "single")
+            run, plan, Unmeasured, lambda _: None, lambda *_: megatron.channels, Groups.open, Posting(posting or "single")
         )
         self.model = megatron.stages(self.schedule.placement)
 

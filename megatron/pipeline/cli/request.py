@@ -12,12 +12,11 @@ from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
-from megatron.pipeline.schedule.costs import Costs, VocabularyCosts
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, VocabularyCosts
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective
 
-_DEFAULT = VocabularyCosts(S=0.5, T=0.5)
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
@@ -87,7 +86,7 @@ def _request(options: argparse.Namespace) -> Request:
 
 def _spread(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
     """Costs with those of the vocabulary, if it is spread and nobody said what it costs."""
-    return replace(costs, vocabulary=_DEFAULT) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
+    return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
 def _vocabulary(options: argparse.Namespace) -> Vocabulary | None:

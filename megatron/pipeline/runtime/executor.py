@@ -13,7 +13,19 @@ from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
+from megatron.pipeline.schedule.program import (
+    Collective,
+    Compute,
+    Flow,
+    Join,
+    Message,
+    Operation,
+    Program,
+    Receive,
+    Send,
+    Validate,
+    Wait,
+)
 
 
 class Stages(Protocol):
@@ -33,6 +45,18 @@ class Stages(Protocol):
 
     def release(self, outputs: Tensors) -> None:
         """The outputs have been sent: their data is not needed any more, only their graph."""
+
+    def run_shard(self, work: Pass) -> None:
+        """Run a pass of the vocabulary."""
+
+    def join(self, collective: Collective) -> None:
+        """Start this rank's part in a collective of the vocabulary."""
+
+    def wait(self, collective: Collective) -> None:
+        """Go on once a collective that was joined is over."""
+
+    def abandon(self) -> None:
+        """Let go of what is held for a vocabulary, once the collectives that were joined are over."""
 
 
 class Executor:
@@ -104,6 +128,7 @@ class Executor:
         for sending in self.links.unsent():
             self._at(sending)
             self.links.finish(sending.message)
+        self._stages.abandon()
         self._posted.clear()
         self._received.clear()
         self._made.clear()
@@ -117,7 +142,12 @@ class Executor:
                 case Receive(message, peer):
                     self.links.receive(message, peer)
                     self._posted[message] = None
-                case Wait(message):
+                case Join(collective):
+                    self._stages.join(collective)
+                case Wait(Collective() as collective):
+                    with self._recorder.wait(collective):
+                        self._stages.wait(collective)
+                case Wait(Message() as message):
                     with self._recorder.wait(message):
                         self._received[message] = self.links.wait(message)
                     del self._posted[message]
@@ -172,6 +202,8 @@ class Executor:
                     self._weights[key] = [(task, self._recorder.hold(task.held)) for task in tasks]
             case Kind.W:
                 _run(self._weights.pop(key))
+            case _:
+                self._stages.run_shard(work)
 
     def _take(self, message: Message) -> Tensors:
         """The tensors of a message: received, or made by another chunk of this rank and handed over."""

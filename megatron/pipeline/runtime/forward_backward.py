@@ -8,7 +8,7 @@ with ``finalize_model_grads_func``. What differs is that the order of passes is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
@@ -19,17 +19,18 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_model_config
 
 from megatron.pipeline.model.slices import Slices
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
-from megatron.pipeline.runtime.p2p import Channels, Links, Posting, Tensors
+from megatron.pipeline.runtime.model_stages import ModelStages, most_in_flight, per_chunk
+from megatron.pipeline.runtime.p2p import Channels, Links, Posting
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.report import RecordFormat
 from megatron.pipeline.runtime.rewind import Rewind
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.runtime.vocabulary import Groups, VocabularyPasses
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.program import Flow, Program
 from megatron.pipeline.schedule.schedule import Schedule
 
@@ -60,6 +61,7 @@ def run(
     record: Callable[[], Recorder | Unmeasured],
     started: Callable[[Executor], None],
     channels_of: Callable[[torch.distributed.ProcessGroup, bool], Channels],
+    groups_of: Callable[[torch.distributed.ProcessGroup], Groups],
     posting: Posting = Posting.SINGLE,
     settle: Callable[[], Verdict] | None = None,
     *,
@@ -85,6 +87,7 @@ def run(
         record: makes what measures the passes, or does not.
         started: told what runs now, before it runs: for reports of where a rank is.
         channels_of: from the pipeline group, and whether lengths vary, to the channels of messages.
+        groups_of: from the pipeline group to the groups of a spread vocabulary.
         posting: how sends and receives are started.
         settle: called where the program validates, if the optimizer step before this iteration is not known to stand: makes
             parameters and gradients what the rest of the iteration needs, and says what becomes of its start. All ranks of
@@ -102,11 +105,10 @@ def run(
     config = get_model_config(chunks[0])
     communicator, groups = _groups(config, p2p_communicator, pg_collection)
     _check(plan, chunks, config, adjust_tensor_shapes_fn, communicator.pp_group.size(), num_microbatches)
-    if collect_non_loss_data and plan.schedule.splits > 1:
-        raise ValueError("collect_non_loss_data needs whole sequences: take a schedule without slices")
+    _check_non_loss_data(plan.schedule, collect_non_loss_data)
     rank = communicator.pp_group.rank()
     last_rank, last_chunk = plan.schedule.placement.home(plan.schedule.placement.last_stage)
-    holds_output = rank == last_rank
+    holds_output = rank == last_rank and not plan.schedule.vocabulary
 
     finalize = config.finalize_model_grads_func if not forward_only else None
     splits = plan.schedule.splits
@@ -117,24 +119,43 @@ def run(
     sync = GradientSync(config.no_sync_func, passes, reduces_late)
     rewind = Rewind(chunks, iterators) if settle else None
 
-    def begin() -> tuple[_ModelStages, Recorder | Unmeasured, Executor, Any]:
+    def vocabulary(variant: Vocabulary, iterator: Iterator[Any] | None, recorder: Recorder | Unmeasured) -> VocabularyPasses:
+        return VocabularyPasses(
+            placement=plan.schedule.placement,
+            rank=rank,
+            variant=variant,
+            chunks=chunks,
+            iterator=iterator,
+            config=config,
+            groups=groups_of(communicator.pp_group),
+            forward_step_func=forward_step_func,
+            num_microbatches=num_microbatches,
+            context_parallel_size=groups.cp.size(),
+            forward_only=forward_only,
+            hold=recorder.hold,
+        )
+
+    def begin() -> tuple[ModelStages, Recorder | Unmeasured, Executor, Any]:
         embedding = None
         if finalize is not None:
             embedding = schedules.clear_embedding_activation_buffer(config, chunks[last_chunk], holds_output)
-        stages = _ModelStages(
+        recorder = record()
+        reading = rewind.iterators if rewind else iterators
+        stages = ModelStages(
             placement=plan.schedule.placement,
             rank=rank,
             chunks=chunks,
-            iterators=rewind.iterators if rewind else iterators,
+            iterators=reading,
             config=config,
             context_parallel_size=groups.cp.size(),
             num_microbatches=num_microbatches,
-            in_flight=_most_in_flight(passes),
+            in_flight=most_in_flight(passes),
             forward_step_func=forward_step_func,
             collect_non_loss_data=collect_non_loss_data,
             first_val_step=first_val_step,
             forward_only=forward_only,
             slices=Slices(chunks, splits, keep_graphs=not forward_only),
+            vocabulary=vocabulary(plan.schedule.vocabulary, reading[0], recorder) if plan.schedule.vocabulary else None,
         )
         links = Links(
             channels_of(communicator.pp_group, config.variable_seq_lengths),
@@ -143,7 +164,6 @@ def run(
             next(chunks[0].parameters()).device,
             posting,
         )
-        recorder = record()
         executor = Executor(
             plan.programs[rank],
             plan.schedule.placement,
@@ -175,7 +195,7 @@ def run(
         recorder.end()
         if reduces_late and not forward_only:
             for index, chunk in enumerate(chunks):
-                _per_chunk(config.grad_sync_func, index)(chunk.parameters())
+                per_chunk(config.grad_sync_func, index)(chunk.parameters())
 
         if finalize is not None:
             schedules.finish_embedding_wgrad_compute(config, embedding, holds_output, groups.tp)
@@ -197,94 +217,6 @@ def _timed(config: Any) -> Iterator[None]:
     config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     yield
     config.timers("forward-backward").stop()
-
-
-@dataclass
-class _ModelStages:
-    """The passes of this rank's model chunks, by upstream's forward and backward steps. One iteration owns it."""
-
-    placement: Placement
-    rank: int
-    chunks: Sequence[torch.nn.Module]
-    iterators: Sequence[Any]
-    config: Any
-    context_parallel_size: int
-    num_microbatches: int
-    in_flight: dict[int, int]  # by chunk, see _most_in_flight
-    forward_step_func: Callable[..., Any]
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    forward_only: bool
-    slices: Slices
-
-    def __post_init__(self) -> None:
-        self.reported: list[Any] = []
-        self.num_tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
-        self._model_type = get_model_type(self.chunks[0])
-        self._forwarded: set[int] = set()  # chunks that have run a forward
-        self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
-
-    def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
-        first = work.chunk not in self._forwarded
-        if first:
-            self._forwarded.add(work.chunk)
-            if self.config.param_sync_func is not None and not self.forward_only:
-                _per_chunk(self.config.param_sync_func, work.chunk)(self.chunks[work.chunk].parameters())
-        data = self.slices.iterator(work, self.iterators[work.chunk])
-        if data is not None and not keep_graph:
-            data = _noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
-        complete = self.slices.completes(work)
-        with nullcontext() if keep_graph else torch.no_grad():
-            outputs, num_tokens = self._forward_step(work, inputs, data, self.reported if complete else [], first)
-        if self.config.calculate_per_token_loss and complete:
-            self.num_tokens += num_tokens
-        return outputs
-
-    def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
-        read = self._read.pop((work.microbatch, work.chunk), None)
-        outputs, _ = self._forward_step(work, inputs, None if read is None else iter(read), [], first=False)
-        return outputs
-
-    def _forward_step(
-        self, work: Pass, inputs: Tensors, data: Iterator[Any] | None, reported: list[Any], first: bool
-    ) -> tuple[Tensors, Any]:
-        partial = self.config.num_microbatches_with_partial_activation_checkpoints
-        with self.slices.around(work):
-            outputs, num_tokens = schedules.forward_step(
-                self.forward_step_func,
-                data,
-                self.chunks[work.chunk],
-                self.num_microbatches,
-                inputs,
-                reported,
-                self.config,
-                self.context_parallel_size,
-                collect_non_loss_data=self.collect_non_loss_data,
-                checkpoint_activations_microbatch=(
-                    None if partial is None else work.microbatch % self.in_flight[work.chunk] >= partial
-                ),
-                is_first_microbatch=schedules.check_first_val_step(self.first_val_step, self.forward_only, first),
-                current_microbatch=work.microbatch,
-                vp_stage=work.chunk if len(self.chunks) > 1 else None,
-                is_last_stage=self.placement.stage(self.rank, work.chunk) == self.placement.last_stage,
-            )
-        return outputs, num_tokens
-
-    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        with self.slices.around(work):
-            return schedules.backward_step(inputs, outputs, gradients, self._model_type, self.config)
-
-    def release(self, outputs: Tensors) -> None:
-        if not self.forward_only:
-            # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
-            schedules.deallocate_output_tensor(outputs[0], self.config.deallocate_pipeline_outputs)
-
-
-def _noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
-    """The items, each noted as it is read."""
-    for item in items:
-        noted.append(item)
-        yield item
 
 
 def _check(
@@ -314,6 +246,13 @@ def _check(
             raise ValueError(
                 f"{setting} relies on the order of megatron-core's own schedules: switch it off, or use --pipeline-schedule stock"
             )
+
+
+def _check_non_loss_data(schedule: Schedule, collect: bool) -> None:
+    if collect and schedule.splits > 1:
+        raise ValueError("collect_non_loss_data needs whole sequences: take a schedule without slices")
+    if collect and schedule.vocabulary:
+        raise ValueError("collect_non_loss_data needs logits of the whole vocabulary on one rank: train without --vocab-parallel")
 
 
 def _groups(
@@ -358,21 +297,3 @@ def _shapes(
     if adjust is not None:
         received, sent = adjust(received, sent)
     return {Flow.ACTIVATION: received, Flow.GRADIENT: sent}
-
-
-def _most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
-    """For every chunk, the most microbatches between their F and their B: what partial recomputation cycles through."""
-    most: dict[int, int] = {}
-    current: dict[int, int] = {}
-    for work in passes:
-        if work.kind is Kind.F:
-            current[work.chunk] = current.get(work.chunk, 0) + 1
-            most[work.chunk] = max(most.get(work.chunk, 0), current[work.chunk])
-        elif work.kind.sends_gradient:
-            current[work.chunk] -= 1
-    return most
-
-
-def _per_chunk(function: Any, chunk: int) -> Callable[..., Any]:
-    """Upstream gives one function, or a list with one for every chunk."""
-    return function[chunk] if isinstance(function, (list, tuple)) else function

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
-from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.passes import Kind, Pass
 
 NoSync = Callable[[], AbstractContextManager[None]]
 
@@ -13,7 +13,8 @@ NoSync = Callable[[], AbstractContextManager[None]]
 class GradientSync:
     """Holds DDP's no_sync through an iteration, and lifts it around the passes that complete gradients.
 
-    The last B of a chunk completes what B finishes (norms, biases, embeddings), its last W the split weights. DDP counts
+    The last B of a chunk completes what B finishes (norms, biases, embeddings), its last W the split weights; where the
+    vocabulary is spread, the last T and the last IB complete the rank's shard. DDP counts
     a parameter as ready when its hook runs outside no_sync, so no_sync is lifted for just these passes.
 
     Args:
@@ -30,6 +31,8 @@ class GradientSync:
                 last["B", work.chunk] = work
             if work.kind.finishes_weights:
                 last["W", work.chunk] = work
+            if work.kind in (Kind.T, Kind.IB):
+                last[work.kind, work.chunk] = work
         self._completing = frozenset() if reduces_late else frozenset(last.values())
         self._held = ExitStack()
 

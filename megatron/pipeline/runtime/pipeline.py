@@ -19,15 +19,17 @@ from megatron.pipeline.runtime.p2p import Channels, Links, Posting
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.report import PendingReport, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.situation import Situation
+from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, uniform
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform
 from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.passes import Kind, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
+from megatron.pipeline.schedule.vocabulary import postpone, postponed, spread
 
 STOCK = "stock"
 _FILE = "file:"
@@ -46,6 +48,7 @@ class Pipeline:
             statistics of the peak anew in every iteration.
         posting: how sends and receives are started.
         objective: what an iteration takes: its makespan, or where iterations interlock its span.
+        vocabulary: how it is spread over all ranks, if it is; a file says that itself, and must not say something else.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -61,6 +64,7 @@ class Pipeline:
         measure: bool = False,
         posting: Posting = Posting.SINGLE,
         objective: Objective = Objective.MAKESPAN,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.name = schedule
         self.objective = objective
@@ -72,6 +76,8 @@ class Pipeline:
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
         self._posting = posting
         self._channels: dict[tuple[Any, bool], Channels] = {}
+        self._groups: dict[Any, Groups] = {}
+        self.vocabulary = vocabulary
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._iterations = 0  # that have begun, evaluations included
@@ -79,6 +85,12 @@ class Pipeline:
         self._settle: Callable[[], Verdict] | None = None  # see validating
         self._recorder: Recorder | None = None  # of the last iteration that trained
         self._recorded: Plan | None = None  # what that iteration ran; None under megatron-core's own schedule
+        if self._from_file and self._from_file.vocabulary:
+            if vocabulary not in (None, self._from_file.vocabulary):
+                raise ValueError(
+                    f"{schedule} spreads the vocabulary as {self._from_file.vocabulary}, not as {vocabulary}: give one of the two"
+                )
+            self.vocabulary = self._from_file.vocabulary
         if self.is_stock:
             self.placement: Placement = interleaved(ranks, chunks or 1)
         elif self._from_file:
@@ -153,7 +165,8 @@ class Pipeline:
             self._executor = executor
             self._iterations += 1
 
-        return forward_backward.run(plan, record, started, self._channels_of, self._posting, self._settle, **kwargs)
+        sources = self._channels_of, self._groups_of
+        return forward_backward.run(plan, record, started, *sources, self._posting, self._settle, **kwargs)
 
     @contextmanager
     def validating(self, settle: Callable[[], Verdict]) -> Iterator[None]:
@@ -205,7 +218,7 @@ class Pipeline:
         """The schedule that the iteration of a report ran, whatever is planned by now."""
         rows = tuple(tuple(timed.work for timed in record.passes) for record in report.ranks)
         forwards = sum(work.kind is Kind.F and work.chunk == 0 for work in rows[0])
-        return Schedule(self.name, self.placement, forwards // self.splits, rows, self.splits)
+        return Schedule(self.name, self.placement, forwards // self.splits, rows, self.splits, self.vocabulary)
 
     def slowdown(self, report: Report) -> float | None:
         """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""
@@ -255,16 +268,16 @@ class Pipeline:
 
     def _plan(self, microbatches: int, costs: Costs | None, limit: float | None) -> Schedule:
         sizes = self._ranks, microbatches, costs, self._chunks
-        return families.plan(self.name, *sizes, memory_limit=limit, objective=self.objective)
+        return families.plan(self.name, *sizes, memory_limit=limit, objective=self.objective, vocabulary=self.vocabulary)
 
     def _make_plan(self, microbatches: int, forward_only: bool) -> Plan:
         if self._from_file is None:
             schedule = self._plan(microbatches, self.costs, self._memory_limit)
         elif forward_only:
             # A file is for one number of microbatches; its placement is all that evaluation needs.
-            schedule = _forwards_in_order(self._from_file, microbatches)
+            schedule = self._spread(_forwards_in_order(self._from_file, microbatches))
         elif self._from_file.microbatches == microbatches:
-            schedule = self._from_file
+            schedule = self._spread(self._from_file)
         else:
             raise ValueError(
                 f"{self.name} is a schedule of {self._from_file.microbatches} microbatches, but an iteration has "
@@ -278,7 +291,11 @@ class Pipeline:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         # Forwards alone keep nothing for a backward: the limit is for iterations that train.
         limit = None if forward_only else self._memory_limit
-        return _prove(schedule, self.costs or uniform(schedule.placement), limit, forward_only)
+        return _prove(schedule, self.costs or self._equal_costs, limit, forward_only)
+
+    @property
+    def _equal_costs(self) -> Costs:
+        return uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
 
     def _channels_of(self, group: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
         """Opened when they are first needed, by all ranks of the world together."""
@@ -286,6 +303,19 @@ class Pipeline:
         if key not in self._channels:
             self._channels[key] = Channels.open(group, variable_lengths)
         return self._channels[key]
+
+    def _spread(self, schedule: Schedule) -> Schedule:
+        """A file's schedule with the vocabulary's passes, where it is to be spread and the file does not do so."""
+        if self.vocabulary is None or schedule.vocabulary:
+            return schedule
+        roomy = postpone(schedule, postponed(self.vocabulary, schedule.ranks))
+        return spread(roomy, self.vocabulary, self.costs or self._equal_costs)
+
+    def _groups_of(self, group: torch.distributed.ProcessGroup) -> Groups:
+        """Opened when they are first needed, by all ranks of the world together."""
+        if group not in self._groups:
+            self._groups[group] = Groups.open(group)
+        return self._groups[group]
 
     def _record(self, model: Any, plan: Plan | None = None) -> Recorder:
         self._recorded = plan

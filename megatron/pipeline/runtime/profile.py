@@ -8,18 +8,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.runtime.report import Report
-from megatron.pipeline.schedule.costs import Costs, StageCosts
-from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.passes import VOCABULARY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import Flow, Message
 from megatron.pipeline.schedule.schedule import Schedule
 
+_SHARDS = -1  # in place of a stage: those of all ranks, which are alike
+_Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
 _PINGS = 5  # that count, after one that opens the connection
 
 
@@ -39,12 +41,12 @@ def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report,
     for report in timed:
         for rank, record in enumerate(report.ranks):
             for work, start, end in record.passes:
-                samples[schedule.placement.stage(rank, work.chunk), work.kind].append(end - start)
+                samples[_where(schedule, rank, work), work.kind].append(end - start)
     changes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for rank, record in enumerate(counted.ranks):
         before = (0, *record.held)
         for (work, _, _), held, earlier in zip(record.passes, record.held, before, strict=False):
-            changes[schedule.placement.stage(rank, work.chunk), work.kind].append(held - earlier)
+            changes[_where(schedule, rank, work), work.kind].append(held - earlier)
     stages = [
         _stage(
             {kind: schedule.splits * statistics.median(samples[stage, kind]) for kind in Kind if samples[stage, kind]},
@@ -52,7 +54,15 @@ def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report,
         )
         for stage in range(schedule.placement.last_stage + 1)
     ]
-    return Costs(tuple(stages), hop)
+    if schedule.vocabulary is None:
+        return Costs(tuple(stages), hop)
+    seconds: dict[str, float] = {str(kind): statistics.median(samples[_SHARDS, kind]) for kind in VOCABULARY_KINDS}
+    kept = max(0.0, statistics.median(changes[_SHARDS, Kind.S]))
+    return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept))
+
+
+def _where(schedule: Schedule, rank: int, work: Pass) -> int:
+    return _SHARDS if work.kind.is_of_vocabulary else schedule.placement.stage(rank, work.chunk)
 
 
 def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts:
@@ -135,10 +145,12 @@ def agree(costs: Costs, hops: Sequence[float]) -> Costs:
     torch.distributed.all_gather_object(everyone, (costs, hops))
     stages = zip(*(one.stages for one, _ in everyone), strict=True)
     all_hops = [seconds for _, found in everyone for seconds in found]
-    return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0)
+    shards = _median(one.vocabulary for one, _ in everyone)
+    return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards)
 
 
-def _median(stages: Iterable[StageCosts]) -> StageCosts:
-    columns: Any = zip(*map(astuple, stages), strict=True)
+def _median(costs: Iterable[_Kind]) -> _Kind:
+    same = list(costs)
+    columns: Any = zip(*map(astuple, same), strict=True)
     values: Any = (None if None in column else statistics.median(column) for column in columns)
-    return StageCosts(*values)
+    return type(same[0])(*values)

@@ -12,14 +12,14 @@ import torch
 
 from megatron.pipeline.runtime.memory import ActivationMeter
 from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.program import Message
+from megatron.pipeline.schedule.program import Collective, Message
 from megatron.pipeline.schedule.timeline import Timed
 
 
 class Waited(NamedTuple):
-    """A wait for a message to come, or at the end of an iteration to have gone, with its start and end."""
+    """A wait for a message to come, at the end of an iteration to have gone, or for a collective, with its start and end."""
 
-    message: Message
+    message: Message | Collective
     start: float
     end: float
 
@@ -47,7 +47,7 @@ class Unmeasured:
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self, _: Message) -> AbstractContextManager[None]:
+    def wait(self, _: Message | Collective) -> AbstractContextManager[None]:
         return nullcontext()
 
     def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
@@ -72,7 +72,7 @@ class Recorder:
 
     def __init__(self, parameters: Iterable[torch.Tensor], count: bool = False) -> None:
         self._passes: list[tuple[Pass, Any, Any, int]] = []
-        self._waits: list[tuple[Message, Any, Any]] = []
+        self._waits: list[tuple[Message | Collective, Any, Any]] = []
         self._on_gpu = torch.cuda.is_available()
         self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
         self._peak = 0
@@ -95,8 +95,8 @@ class Recorder:
             self._passes.append((work, start, self._mark(), self._held()))
 
     @contextmanager
-    def wait(self, message: Message) -> Iterator[None]:
-        """Time a wait for a message."""
+    def wait(self, message: Message | Collective) -> Iterator[None]:
+        """Time a wait for a message or a collective."""
         start = self._mark()
         yield
         self._waits.append((message, start, self._mark()))

@@ -16,7 +16,7 @@ import torch
 from megatron.pipeline.runtime.device import beside, this_device
 from megatron.pipeline.runtime.recorder import Record, Waited
 from megatron.pipeline.schedule.passes import Pass
-from megatron.pipeline.schedule.program import Compute, Message, Program, Send, Wait
+from megatron.pipeline.schedule.program import Collective, Compute, Message, Program, Send, Wait
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 
 _NONE = -1.0  # in place of a message: no more waits
@@ -83,7 +83,7 @@ class RecordFormat:
     def __init__(self, program: Program) -> None:
         self._works: tuple[Pass, ...] = tuple(one.work for one in program if isinstance(one, Compute))
         # Those that may be waited for: to come, or at the end of the iteration to have gone.
-        self._messages: tuple[Message, ...] = tuple(one.message for one in program if isinstance(one, Wait | Send))
+        self._messages: tuple[Message | Collective, ...] = tuple(one.message for one in program if isinstance(one, Wait | Send))
         self._places = {message: float(place) for place, message in enumerate(self._messages)}
 
     @property

@@ -8,7 +8,17 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from megatron.pipeline.schedule.program import Compute, Operation, Program, Receive, Send, Validate, Wait
+from megatron.pipeline.schedule.program import (
+    Collective,
+    Compute,
+    Join,
+    Operation,
+    Program,
+    Receive,
+    Send,
+    Validate,
+    Wait,
+)
 
 _FINISHED = 4  # passes that a report shows
 _NAMED = 8  # ranks that a report lists
@@ -27,6 +37,7 @@ class Situation:
         progress: changes whenever the rank moves.
         in_iteration: it has begun the operations of its program and not yet ended them.
         waits_for: the rank that must send or receive a message before this one can go on; None if no message is missing.
+        waits_for_all: it takes part in a collective that others may not have reached.
         finished: the last few passes of this iteration, oldest first.
         process: which one it is, for whoever wants to look at it.
     """
@@ -35,6 +46,7 @@ class Situation:
     progress: tuple[int, ...] = ()
     in_iteration: bool = False
     waits_for: int | None = None
+    waits_for_all: bool = False
     finished: tuple[str, ...] = ()
     process: str = field(default_factory=_this_process)
 
@@ -49,9 +61,11 @@ class Situation:
             begun: operations that it has begun; more than the program has once it only waits for the last sends.
             to_world: from a pipeline rank to a rank of the world.
         """
-        place, peer = " ".join([type(position).__name__, *map(str, position[:1])]), None
+        place, peer, together = " ".join([type(position).__name__, *map(str, position[:1])]), None, False
         if isinstance(position, Validate):
             place = "Validate, which waits for the verdict on the last optimizer step"
+        elif isinstance(position, (Join, Wait)) and isinstance(position[0], Collective):
+            together = True
         elif isinstance(position, Wait):
             peer = next(one.peer for one in program if isinstance(one, Receive) and one.message == position.message)
             needed = next((one.work for one in program[begun:] if isinstance(one, Compute)), None)
@@ -60,7 +74,8 @@ class Situation:
             peer = position.peer
         done = [str(one.work) for one in program[: begun - 1] if isinstance(one, Compute)]
         waits_for = None if peer is None else to_world(peer)
-        return cls(place, progress, in_iteration=True, waits_for=waits_for, finished=tuple(done[-_FINISHED:]))
+        finished = tuple(done[-_FINISHED:])
+        return cls(place, progress, in_iteration=True, waits_for=waits_for, waits_for_all=together, finished=finished)
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -71,7 +86,8 @@ class Situation:
         return cls(**values | {"progress": tuple(values["progress"]), "finished": tuple(values["finished"])})
 
     def __str__(self) -> str:
-        waiting = "" if self.waits_for is None else f", waiting for rank {self.waits_for}"
+        whom = "all ranks" if self.waits_for_all else None if self.waits_for is None else f"rank {self.waits_for}"
+        waiting = f", waiting for {whom}" if whom else ""
         finished = f"; last finished: {' '.join(self.finished)}" if self.finished else ""
         return f"{self.place}{waiting}{finished}"
 
@@ -151,7 +167,8 @@ def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagno
     ranks = range(len(situations))
     chains = {rank: list(_chain(situations, silent, rank)) for rank in ranks}
     ends = {chain[-1] for chain in chains.values()}
-    blocked = {rank for rank in ranks if rank not in silent and situations[rank].waits_for is not None}
+    together = {rank for rank in ranks if rank not in silent and situations[rank].waits_for_all}
+    blocked = together | {rank for rank in ranks if rank not in silent and situations[rank].waits_for is not None}
     candidates = next(
         found
         for found in (
@@ -162,7 +179,14 @@ def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagno
         )
         if found
     )
-    waiting = {rank: {other for other in ranks if rank in chains[other][1:] and other != rank} for rank in candidates}
+    waiting = {
+        rank: {
+            other
+            for other in ranks
+            if other != rank and (rank in chains[other][1:] or (rank not in blocked and chains[other][-1] in together))
+        }
+        for rank in candidates
+    }
     most = max(len(others) for others in waiting.values())
     culprits = tuple(sorted(rank for rank in candidates if len(waiting[rank]) == most))
     held_up = tuple(sorted(set().union(*(waiting[rank] for rank in culprits)) - set(culprits)))

@@ -227,6 +227,10 @@ def _vocabulary(row: object) -> VocabularyCosts:
     return VocabularyCosts(**{name: float(value) for name, value in row.items()})
 
 
+# Where nobody says, and F, B and W take 1: an output layer that adds a third to a rank's work.
+EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
+
+
 def is_cost(value: object) -> bool:
     """Whether what a user gives can be seconds or bytes: a number in ``COST_RANGE``."""
     return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or 1e-100 <= value <= 1e100)
@@ -245,10 +249,14 @@ def uniform(
     hop: float = 0.0,
     activation: float = 1.0,
     retained: float = 1.0,
+    vocabulary: VocabularyCosts | None = None,
 ) -> Costs:
     """Equal stages: the arguments are one rank's whole share of one microbatch, of which a chunk takes its part.
 
     That is 1/chunks of it, and the whole where every chunk is of another replica of the model.
+
+    Args:
+        vocabulary: what a rank's shard costs where the vocabulary is spread.
     """
     stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks_per_replica)
-    return Costs((stage,) * (placement.ranks * placement.chunks), hop)
+    return Costs((stage,) * (placement.ranks * placement.chunks), hop, vocabulary or VocabularyCosts())

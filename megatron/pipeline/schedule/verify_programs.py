@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
 from megatron.pipeline.schedule.lower import Transfer, gatherings, transfers
-from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
@@ -103,7 +103,12 @@ def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program]) 
             joined, waited = (places[kind, collective] for kind in (Join, Wait))
             makes, needs = dict(one.producers).get(rank), dict(one.consumers).get(rank)
             early = makes is not None and joined < places[Compute, makes]
-            early = early or (one.after is not None and joined < places[Join, one.after])
+            if one.after is not None:
+                early = early or joined < places[Join, one.after]
+                # What it is made of, T uses up.
+                late = places[Compute, Pass(Kind.T, collective.microbatch)]
+                if late < joined:
+                    raise ScheduleError(f"rank {rank}: Join of the {collective} comes after T, which ends what it is made of")
             if early or waited < joined or (needs is not None and places[Compute, needs] < waited):
                 parts = [str(part) for part in (makes, one.after) if part is not None]
                 raise ScheduleError(

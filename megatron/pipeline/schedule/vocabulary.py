@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import delay
 
@@ -71,7 +71,7 @@ def spread(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule
     unless ``MOST_WAITING`` of them wait already.
 
     Args:
-        schedule: of stages' passes; ``postpone`` has made room.
+        schedule: of stages' passes; ``postpone`` has made room. It may be of forwards alone.
         costs: what passes take, those of the vocabulary too.
 
     Raises:
@@ -88,10 +88,11 @@ class _Ranks:
         self._schedule, self._costs = schedule, costs
         self._rows: list[list[Pass]] = [[] for _ in schedule.passes]
         self._left = [deque(passes) for passes in schedule.passes]  # passes of stages
-        self._counts = [dict.fromkeys((Kind.S, Kind.T, Kind.IF, Kind.IB), 0) for _ in schedule.passes]  # done, by rank
+        self._counts = [dict.fromkeys(VOCABULARY_KINDS, 0) for _ in schedule.passes]  # done, by rank
         self._free = [0.0] * schedule.ranks
         self._made: dict[tuple[int, Pass] | tuple[Kind, int], float] = {}  # passes, and those of all ranks, with their ends
         self._parts: dict[tuple[Kind, int], list[float]] = {}
+        self._trains = any(not work.kind.is_forward for work in schedule.passes[0])
         self._embedded = 0  # microbatches that the first stage has begun
         self._together: list[float] = []  # interlaced, when all ranks run S of a microbatch, as far as that is known
         stages = [sum(costs.stages[stage].total for stage in row) for row in schedule.placement.stages]
@@ -106,7 +107,8 @@ class _Ranks:
         Raises:
             ValueError: nothing is left that could run.
         """
-        left = sum(map(len, self._schedule.passes)) + 4 * self._schedule.microbatches * self._schedule.ranks
+        kinds = len(VOCABULARY_KINDS) if self._trains else 2
+        left = sum(map(len, self._schedule.passes)) + kinds * self._schedule.microbatches * self._schedule.ranks
         while self._moments:
             now, rank = heapq.heappop(self._moments)
             if now < self._free[rank]:
@@ -212,7 +214,7 @@ class _Ranks:
 
     def _ready(self, rank: int, work: Pass, now: float) -> bool:
         """Whether what a pass needs has arrived; for IF, whether there is room for what it makes."""
-        if work.microbatch >= self._schedule.microbatches:
+        if work.microbatch >= self._schedule.microbatches or not (self._trains or work.kind.is_forward):
             return False
         if work.kind is Kind.IF:
             return work.microbatch < self._embedded + MOST_WAITING

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.runtime.profile import measured_costs
+from megatron.pipeline.schedule.program import Collective, Message
 from megatron.pipeline.schedule.simulate import activation_profile, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.training.atomic import write_text
@@ -39,8 +41,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     planned = simulate(schedule, pipeline.costs or found)
     memory = activation_profile(schedule, planned, found)
     waits = [
-        # A rank that waits for a message which one of its own stages made waits until that has been sent.
-        [(f"{'send' if message.stage in stages else 'wait for'} {message}", start, end) for message, start, end in one.waits]
+        [(f"{_verb(message, stages)} {message}", start, end) for message, start, end in one.waits]
         for stages, one in zip(schedule.placement.stages, report.ranks, strict=True)
     ]
     record = {
@@ -64,6 +65,11 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         write_text(path, json.dumps(record))
     except OSError as error:
         logger.warning("WARNING: no trace in %s (%s); training goes on", path, error.strerror)
+
+
+def _verb(message: Message | Collective, stages: Sequence[int]) -> str:
+    """A rank that waits for a message which one of its own stages made waits until that has been sent."""
+    return "send" if isinstance(message, Message) and message.stage in stages else "wait for"
 
 
 def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:

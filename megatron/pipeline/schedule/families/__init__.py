@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from megatron.pipeline.schedule.costs import Costs, uniform
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform
 from megatron.pipeline.schedule.families import (
     chimera,
     dualpipe,
@@ -126,7 +126,7 @@ def problem(
         raise ValueError(f"{name} does not cut microbatches into slices: leave splits out")
     if group is not None and not family.grouped:
         raise ValueError(f"{name} does not run microbatches in groups: leave group out")
-    costs = costs or uniform(home)
+    costs = costs or uniform(home, vocabulary=EQUAL_SHARDS if vocabulary else None)
     return Problem(
         home,
         microbatches,

@@ -1,0 +1,389 @@
+"""The passes of this rank's shard of the vocabulary, and its part in what all ranks of a pipeline exchange for them.
+
+Every rank reads every microbatch, and once all shards' statistics are here it knows all losses: it then calls the user's loss
+function itself, so the weights of tokens need not travel. The mathematics is in ``model/vocabulary``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import unwrap_model
+
+from megatron.pipeline.model.vocabulary.input import complete_embedding
+from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
+from megatron.pipeline.model.vocabulary.output import OutputPart
+from megatron.pipeline.model.vocabulary.shard import VocabularyShard
+from megatron.pipeline.runtime.device import beside
+from megatron.pipeline.runtime.groups import new_group
+from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.program import Collective, Exchange
+
+Hold = Callable[[Iterable[torch.Tensor]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who takes part in collectives. They have communicators of their own, so that they wait for no other communication.
+
+    Attributes:
+        pipeline: the ranks of a pipeline, in its order.
+        shards: all tensor- and pipeline-parallel ranks of one model, each of which has a shard.
+    """
+
+    pipeline: Any
+    shards: Any
+
+    @classmethod
+    def open(cls, pipeline: torch.distributed.ProcessGroup) -> Groups:
+        """Make the groups; collective over the world, every rank with the pipeline that it is in."""
+        backend = torch.distributed.get_backend(pipeline)
+        members = [
+            torch.distributed.get_process_group_ranks(group) for group in (pipeline, parallel_state.get_model_parallel_group())
+        ]
+        own = new_group(members[0], backend=backend)
+        return cls(own, own if len(members[0]) == len(members[1]) else new_group(members[1], backend=backend))
+
+
+class Reader(torch.nn.Module):
+    """Stands for the model in the user's forward step, to learn what a microbatch is: it is called as a GPT model is.
+
+    Attributes:
+        inputs: what it was called with last, by the names of GPTModel's arguments.
+    """
+
+    def __init__(self, chunk: torch.nn.Module) -> None:
+        super().__init__()
+        model = unwrap_model(chunk)
+        self.config, self.vp_stage = model.config, model.vp_stage
+        self.pre_process = self.post_process = True
+        self.inputs: dict[str, Any] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.inputs = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        return torch.zeros(())
+
+
+_SIGNATURE = inspect.signature(GPTModel.forward)
+
+
+@dataclass
+class _Microbatch:
+    """What this rank has of one microbatch; each is dropped with its last use.
+
+    Attributes:
+        left: what is yet to come before all of it can be: T, IB and the end of the exchange of gradients.
+        batch: what the user's forward step read.
+        tokens, labels: [b, s].
+        loss: the user's loss function.
+        embedding: IF's part, then on the first stage the sum of all.
+        caught: on the first stage, the gradient by that sum once there is one.
+        output: of the last stage.
+        part, held: what S has made, and what counts its bytes.
+        gathered: the statistics of all shards.
+        weights: [b, s], the derivative of the training's loss by each token's.
+        gradient: by the last stage's output: this shard's part, then on the last stage the sum.
+        embedding_gradient: by the first stage's input.
+    """
+
+    batch: list[Any]
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss: Any
+    embedding: torch.Tensor | None = None
+    caught: list[torch.Tensor] = field(default_factory=list)
+    output: torch.Tensor | None = None
+    part: OutputPart | None = None
+    held: list[Any] = field(default_factory=list)
+    gathered: torch.Tensor | None = None
+    statistics: Statistics | None = None
+    weights: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    embedding_gradient: torch.Tensor | None = None
+    left: int = 3
+
+
+@dataclass
+class VocabularyPasses:
+    """One iteration owns it.
+
+    Attributes:
+        placement, rank: which stages are on this rank.
+        variant: when the gradient of the last stage's output is made.
+        chunks: of this rank; the first has the shard.
+        iterator: of the data; upstream's or the user's.
+        hold: counts bytes that outlive a pass, see ``Recorder``.
+        reported: what the loss function said of every microbatch.
+        num_tokens: how many count, over all microbatches so far.
+    """
+
+    placement: Placement
+    rank: int
+    variant: Vocabulary
+    chunks: Sequence[torch.nn.Module]
+    iterator: Iterator[Any] | None
+    config: Any
+    groups: Groups
+    forward_step_func: Callable[..., Any]
+    num_microbatches: int
+    context_parallel_size: int
+    forward_only: bool
+    hold: Hold
+
+    def __post_init__(self) -> None:
+        model = unwrap_model(self.chunks[0])
+        self._shard: VocabularyShard = model.vocabulary
+        self._reader = Reader(self.chunks[0])
+        self._tensor = parallel_state.get_tensor_model_parallel_group()
+        homes = [self.placement.home(stage) for stage in (0, self.placement.last_stage)]
+        self._first, self._last = (rank == self.rank for rank, _ in homes)
+        self._roots = [torch.distributed.get_process_group_ranks(self.groups.pipeline)[rank] for rank, _ in homes]
+        # The embedding of the first stage takes what all shards have looked up.
+        self._arrived = unwrap_model(self.chunks[homes[0][1]]).embedding.word_embeddings if self._first else None
+        self._microbatches: dict[int, _Microbatch] = {}
+        self._works: dict[Collective, Any] = {}  # joined, and not waited for
+        self.reported: list[Any] = []
+        self.num_tokens: torch.Tensor | int = 0
+
+    def run(self, work: Pass) -> None:
+        """One pass of the shard."""
+        match work.kind:
+            case Kind.IF:
+                read = self._microbatches[work.microbatch] = self._read()
+                read.embedding = self._shard.embedding(read.tokens)
+            case Kind.S:
+                one = self._microbatches[work.microbatch]
+                assert one.output is not None, "its broadcast has been waited for, or it was made here"
+                early = self.variant is Vocabulary.ONE_BARRIER and not self.forward_only
+                one.part = self._shard.output(one.output, one.labels, with_gradient=early)
+                one.held, one.output = self.hold(one.part.held), None
+            case Kind.T:
+                one = self._microbatches[work.microbatch]
+                assert one.part is not None and one.weights is not None and one.statistics is not None
+                late = self.variant is not Vocabulary.ONE_BARRIER
+                gradient = one.part.backward(one.statistics, one.weights, with_gradient=late)
+                if late:
+                    one.gradient = gradient
+                one.part, one.held = None, []
+                self._end(work.microbatch)
+            case Kind.IB:
+                one = self._microbatches[work.microbatch]
+                assert one.embedding_gradient is not None
+                self._shard.embedding.backward(one.tokens, one.embedding_gradient)
+                one.embedding_gradient, one.caught = None, []
+                self._end(work.microbatch)
+
+    def join(self, collective: Collective) -> None:
+        """Start this rank's part in a collective."""
+        one = self._microbatches[collective.microbatch]
+        first, last = self._roots
+        pipeline = self.groups.pipeline
+        match collective.exchange:
+            case Exchange.EMBEDDING:
+                assert one.embedding is not None, "IF has run"
+                work = torch.distributed.reduce(one.embedding, first, group=pipeline, async_op=True)
+            case Exchange.OUTPUT:
+                if one.output is None:
+                    one.output = self._blank_output(one)
+                work = torch.distributed.broadcast(one.output, last, group=pipeline, async_op=True)
+            case Exchange.STATISTICS:
+                assert one.part is not None
+                statistics = one.part.statistics
+                one.gathered = statistics.new_empty((self._shard.shards.count, *statistics.shape))
+                work = torch.distributed.all_gather_into_tensor(
+                    one.gathered.flatten(0, 1), statistics, group=self.groups.shards, async_op=True
+                )
+            case Exchange.GRADIENT:
+                with self._gradient_ready(one, collective.microbatch):
+                    assert one.gradient is not None, "S or T has made what it is made of"
+                    work = torch.distributed.reduce(one.gradient, last, group=pipeline, async_op=True)
+            case Exchange.EMBEDDING_GRADIENT:
+                one.embedding_gradient = one.caught[0].contiguous() if one.caught else self._blank_embedding(one)
+                work = torch.distributed.broadcast(one.embedding_gradient, first, group=pipeline, async_op=True)
+        self._works[collective] = work
+
+    def wait(self, collective: Collective) -> None:
+        """Go on once a collective that was joined is over; on a GPU, have the passes wait for it."""
+        self._works.pop(collective).wait()
+        one = self._microbatches.get(collective.microbatch)
+        if one is None:
+            return  # this rank only gave, and has done with the microbatch
+        match collective.exchange:
+            case Exchange.EMBEDDING:
+                if self._first and one.embedding is not None:
+                    complete_embedding(one.embedding, self._tensor, self._scatters)
+                else:
+                    one.embedding = None
+            case Exchange.STATISTICS:
+                self._settle(one)
+                if self.forward_only:
+                    del self._microbatches[collective.microbatch]
+            case Exchange.GRADIENT if not self._last:
+                one.gradient = None
+                self._end(collective.microbatch)
+
+    def abandon(self) -> None:
+        """Let go of everything, once what has been joined is over."""
+        for work in self._works.values():
+            work.wait()
+        self._works.clear()
+        self._microbatches.clear()
+
+    def batch(self, microbatch: int) -> Iterator[Any]:
+        """What the user's forward step reads of a microbatch, on any chunk."""
+        return iter(self._microbatches[microbatch].batch)
+
+    def arrive(self, microbatch: int, again: bool) -> None:
+        """Hand the embedding to the first stage, whose forward follows.
+
+        Args:
+            again: it will be needed once more.
+        """
+        one = self._microbatches[microbatch]
+        assert self._arrived is not None and one.embedding is not None
+        one.caught.clear()
+        self._arrived.tensor = _Catch.apply(one.embedding, torch.zeros((), requires_grad=True), one.caught)
+        if not again:
+            one.embedding = None
+
+    def offer(self, microbatch: int, output: torch.Tensor) -> None:
+        """Take the last stage's output."""
+        weight = self._shard.output.weight
+        self._microbatches[microbatch].output = output.detach().to(weight.dtype).contiguous()
+
+    def output_gradient(self, microbatch: int, dtype: torch.dtype) -> torch.Tensor:
+        """What the last stage's backward starts from."""
+        one = self._microbatches[microbatch]
+        assert one.gradient is not None
+        gradient = complete_gradient(one.gradient, self._tensor, self.config.sequence_parallel)
+        if self.variant is Vocabulary.ONE_BARRIER:
+            self._settle(one)
+            assert one.weights is not None
+            parts = self._tensor.size() if self.config.sequence_parallel else 1
+            gradient = weigh(gradient, one.weights, self._tensor.rank() if parts > 1 else 0, parts)
+        one.gradient = None
+        self._end(microbatch)
+        return gradient.to(dtype)
+
+    def _read(self) -> _Microbatch:
+        """Have the user's forward step read a microbatch."""
+        batch: list[Any] = []
+        data = None if self.iterator is None else noting(self.iterator, batch)
+        _, loss = self.forward_step_func(data, self._reader)
+        inputs = self._reader.inputs
+        if inputs.get("labels") is None:
+            raise ValueError("with vocabulary parallelism the forward step has to give the model labels, on every rank")
+        return _Microbatch(batch, inputs["input_ids"], inputs["labels"], loss)
+
+    def _settle(self, one: _Microbatch) -> None:
+        """Find the losses of a microbatch, and what each token weighs; once."""
+        if one.statistics is not None:
+            return
+        one.statistics = statistics = self._join_statistics(one)
+        config = self.config
+        losses = statistics.losses.requires_grad_(not self.forward_only)
+        if config.timers is not None:
+            config.timers("forward-compute", log_level=2).start()
+        with torch.set_grad_enabled(not self.forward_only):
+            loss, num_tokens = schedules.forward_step_calc_loss(
+                self._reader,
+                losses,
+                one.loss,
+                config,
+                None,
+                False,
+                self.num_microbatches,
+                self.reported,
+                cp_group_size=self.context_parallel_size,
+                is_last_stage=True,
+            )
+            self.num_tokens = self.num_tokens + num_tokens
+            if not self.forward_only:
+                scaled = loss if config.grad_scale_func is None else config.grad_scale_func(loss)
+                (one.weights,) = torch.autograd.grad(scaled, losses)
+
+    def _join_statistics(self, one: _Microbatch) -> Statistics:
+        assert one.gathered is not None
+        shard = self._shard
+        batch, sequence = one.labels.shape
+        return Statistics(one.gathered, shard.loss, (batch, sequence), shard.shards.total_counted)
+
+    def _gradient_ready(self, one: _Microbatch, microbatch: int) -> AbstractContextManager[Any]:
+        """Make this shard's part of the gradient by the last stage's output; returns a context in which it is there.
+
+        T has made it, or it is made now, of what S has made and of all shards' statistics: on a GPU beside the passes.
+        """
+        if self.variant is not Vocabulary.ONE_BARRIER:
+            return nullcontext()
+        assert one.part is not None and one.gathered is not None
+        statistics = self._works.get(Collective(Exchange.STATISTICS, microbatch))
+        device = one.gathered.device
+        with beside(device):
+            if statistics is not None:
+                statistics.wait()
+            if device.type == "cuda":
+                for tensor in (one.gathered, one.part.statistics, *one.part.held):
+                    tensor.record_stream(torch.cuda.current_stream())
+                one.gradient = one.part.input_gradient(self._join_statistics(one))
+            else:
+                self._settle(one)
+                assert one.statistics is not None
+                one.gradient = one.part.input_gradient(one.statistics)
+        if device.type == "cuda":
+            one.gradient.record_stream(torch.cuda.current_stream())
+        one.held = self.hold(one.part.held)
+        return beside(device)
+
+    @property
+    def _scatters(self) -> bool:
+        """Whether IF sums over the tensor-parallel ranks."""
+        return self._shard.embedding.sequence_group is not None
+
+    def _blank_output(self, one: _Microbatch) -> torch.Tensor:
+        batch, sequence = one.labels.shape
+        parts = self._tensor.size() if self.config.sequence_parallel else 1
+        weight = self._shard.output.weight
+        return weight.new_empty((sequence // parts, batch, weight.size(1)))
+
+    def _blank_embedding(self, one: _Microbatch) -> torch.Tensor:
+        batch, sequence = one.tokens.shape
+        weight = self._shard.embedding.weight
+        shape = (sequence // self._tensor.size(), batch) if self._scatters else (batch, sequence)
+        return weight.new_empty((*shape, weight.size(1)))
+
+    def _end(self, microbatch: int) -> None:
+        """One of the last things of a microbatch is over."""
+        one = self._microbatches[microbatch]
+        one.left -= 1
+        if not one.left:
+            del self._microbatches[microbatch]
+
+
+class _Catch(torch.autograd.Function):
+    """The identity, whose gradient goes into a list and no further; nothing is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, _graph: torch.Tensor, caught: list[torch.Tensor]) -> torch.Tensor:
+        ctx.caught = caught
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        ctx.caught.append(gradient)
+        return None, None, None
+
+
+def noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
+    """The items, each noted as it is read."""
+    for item in items:
+        noted.append(item)
+        yield item

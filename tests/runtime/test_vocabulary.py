@@ -1,0 +1,69 @@
+"""Training with the vocabulary spread over all ranks: losses and gradient norms are megatron-core's, sums aside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_gpt
+from pool import Pool
+
+EXACT = 1e-5  # relative: the softmax's sums, and the gradients', are made of shards
+LOW = 2e-2  # in 16 bits, where losses of different summation orders drift apart
+
+
+def assert_near_stock(
+    pool: Pool, ranks: int, schedules: tuple[str, ...], flags: str, variants: tuple[str, ...] = ("1", "2"), **options: Any
+) -> None:
+    stock = pool.run(ranks, tiny_gpt.train, "stock", flags=tuple(flags.split()), **options)[-1]
+    losses = [loss for loss, _ in stock]
+    assert len(set(losses)) == len(losses), "they change"
+    tolerance = LOW if "16" in flags else EXACT
+    for schedule in schedules:
+        for variant in variants:
+            spread = (*flags.split(), "--vocab-parallel", variant)
+            ranked = pool.run(ranks, tiny_gpt.train, schedule, flags=spread, **options)
+            found = next(steps for steps in reversed(ranked) if steps[0][0] is not None)
+            what = f"{schedule}, {variant}"
+            assert [loss for loss, _ in found] == pytest.approx(losses, rel=tolerance), what
+            assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=10 * tolerance), what
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+@pytest.mark.parametrize("pp", [2, 4])
+def test_pipeline_sizes(pool: Pool, pp: int, microbatches: int) -> None:
+    iterations = 20 if (pp, microbatches) == (4, 8) else 3
+    variants = ("1", "2", "interlaced")
+    assert_near_stock(pool, pp, ("1f1b", "zb-h1"), "", variants, pp=pp, microbatches=microbatches, iterations=iterations)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", "gis", "zb-h2", "zb-auto", "1f1b-v", "zb-v", "v-half", "v-min", "v-auto", "dualpipe-v"]
+)
+def test_every_schedule(pool: Pool, schedule: str) -> None:
+    """Their layers are elsewhere, so that norms sum in another order than with stock's placement."""
+    assert_near_stock(pool, 2, (schedule,), "--clip-grad 0", pp=2, microbatches=6, iterations=3)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "flags"),
+    [
+        (2, 2, ""),
+        (2, 2, "--sequence-parallel"),
+        (2, 2, "--sequence-parallel --position-embedding-type rope --untie-embeddings-and-output-weights"),
+        (2, 1, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+        (2, 1, "--overlap-grad-reduce --ddp-bucket-size 1 --untie-embeddings-and-output-weights"),
+        (2, 1, "--calculate-per-token-loss"),
+        (2, 2, "--sequence-parallel --bf16 --untie-embeddings-and-output-weights --swiglu --normalization RMSNorm"),
+        (4, 1, "--bf16 --accumulate-allreduce-grads-in-fp32"),
+        (4, 1, "--fp16 --initial-loss-scale 4096"),
+        (4, 1, "--hidden-dropout 0.1 --attention-dropout 0.1"),
+        (4, 1, "--hidden-dropout 0.1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    ],
+)
+def test_layouts_and_settings(pool: Pool, pp: int, tp: int, flags: str) -> None:
+    assert_near_stock(pool, 4, ("zb-h1",), flags, pp=pp, tp=tp, microbatches=6, iterations=4)
+
+
+def test_context_parallel(pool: Pool) -> None:
+    assert_near_stock(pool, 4, ("1f1b",), "", pp=2, cp=2, microbatches=4, iterations=3)
