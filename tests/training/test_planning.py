@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.cli import main
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.passes import Kind, Vocabulary
 from megatron.pipeline.training import program
 
 MODEL = (
@@ -197,6 +198,62 @@ def test_a_file_is_held_to_the_same(tmp_path: Path, plan: str, reason: str | Non
     else:
         with pytest.raises(ValueError, match=re.escape(reason)):
             program.prepare(f"{MODEL} --pipeline-schedule file:{path}".split(), world_size=2)
+
+
+@pytest.mark.parametrize("variant", Vocabulary)
+def test_the_vocabulary_is_spread_in_any_schedule(variant: Vocabulary) -> None:
+    flags = f"{MODEL} --vocab-parallel {variant} --pipeline-schedule"
+    for name in ("1f1b", "interleaved", "zb-auto", "zb-v"):
+        _, _, pipeline = program.prepare([*flags.split(), name], world_size=2)
+        schedule = pipeline.plan(4).schedule
+        assert (schedule.name, schedule.vocabulary) == (name, variant)
+        assert sum(work.kind is Kind.S for row in schedule.passes for work in row) == 8
+
+
+def test_auto_with_a_spread_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule auto --vocab-parallel 2".split(), world_size=2)
+    request = "plan --schedule auto --pp 2 --microbatches 4 --objective makespan --vocab-parallel 2 --vocab-cost S=0,T=0 --json"
+    assert main(request.split()) == 0
+    chosen = json.loads(capsys.readouterr().out)
+    assert pipeline.name == chosen["schedule"].split()[0] and pipeline.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
+
+
+def test_a_file_says_itself_how_the_vocabulary_is_spread(tmp_path: Path) -> None:
+    spread, plain = tmp_path / "spread.json", tmp_path / "plain.json"
+    plan = "plan --pp 2 --microbatches 4 --schedule zb-h1 --json -o"
+    assert main(f"{plan} {spread} --vocab-parallel 2".split()) == main(f"{plan} {plain}".split()) == 0
+    for flags in (f"file:{spread}", f"file:{spread} --vocab-parallel 2 --z-loss 1e-4", f"file:{plain} --vocab-parallel 2"):
+        args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule {flags}".split(), world_size=2)
+        assert args.vocab_parallel == "2"
+        assert pipeline.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
+    for flags, message in (
+        ("--vocab-parallel 1", "spreads the vocabulary as 2, not as 1"),
+        ("--layer-redistribution", "--vocab-parallel 2 leaves none there"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            program.prepare(f"{MODEL} --pipeline-schedule file:{spread} {flags}".split(), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "flags", "message"),
+    [
+        ({}, "--vocab-parallel 2", "costs.json has no costs of a spread vocabulary, and --vocab-parallel is 2: measure them"),
+        ({"S": 1e-3, "T": 1e-3}, "", "costs.json has costs of a spread vocabulary, whose stages are without it"),
+        ({"S": 1e-3, "T": 1e-3}, "--vocab-parallel 2", None),
+    ],
+)
+def test_costs_are_of_stages_with_or_without_the_vocabulary(
+    tmp_path: Path, vocabulary: dict[str, float], flags: str, message: str | None
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"stages": [STAGE] * 2, **({"vocabulary": vocabulary} if vocabulary else {})}))
+    given = f"{MODEL} --pipeline-costs {path} {flags}".split()
+    if message is None:
+        _, _, pipeline = program.prepare(given, world_size=2)
+        assert pipeline.costs is not None and pipeline.costs.vocabulary.S == 1e-3
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            program.prepare(given, world_size=2)
 
 
 @pytest.mark.parametrize(

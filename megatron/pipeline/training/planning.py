@@ -14,7 +14,7 @@ from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
-from megatron.pipeline.schedule.costs import Costs, uniform
+from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective
@@ -23,6 +23,7 @@ from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.flag_types import MEMORY_UNITS
 from megatron.pipeline.training.flags import OFF, PROFILE
+from megatron.pipeline.training.validation_vocabulary import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,13 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         costs=costs,
         posting=Posting(args.pipeline_p2p),
         objective=_objective(args),
+        vocabulary=vocabulary,
         measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
     )
     placement = pipeline.placement
+    if pipeline.vocabulary is not vocabulary:  # a file says so itself
+        args.vocab_parallel = str(pipeline.vocabulary)
+        check_vocabulary(args)
     if placement.chunks > 1 and ranks == 1:
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
@@ -91,14 +96,29 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
             f"model into {placement.last_stage + 1} ({ranks} ranks with {placement.chunks} chunk(s)): measure them under this "
             f"schedule with --pipeline-costs {PROFILE}"
         )
-    if vocabulary and pipeline.splits > 1:
-        raise ValueError(
-            f"--vocab-parallel {vocabulary} needs the losses of whole sequences, and --pipeline-schedule {name} cuts them into "
-            f"{pipeline.splits} slices: take another schedule, or leave --vocab-parallel out"
-        )
+    _check_spread(args, pipeline)
     for microbatches in counts:
         pipeline.check(microbatches)
     return pipeline
+
+
+def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
+    """Refuse schedules and costs that do not go with the vocabulary where it is."""
+    spread = pipeline.vocabulary
+    if spread and pipeline.splits > 1:
+        raise ValueError(
+            f"--vocab-parallel {spread} needs the losses of whole sequences, and --pipeline-schedule {pipeline.name} cuts them "
+            f"into {pipeline.splits} slices: take another schedule, or leave --vocab-parallel out"
+        )
+    if pipeline.costs is None or (pipeline.costs.vocabulary != VocabularyCosts()) == bool(spread):
+        return
+    if spread:
+        problem = f"no costs of a spread vocabulary, and --vocab-parallel is {spread}"
+    else:
+        problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
+    raise ValueError(
+        f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
+    )
 
 
 def _objective(args: Namespace) -> Objective:
