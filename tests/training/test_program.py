@@ -75,6 +75,7 @@ def test_launcher_exits_with_2() -> None:
     [
         ("--pipeline-schedule zb-h2", ["tied embeddings"]),
         ("--pipeline-schedule zb-h2 --untie-embeddings-and-output-weights", []),
+        ("--pipeline-schedule zb-h2 --vocab-parallel 2", []),
         ("--pipeline-schedule zb-v --calculate-per-token-loss", []),
         ("--pipeline-schedule 1f1b --calculate-per-token-loss", ["tied embeddings", "how many tokens"]),
     ],

@@ -252,10 +252,11 @@ def _obstacles(args: Namespace, placement: Placement) -> list[str]:
     if not (args.post_validation and apart):
         return []
     found = []
-    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers:
+    copies = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
+    if copies and args.vocab_parallel == OFF:
         found.append(
             "the first and the last rank add up the gradients of their tied embeddings, so the first one waits for the last: "
-            "take --untie-embeddings-and-output-weights, or a schedule that has both on one rank, such as zb-v"
+            "take --untie-embeddings-and-output-weights, --vocab-parallel, or a schedule that has both on one rank, such as zb-v"
         )
     if args.calculate_per_token_loss:
         found.append("with --calculate-per-token-loss every rank waits for the last stage to say how many tokens there were")
