@@ -1,4 +1,4 @@
-"""The schedules that ``sleep_stages.py`` compares, each ready to run iterations of sleeping stages on this rank."""
+"""Schedules to compare, each ready to run iterations of sleeping stages on this rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
@@ -80,9 +81,15 @@ class Megatron:
         self._groups.embd = self._groups.pos_embd = None
         self._groups.pp = world
 
-    def stages(self, placement: Placement) -> list[MegatronStage]:
+    @cached_property
+    def shards(self) -> Groups:
+        """For collectives of a vocabulary; opened by all ranks when they first need them."""
+        group = new_group(range(self.ranks))
+        return Groups(group, group)
+
+    def stages(self, placement: Placement, costs: Costs, vocabulary: Vocabulary | None = None) -> list[MegatronStage]:
         """This rank's chunks."""
-        chunks, costs = placement.chunks, self.times.of(placement)
+        chunks = placement.chunks
         config = TransformerConfig(
             num_layers=self.ranks * chunks,
             hidden_size=HIDDEN,
@@ -97,15 +104,18 @@ class Megatron:
         )
         stages = []
         for chunk, stage in enumerate(placement.stages[self._rank]):
-            vp_stage, last = chunk if chunks > 1 else None, stage == placement.last_stage
-            stages.append(MegatronStage(config, self._sleeper, costs.stages[stage], vp_stage, last))
+            vp_stage, gives_loss = chunk if chunks > 1 else None, stage == placement.last_stage and vocabulary is None
+            stages.append(MegatronStage(config, self._sleeper, costs.stages[stage], vp_stage, gives_loss))
+        if vocabulary:
+            rank, chunk = placement.home(0)
+            stages[0].spread(self.ranks, self._rank, costs.vocabulary, stages[chunk] if rank == self._rank else None)
         return stages
 
     def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
         """This rank's part of one iteration."""
         schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
         forward_backward(
-            forward_step_func=lambda _, stage: (stage(), lambda loss: (loss, {"loss": loss.detach()})),
+            forward_step_func=_forward_step,
             data_iterator=[None] * len(model),
             model=model,
             num_microbatches=self.microbatches,
@@ -114,6 +124,16 @@ class Megatron:
             p2p_communicator=P2PCommunicator(self._groups.pp, model[0].config),
             pg_collection=self._groups,
         )
+
+
+def _forward_step(_: None, stage: torch.nn.Module) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """What megatron-core and we call for a forward, on a microbatch of one token."""
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    return stage(token, None, None, labels=token), _loss
+
+
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return output.sum(), {"loss": output.detach().sum()}
 
 
 def start(microbatches: int, milliseconds: Sequence[float]) -> tuple[Sleeper, Megatron]:
@@ -128,7 +148,7 @@ def start(microbatches: int, milliseconds: Sequence[float]) -> tuple[Sleeper, Me
     torch.distributed.init_process_group("gloo")
     sleeper = Sleeper()
     hop = _measure_hop(sleeper)
-    sleeper.precede_sends()
+    sleeper.precede_communication()
     forward, backward, weight = (value / 1000 for value in milliseconds)
     return sleeper, Megatron(Times(forward, backward, weight, hop), microbatches, sleeper)
 
@@ -163,22 +183,39 @@ class Ours:
         name: of a family, with ``@X`` behind it for room for X times the activations of 1F1B, and then ``/batched`` for
             messages that are started together.
         objective: what it is planned for; by default the shortest time from the first pass on any rank to the last on any.
+        costs: of stages, and of a vocabulary that is spread; by default of equal stages.
+        vocabulary: how it is spread, if it is.
     """
 
-    def __init__(self, name: str, megatron: Megatron, objective: Objective = Objective.MAKESPAN) -> None:
+    def __init__(
+        self,
+        name: str,
+        megatron: Megatron,
+        objective: Objective = Objective.MAKESPAN,
+        costs: Costs | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         self.name, self._megatron = name, megatron
         name, _, posting = name.partition("/")
         family, _, memory = name.partition("@")
         ranks, microbatches = megatron.ranks, megatron.microbatches
-        costs = megatron.times.of(families.placement(family, ranks))
+        costs = costs or megatron.times.of(families.placement(family, ranks))
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
-        self.schedule = families.plan(family, ranks, microbatches, costs, memory_limit=limit, objective=objective)
+        self.schedule = families.plan(
+            family, ranks, microbatches, costs, memory_limit=limit, objective=objective, vocabulary=vocabulary
+        )
         plan = Plan(self.schedule, lower(self.schedule, costs))
         self._forward_backward = partial(
-            run, plan, Unmeasured, lambda _: None, lambda *_: megatron.channels, Groups.open, Posting(posting or "single")
+            run,
+            plan,
+            Unmeasured,
+            lambda _: None,
+            lambda *_: megatron.channels,
+            lambda _: megatron.shards,
+            Posting(posting or "single"),
         )
-        self.model = megatron.stages(self.schedule.placement)
+        self.model = megatron.stages(self.schedule.placement, costs, vocabulary)
 
     def iterate(self, settle: Callable[[], Verdict] | None = None) -> None:
         self._megatron.run(partial(self._forward_backward, settle=settle), self.model)
@@ -192,7 +229,8 @@ class Stock:
         self.name, self._megatron = f"{STOCK} {family}", megatron
         self.schedule = families.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
         self._forward_backward = schedules.get_forward_backward_func(megatron.ranks, chunks if chunks > 1 else None)
-        self._model = megatron.stages(self.schedule.placement)
+        placement = self.schedule.placement
+        self._model = megatron.stages(placement, megatron.times.of(placement))
 
     def iterate(self) -> None:
         self._megatron.run(self._forward_backward, self._model)

@@ -96,7 +96,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     seconds = options.milliseconds / 1000
     sleeper = Sleeper()
-    sleeper.precede_sends()
+    sleeper.precede_communication()
     megatron = Megatron(Times(seconds, seconds, seconds, hop=0.0), options.microbatches, sleeper)
     contender = Ours(options.schedule, megatron)
     contender.iterate()  # connects the ranks

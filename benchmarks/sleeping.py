@@ -13,9 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
+from torch.distributed import BroadcastOptions
 
+from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
+from megatron.pipeline.model.vocabulary.layout import Shards
+from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
+from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
+from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.model.weight_tasks import submit
-from megatron.pipeline.schedule.costs import StageCosts
+from megatron.pipeline.schedule.costs import StageCosts, VocabularyCosts
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late
@@ -39,7 +45,7 @@ class Sleeper:
 
     What a runtime calls to run a pass is wrapped in ``step``. Within a step stages ``occupy`` the device; the step returns
     without waiting for that. A pass begins with its step, so the host's work within it is part of the pass, as it is in every
-    measured cost, or when the pass before it ends. What is sent has been computed: see ``precede_sends``.
+    measured cost, or when the pass before it ends. What others get has been computed: see ``precede_communication``.
     """
 
     def __init__(self) -> None:
@@ -73,15 +79,19 @@ class Sleeper:
         while time.monotonic() < self._free:
             pass
 
-    def precede_sends(self) -> None:
-        """Have every send of this process, in whatever runtime, wait for the device."""
-        send = torch.distributed.ProcessGroup.send
+    def precede_communication(self) -> None:
+        """Have everything that this process sends, or gives to a collective of a vocabulary, wait for the device."""
+        for name in ("send", "reduce", "broadcast", "_allgather_base"):
+            setattr(torch.distributed.ProcessGroup, name, self._preceding(getattr(torch.distributed.ProcessGroup, name)))
 
-        def send_what_is_there(*args: Any, **kwargs: Any) -> Any:
-            self.synchronize()
-            return send(*args, **kwargs)
+    def _preceding(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def start_with_what_is_there(group: Any, tensors: Any, *args: Any) -> Any:
+            only_receives = bool(args) and isinstance(args[0], BroadcastOptions) and args[0].rootRank != group.rank()
+            if not only_receives:
+                self.synchronize()
+            return start(group, tensors, *args)
 
-        setattr(torch.distributed.ProcessGroup, "send", send_what_is_there)  # noqa: B010 - a method, to mypy
+        return start_with_what_is_there
 
     def _begin(self, start: float, seconds: float) -> None:
         start = max(start, self._free)
@@ -128,25 +138,83 @@ class _SleepingWeight:
 
 
 class MegatronStage(torch.nn.Module):
-    """A stage as megatron-core's schedules call it; its weight gradient goes where those of real linears go."""
+    """A stage as megatron-core's schedules call it; its weight gradient goes where those of real linears go.
+
+    Args:
+        gives_loss: whether it is the last, and the vocabulary is not spread.
+    """
 
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(self, config: TransformerConfig, sleeper: Sleeper, costs: StageCosts, vp_stage: int | None, last: bool) -> None:
+    def __init__(
+        self, config: TransformerConfig, sleeper: Sleeper, costs: StageCosts, vp_stage: int | None, gives_loss: bool
+    ) -> None:
         super().__init__()
         self.config = config
         self.vp_stage = vp_stage
         self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
-        self._sleeper, self._costs, self._last = sleeper, costs, last
+        self.embedding: Any = None
+        self._sleeper, self._costs, self._gives_loss = sleeper, costs, gives_loss
         self._received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
         self._received = tensors[0]
 
-    def forward(self) -> torch.Tensor:
-        received = self.weight if self._received is None else self._received
+    def spread(self, count: int, index: int, costs: VocabularyCosts, first: MegatronStage | None) -> None:
+        """Give this stage a shard of a vocabulary, of which it is one of ``count``; ``first`` is the rank's first stage."""
+        shards = Shards.of(8 * count, 8 * count, count)
+        weight = torch.nn.Parameter(torch.zeros(shards.rows, HIDDEN))
+        embedding = _SleepingEmbedding(self._sleeper, costs, weight, shards, index)
+        output = _SleepingOutput(self._sleeper, costs, weight, shards, index, LossSettings(), tied=True)
+        self.vocabulary = VocabularyShard(shards, index, LossSettings(), embedding, output)
+        if first is not None:
+            first.embedding = torch.nn.Module()
+            first.embedding.word_embeddings = Arrived()
+
+    def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
+        """Called as a GPT model is; with a spread vocabulary the first stage reads tokens."""
+        received = self._received
+        if received is None:
+            received = self.weight if self.embedding is None else self.embedding.word_embeddings(tokens).transpose(0, 1)
         output: torch.Tensor = _SleepThenSubmit.apply(received, self._sleeper, self._costs)
-        return output.sum() if self._last else output
+        return output.sum() if self._gives_loss else output
+
+
+class _SleepingEmbedding(EmbeddingShard):
+    """Takes IF and IB beside what a small shard really does."""
+
+    def __init__(self, sleeper: Sleeper, costs: VocabularyCosts, *args: Any) -> None:
+        super().__init__(*args)
+        self._sleeper, self._costs = sleeper, costs
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._sleeper.occupy(self._costs.IF)
+        return super().forward(tokens)
+
+    def backward(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
+        self._sleeper.occupy(self._costs.IB)
+        super().backward(tokens, gradient)
+
+
+class _SleepingOutput(OutputShard):
+    """Takes S and T beside what a small shard really does."""
+
+    def __init__(self, sleeper: Sleeper, costs: VocabularyCosts, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.sleeper, self.costs = sleeper, costs
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor, with_gradient: bool) -> OutputPart:
+        self.sleeper.occupy(self.costs.S)
+        return _SleepingPart(self, hidden, labels, with_gradient)
+
+
+class _SleepingPart(OutputPart):
+    def backward(self, statistics: Statistics, weights: torch.Tensor, with_gradient: bool) -> torch.Tensor | None:
+        layer = self._layer
+        assert isinstance(layer, _SleepingOutput)
+        layer.sleeper.occupy(layer.costs.T)
+        return super().backward(statistics, weights, with_gradient)
 
 
 class _SleepForWeight(torch.autograd.Function):

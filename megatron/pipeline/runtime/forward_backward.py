@@ -128,6 +128,7 @@ def run(
             iterator=iterator,
             config=config,
             groups=groups_of(communicator.pp_group),
+            tensor=groups.tp,
             forward_step_func=forward_step_func,
             num_microbatches=num_microbatches,
             context_parallel_size=groups.cp.size(),

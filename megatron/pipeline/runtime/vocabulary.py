@@ -121,6 +121,7 @@ class VocabularyPasses:
         variant: when the gradient of the last stage's output is made.
         chunks: of this rank; the first has the shard.
         iterator: of the data; upstream's or the user's.
+        tensor: the tensor-parallel ranks.
         hold: counts bytes that outlive a pass, see ``Recorder``.
         reported: what the loss function said of every microbatch.
         num_tokens: how many count, over all microbatches so far.
@@ -133,6 +134,7 @@ class VocabularyPasses:
     iterator: Iterator[Any] | None
     config: Any
     groups: Groups
+    tensor: torch.distributed.ProcessGroup
     forward_step_func: Callable[..., Any]
     num_microbatches: int
     context_parallel_size: int
@@ -143,7 +145,6 @@ class VocabularyPasses:
         model = unwrap_model(self.chunks[0])
         self._shard: VocabularyShard = model.vocabulary
         self._reader = Reader(self.chunks[0])
-        self._tensor = parallel_state.get_tensor_model_parallel_group()
         homes = [self.placement.home(stage) for stage in (0, self.placement.last_stage)]
         self._first, self._last = (rank == self.rank for rank, _ in homes)
         self._roots = [torch.distributed.get_process_group_ranks(self.groups.pipeline)[rank] for rank, _ in homes]
@@ -220,7 +221,7 @@ class VocabularyPasses:
         match collective.exchange:
             case Exchange.EMBEDDING:
                 if self._first and one.embedding is not None:
-                    complete_embedding(one.embedding, self._tensor, self._scatters)
+                    complete_embedding(one.embedding, self.tensor, self._scatters)
                 else:
                     one.embedding = None
             case Exchange.STATISTICS:
@@ -264,12 +265,12 @@ class VocabularyPasses:
         """What the last stage's backward starts from."""
         one = self._microbatches[microbatch]
         assert one.gradient is not None
-        gradient = complete_gradient(one.gradient, self._tensor, self.config.sequence_parallel)
+        gradient = complete_gradient(one.gradient, self.tensor, self.config.sequence_parallel)
         if self.variant is Vocabulary.ONE_BARRIER:
             self._settle(one)
             assert one.weights is not None
-            parts = self._tensor.size() if self.config.sequence_parallel else 1
-            gradient = weigh(gradient, one.weights, self._tensor.rank() if parts > 1 else 0, parts)
+            parts = self.tensor.size() if self.config.sequence_parallel else 1
+            gradient = weigh(gradient, one.weights, self.tensor.rank() if parts > 1 else 0, parts)
         one.gradient = None
         self._end(microbatch)
         return gradient.to(dtype)
@@ -350,14 +351,14 @@ class VocabularyPasses:
 
     def _blank_output(self, one: _Microbatch) -> torch.Tensor:
         batch, sequence = one.labels.shape
-        parts = self._tensor.size() if self.config.sequence_parallel else 1
+        parts = self.tensor.size() if self.config.sequence_parallel else 1
         weight = self._shard.output.weight
         return weight.new_empty((sequence // parts, batch, weight.size(1)))
 
     def _blank_embedding(self, one: _Microbatch) -> torch.Tensor:
         batch, sequence = one.tokens.shape
         weight = self._shard.embedding.weight
-        shape = (sequence // self._tensor.size(), batch) if self._scatters else (batch, sequence)
+        shape = (sequence // self.tensor.size(), batch) if self._scatters else (batch, sequence)
         return weight.new_empty((*shape, weight.size(1)))
 
     def _end(self, microbatch: int) -> None:
