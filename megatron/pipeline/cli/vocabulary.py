@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, check_size, report_flags, size_flags
+from megatron.pipeline.cli.arguments import MOST_PASSES, Commands, check_size, report_flags, size_flags
 from megatron.pipeline.cli.summary import check_output, plain_table, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.passes import Vocabulary
@@ -64,6 +64,12 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     check_output(options)
+    if options.schedule == families.AUTO:
+        raise ValueError(
+            f"--schedule {families.AUTO} would compare different schedules: name one of {', '.join(families.FAMILIES)}"
+        )
+    if options.layers * options.pp > MOST_PASSES:
+        raise ValueError(f"{options.layers} layers are too many to share out over {options.pp} ranks; take fewer")
     device = Device(options.peak * 1e12, options.efficiency, options.bandwidth * 1e9, options.link * 1e9)
     shape = Shape.plain(options.layers, options.hidden, options.heads, options.seq, 1, options.micro_batch_size)
     rows = [_row(options, device, name, shape.with_vocabulary(size)) for name in METHODS for size in options.sizes]
@@ -92,8 +98,8 @@ def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape)
     """
     vocabulary, redistributes = METHODS[method]
     ranks, microbatches = options.pp, options.microbatches
+    check_size(ranks, microbatches, families.named(options.schedule).chunks)
     placement = families.placement(options.schedule, ranks)
-    check_size(ranks, microbatches, placement.chunks)
     extra = {placement.last_stage: output_in_layers(shape)} if redistributes else {}
     layers = balanced_layers(shape.layers, placement, extra)
     costs = estimate(shape, placement, layers, device, vocabulary)
