@@ -88,7 +88,7 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
                 durations[kind, stage] = seconds * factors(kind, stage, schedule.slices, jitter, draws, seed)
             start = free[rank]
             for other, need in schedule.predecessors(rank, work):
-                if other != rank:
+                if other != rank or need.kind.is_of_vocabulary:
                     made = ends[other, need] if schedule.vocabulary else ends.pop((other, need))
                     start = np.maximum(start, made + float(delay(schedule, costs, rank, work, other, need)))
             if slot == 0:

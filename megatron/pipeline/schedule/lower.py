@@ -24,7 +24,7 @@ from megatron.pipeline.schedule.program import (
     Validate,
     Wait,
 )
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
 from megatron.pipeline.schedule.simulate import dependency_order, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 
@@ -125,7 +125,9 @@ def gatherings(schedule: Schedule) -> Iterator[Gathering]:
 
     for microbatch in range(schedule.microbatches):
         inside, outside = ((first, Pass(Kind.F, microbatch, first_chunk)), (last, Pass(Kind.F, microbatch, last_chunk)))
-        yield Gathering(Collective(Exchange.EMBEDDING, microbatch), everywhere(Kind.IF), (inside,))
+        later = microbatch + MOST_WAITING  # needs the room that the parts take
+        freed = [(rank, Pass(Kind.IF, later)) for rank in ranks if rank != first and later < schedule.microbatches]
+        yield Gathering(Collective(Exchange.EMBEDDING, microbatch), everywhere(Kind.IF), (inside, *freed))
         yield Gathering(Collective(Exchange.OUTPUT, microbatch), (outside,), everywhere(Kind.S, but=last))
         statistics = Collective(Exchange.STATISTICS, microbatch)
         yield Gathering(statistics, everywhere(Kind.S), everywhere(Kind.T) if trains else ())

@@ -11,6 +11,9 @@ from typing import Any
 from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, from_rows
 
+# Of what IF makes a rank holds that of at most so many microbatches, and so it should of what waits for T and IB.
+MOST_WAITING = 2
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -54,7 +57,7 @@ class Schedule:
         R needs its own F; W needs its own B. That slices of one microbatch need each other follows from their order.
 
         With a spread vocabulary the first F needs IF of all ranks, S the last F, T the S of all ranks, the last B all S (one
-        barrier) or all T (two), and IB the first B.
+        barrier) or all T (two), and IB the first B. IF needs that the parts of ``MOST_WAITING`` microbatches earlier are gone.
         """
         stage = self.placement.stage(rank, work.chunk)
         microbatch = work.microbatch
@@ -64,16 +67,8 @@ class Schedule:
                 yield before, Pass(Kind.F, microbatch, chunk)
             elif self.vocabulary:
                 yield from self._everywhere(Kind.IF, microbatch)
-        elif work.kind is Kind.S:
-            last, chunk = self.placement.home(self.placement.last_stage)
-            yield last, Pass(Kind.F, microbatch, chunk)
-        elif work.kind is Kind.T:
-            yield from self._everywhere(Kind.S, microbatch)
-        elif work.kind is Kind.IF:
-            return
-        elif work.kind is Kind.IB:
-            first, chunk = self.placement.home(0)
-            yield first, Pass(self.backward_kind(first, microbatch, chunk), microbatch, chunk)
+        elif work.kind.is_of_vocabulary:
+            yield from self._shard_predecessors(work)
         elif work.kind is Kind.R:
             yield rank, Pass(Kind.F, microbatch, work.chunk)
         elif work.kind is Kind.W:
@@ -85,6 +80,21 @@ class Schedule:
                 yield after, Pass(self.backward_kind(after, microbatch, chunk), microbatch, chunk)
             elif self.vocabulary:
                 yield from self._everywhere(Kind.S if self.vocabulary is Vocabulary.ONE_BARRIER else Kind.T, microbatch)
+
+    def _shard_predecessors(self, work: Pass) -> Iterator[tuple[int, Pass]]:
+        """Of a pass of the vocabulary."""
+        microbatch = work.microbatch
+        match work.kind:
+            case Kind.S:
+                last, chunk = self.placement.home(self.placement.last_stage)
+                yield last, Pass(Kind.F, microbatch, chunk)
+            case Kind.T:
+                yield from self._everywhere(Kind.S, microbatch)
+            case Kind.IF if microbatch >= MOST_WAITING:
+                yield from self._everywhere(Kind.IF, microbatch - MOST_WAITING)
+            case Kind.IB:
+                first, chunk = self.placement.home(0)
+                yield first, Pass(self.backward_kind(first, microbatch, chunk), microbatch, chunk)
 
     def _everywhere(self, kind: Kind, microbatch: int) -> Iterator[tuple[int, Pass]]:
         return ((rank, Pass(kind, microbatch)) for rank in range(self.ranks))

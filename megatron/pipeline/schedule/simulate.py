@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 
 F, R, B, W, BW, S, T, IF, IB = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
@@ -77,7 +77,8 @@ def _replay(schedule: Schedule, costs: Costs | None) -> _Replay:
             raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
     links, count = _links(schedule, costs)
     made_at: list[float | None] = [None] * count  # when every result was made
-    made_at[: schedule.slices] = [0] * schedule.slices
+    for number in (*range(schedule.slices), *range(count - schedule.slices - MOST_WAITING, count - schedule.slices)):
+        made_at[number] = 0
     parts: dict[int, list[float]] = {}  # when those parts were made of a result that every rank has a part in
     free: list[float] = [0] * schedule.ranks
     replay = _Replay([], [[] for _ in schedule.passes], [[] for _ in schedule.passes])
@@ -136,7 +137,8 @@ class _Link(NamedTuple):
 
     What they make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
     ``needed + microbatch`` is needed and arrives ``hop`` after it was made. Numbers from 0 are there from the start, for
-    passes that need nothing from elsewhere, and the next ones nobody needs.
+    passes that need nothing from elsewhere, and the next ones nobody needs. The last ones are embeddings, for which there is
+    room from the start for a few microbatches.
     """
 
     made: int
@@ -152,7 +154,8 @@ def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind
     nothing, nowhere = 0, slices
     outputs = [(2 + stage) * slices for stage in range(stages)]
     gradients = [(2 + stages + stage) * slices for stage in range(stages)]
-    embedded, logits, weights = ((2 + 2 * stages + i) * slices for i in range(3))
+    logits, weights, room = ((2 + 2 * stages + i) * slices for i in range(3))
+    embedded = room + MOST_WAITING  # before the first of them there is room
     spread = schedule.vocabulary
     exchange = costs.exchange if costs is not None else 0
 
@@ -181,7 +184,7 @@ def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind
     def shard(rank: int, kind: Kind) -> _Link:
         seconds = costs.vocabulary.seconds(kind) if costs is not None else 0
         if kind is IF:
-            return _Link(embedded, nothing, 0, seconds, is_part=True)
+            return _Link(embedded, room, exchange, seconds, is_part=True)
         if kind is T:
             return _Link(weights, logits, exchange, seconds, is_part=True)
         end = placement.last_stage if kind is S else 0
@@ -195,7 +198,7 @@ def _links(schedule: Schedule, costs: Costs | None) -> tuple[list[list[dict[Kind
         [{kind: link(stage, kind) for kind in STAGE_KINDS} | own[rank] for stage in row]
         for rank, row in enumerate(placement.stages)
     ]
-    return table, (5 + 2 * stages) * slices
+    return table, embedded + slices
 
 
 def first_before_its_need(passes: Sequence[Pass]) -> tuple[Pass, Pass] | None:

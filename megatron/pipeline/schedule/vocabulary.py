@@ -16,11 +16,8 @@ from dataclasses import replace
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
 from megatron.pipeline.schedule.simulate import delay
-
-# A rank holds what IF, S or the broadcast for IB left for at most so many microbatches, so that memory stays bounded.
-MOST_WAITING = 2
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
@@ -172,7 +169,7 @@ class _Ranks:
         """What a free rank does now; None to wait."""
         blocking = self._schedule.vocabulary is not Vocabulary.ONE_BARRIER
         counts = self._counts[rank]
-        if self._schedule.vocabulary is Vocabulary.INTERLACED and counts[Kind.T] < counts[Kind.S]:
+        if self._trains and self._schedule.vocabulary is Vocabulary.INTERLACED and counts[Kind.T] < counts[Kind.S]:
             return next(self._vocabulary(rank, now, Kind.T), None)
         urgent = (Kind.T, Kind.S, Kind.IF) if blocking else (Kind.S, Kind.IF)
         idle = (Kind.IB,) if blocking else (Kind.T, Kind.IB)
