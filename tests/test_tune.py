@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, linear, v
 from megatron.pipeline.tune import gpt
 from megatron.pipeline.tune.balance import balanced_layers, heaviest
+from megatron.pipeline.tune.estimate import Device, estimate, parameter_bytes
 from megatron.pipeline.tune.gpt import Shape
 
 K = 1024
@@ -71,3 +73,35 @@ def test_no_other_way_has_a_lighter_heaviest_rank(placement: Placement, extra: f
 def test_stages_between_the_ends_need_a_layer() -> None:
     with pytest.raises(ValueError, match=r"--num-layers 1 cannot be split over 4 .* give at least 2"):
         balanced_layers(1, linear(4), {3: 1.0})
+
+
+@pytest.mark.parametrize("placement", [linear(4), v(4)], ids=["linear", "v"])
+def test_a_spread_vocabulary_is_the_same_work_in_equal_shares(placement: Placement) -> None:
+    given, device = shape(vocabulary=256 * K), Device()
+    layers = balanced_layers(32, placement, {})
+    whole = estimate(given, placement, layers, device)
+    assert whole.stages[-1].total - whole.stages[1].total == pytest.approx(device.seconds(gpt.output_work(given).total))
+    for vocabulary in Vocabulary:
+        spread = estimate(given, placement, layers, device, vocabulary)
+        assert len(set(spread.stages)) == 1
+        share = spread.vocabulary
+        assert (share.S + share.T) * 4 == pytest.approx(device.seconds(gpt.output_work(given).total))
+        assert share.S > share.T if vocabulary is Vocabulary.ONE_BARRIER else share.S < share.T
+        assert 4 * share.activation < whole.stages[-1].activation - whole.stages[1].activation
+
+
+def test_parameters_of_tied_and_spread_vocabularies() -> None:
+    """Beside those of the layers, which all ranks have equally many of."""
+    given, layer, matrix = shape(vocabulary=1024), 12 * 3072**2, 1024 * 3072
+
+    def parameters(placement: Placement, vocabulary: Vocabulary | None, tied: bool) -> list[float]:
+        layers = balanced_layers(32, placement, {})
+        found = parameter_bytes(given, placement, layers, vocabulary, tied, state_bytes=1)
+        return [one - 32 / placement.ranks * layer for one in found]
+
+    assert parameters(linear(4), None, tied=True) == parameters(linear(4), None, tied=False) == [matrix, 0, 0, matrix]
+    assert parameters(v(4), None, tied=True) == [matrix, 0, 0, 0]
+    assert parameters(v(4), None, tied=False) == [2 * matrix, 0, 0, 0]
+    for placement in (linear(4), v(4)):
+        assert parameters(placement, Vocabulary.ONE_BARRIER, tied=True) == [matrix / 4] * 4
+        assert parameters(placement, Vocabulary.ONE_BARRIER, tied=False) == [matrix / 2] * 4
