@@ -85,7 +85,8 @@ def test_a_spread_vocabulary_is_the_same_work_in_equal_shares(placement: Placeme
         spread = estimate(given, placement, layers, device, vocabulary)
         assert len(set(spread.stages)) == 1
         share = spread.vocabulary
-        assert share.S + share.T == pytest.approx(device.seconds(gpt.output_work(given).total) / 4)
+        seconds = share.S + share.T
+        assert seconds == pytest.approx(device.seconds(gpt.output_work(given).total) / 4)
         assert share.S > share.T if vocabulary is Vocabulary.ONE_BARRIER else share.S < share.T
         assert 4 * share.activation < whole.stages[-1].activation - whole.stages[1].activation
 
