@@ -31,12 +31,15 @@ def test_evaluations_and_checkpoints(pool: Pool, data: str, tmp_path: Path) -> N
         assert counts == {"ahead": 3, "undone": 0, "in vain": 0}
 
 
-@pytest.mark.parametrize("when", [5, 6])
-def test_a_termination_ends_after_the_iteration_in_which_it_came(pool: Pool, data: str, tmp_path: Path, when: int) -> None:
+@pytest.mark.parametrize(("when", "more"), [(5, ""), (6, ""), (5, "--vocab-parallel 2")])
+def test_a_termination_ends_after_the_iteration_in_which_it_came(
+    pool: Pool, data: str, tmp_path: Path, when: int, more: str
+) -> None:
     """In iteration 5 forwards of the next one have begun and are dropped; the step of iteration 6 is undone as well."""
-    whole = pool.run(4, injected_runs.train, f"{data} {FLAGS}", TROUBLE)
-    cut = pool.run(4, injected_runs.train, f"{data} {FLAGS} --save {tmp_path} {POST}", TROUBLE, terminate_in=when)
-    rest = pool.run(4, injected_runs.train, f"{data} {FLAGS} --load {tmp_path} {POST}", TROUBLE)
+    flags = f"{data} {FLAGS} {more}"
+    whole = pool.run(4, injected_runs.train, flags, TROUBLE)
+    cut = pool.run(4, injected_runs.train, f"{flags} --save {tmp_path} {POST}", TROUBLE, terminate_in=when)
+    rest = pool.run(4, injected_runs.train, f"{flags} --load {tmp_path} {POST}", TROUBLE)
     for first, second, (expected, same, _) in zip(cut, rest, whole, strict=True):
         assert len(first[0]) == when
         assert first[0] + second[0] == expected

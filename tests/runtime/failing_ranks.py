@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny_gpt
 import torch
+from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
@@ -21,28 +23,26 @@ from megatron.pipeline.runtime.watchdog import Watchdog
 RANKS, FAILING_MICROBATCH, TIMEOUT = 4, 3, 4.0
 
 
-def main(how: str, failing_rank: int) -> None:
+def main(how: str, failing_rank: int, vocabulary: str = "off") -> None:
+    """Fail while a microbatch's data is read, or in S where the vocabulary is spread."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # as in training, where it is noted
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    run = tiny_gpt.Run("zb-h1", pp=torch.distributed.get_world_size())
+    run = tiny_gpt.Run("zb-h1", pp=torch.distributed.get_world_size(), flags=("--vocab-parallel", vocabulary))
     run.step(0)
     tokens = run._tokens
     fails = torch.distributed.get_rank() == failing_rank
 
     def failing(iteration: int) -> Iterator[torch.Tensor]:
         for microbatch, batch in enumerate(tokens(iteration)):
-            if fails and how == "slow":
-                time.sleep(TIMEOUT / 4)
-            elif fails and microbatch == FAILING_MICROBATCH:
-                if how == "raise":
-                    raise RuntimeError("out of luck")
-                if how == "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if how == "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                time.sleep(60)
+            if fails and vocabulary == "off":
+                fail(how, microbatch)
             yield batch
+
+    if fails and vocabulary != "off":
+        numbers = itertools.count()
+        shard = unwrap_model(run.chunks[0]).vocabulary.output
+        shard.register_forward_pre_hook(lambda *_: fail(how, next(numbers)))
 
     def situation() -> Situation:
         return replace(run.pipeline.situation, place=f"{run.pipeline.situation.place} after iteration 1")
@@ -55,12 +55,25 @@ def main(how: str, failing_rank: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def rank_alone(rank: int, port: int, stderr: Path, how: str, failing_rank: int) -> None:
+def fail(how: str, microbatch: int) -> None:
+    if how == "slow":
+        time.sleep(TIMEOUT / 4)
+    elif microbatch == FAILING_MICROBATCH:
+        if how == "raise":
+            raise RuntimeError("out of luck")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+
+
+def rank_alone(rank: int, port: int, stderr: Path, how: str, failing_rank: int, vocabulary: str) -> None:
     """One of ``RANKS`` processes without a launcher, which writes its errors to the end of a file."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with stderr.open("a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    main(how, failing_rank)
+    main(how, failing_rank, vocabulary)
 
 
 if __name__ == "__main__":

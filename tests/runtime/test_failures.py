@@ -21,10 +21,10 @@ from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Compute, Wait
 
 
-def fail(directory: Path, how: str, failing: int) -> tuple[list[int | None], str]:
+def fail(directory: Path, how: str, failing: int, vocabulary: str = "off") -> tuple[list[int | None], str]:
     """Exit codes and errors of 4 ranks that no launcher ends. Rank 0 keeps the rendezvous store."""
     port, stderr = free_port(), directory / "stderr"
-    ranks = [forked(rank_alone, rank, port, stderr, how, failing) for rank in range(RANKS)]
+    ranks = [forked(rank_alone, rank, port, stderr, how, failing, vocabulary) for rank in range(RANKS)]
     for rank, process in enumerate(ranks):
         if (how, rank) != ("stop", failing):
             process.join(timeout=60)
@@ -66,7 +66,7 @@ def test_every_rank_names_the_culprit(tmp_path: Path, how: str, failing: int, me
             assert re.fullmatch(message, reason(stderr, rank))
     if how == "raise":
         assert stderr.count("Traceback (most recent call last)") == 1
-        assert re.search(r'File ".*failing_ranks.py", line \d+, in failing\n', stderr)
+        assert re.search(r'File ".*failing_ranks.py", line \d+, in fail\n', stderr)
     if how == "stuck":
         assert re.fullmatch(
             r"Wait gradient of microbatch 2 from stage 2, for B2.0 after iteration 1, waiting for rank 2; "
@@ -74,7 +74,31 @@ def test_every_rank_names_the_culprit(tmp_path: Path, how: str, failing: int, me
             own(stderr, 1),
         )
         assert own(stderr, 3).startswith("Wait activation of microbatch 3 from stage 2, for F3.0 after iteration 1, wait")
-        assert re.search(r" \(at .*failing_ranks.py:\d+ in failing\)$", own(stderr, 2))
+        assert re.search(r" \(at .*failing_ranks.py:\d+ in fail\)$", own(stderr, 2))
+
+
+def whole(*values: str) -> object:
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "vocabulary", "message"),
+    [
+        ("raise", "2", r"rank 2 failed in Compute S3.0 after iteration 1: RuntimeError: out of luck"),
+        ("stop", "1", r"rank 2 is silent: .* It was last in .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
+        whole("kill", "2", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        ("stuck", "2", r"rank 2 is slow or stuck in Compute S3.0 .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
+        whole("stuck", "interlaced", r"rank 2 is slow or stuck in Compute S3.0 .*; ranks 0, 1, 3 wait for it. .*"),
+    ],
+)
+def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: str, message: str) -> None:
+    """Ranks that wait in a collective wait for the one that has not reached it, whoever that is."""
+    codes, stderr = fail(tmp_path, how, 2, vocabulary)
+    for rank, code in enumerate(codes):
+        assert code != 0
+        if rank != 2 or how not in ("stop", "kill"):
+            assert re.fullmatch(message, reason(stderr, rank))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny_gpt
@@ -14,8 +15,10 @@ from pool import Pool
 from megatron.pipeline.runtime.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.passes import Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, linear, v
 from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.schedule.vocabulary import MOST_WAITING, postponed
 
 FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
 
@@ -27,11 +30,11 @@ def peak_bytes(pipeline: Any, _chunks: Any) -> list[int]:
 SCHEDULES = [name for name, family in families.FAMILIES.items() if name not in ("dualpipe", "chimera")]
 
 
-def stage_costs(schedule: str) -> Costs:
+def stage_costs(schedule: str, vocabulary: str = "off") -> Costs:
     """What one microbatch holds on every stage, measured with no other in flight."""
     from megatron.pipeline.runtime.profile import measured_costs
 
-    run = tiny_gpt.Run(schedule, pp=4, microbatches=1, flags=FLAGS)
+    run = tiny_gpt.Run(schedule, pp=4, microbatches=1, flags=(*FLAGS, "--vocab-parallel", vocabulary))
     for iteration in range(2):
         run.step(iteration)
     report = run.pipeline.report()
@@ -58,14 +61,49 @@ def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) ->
     assert measured == pytest.approx(predicted, rel=0.02 if planned.splits == 1 else 0.05)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "variant"),
+    [("1f1b", "1"), ("1f1b", "2"), pytest.param("v-half", "1", marks=pytest.mark.whole), ("v-half", "2")],
+)
+def test_a_spread_vocabulary_holds_a_microbatch_more_per_barrier(pool: Pool, schedule: str, variant: str) -> None:
+    """Beside the logits of the few microbatches between S and T."""
+    vocabulary = Vocabulary(variant)
+    planned, dense = (families.plan(schedule, 4, 8, vocabulary=one) for one in (vocabulary, None))
+    costs = pool.run(4, stage_costs, {1: "zb-h1", 2: "zb-v"}[planned.placement.chunks], variant)[0]
+    flags = (*FLAGS, "--vocab-parallel", variant)
+    spread = pool.run(4, most_held, schedule, flags)
+    measured = spread[0][0]
+    assert measured == pytest.approx(activation_peaks(planned, costs), rel=0.02)
+    whole = costs.stages[0].activation * planned.placement.chunks
+    more = [(held - before) / whole for held, before in zip(measured, activation_peaks(dense, costs), strict=True)]
+    assert max(more) < postponed(vocabulary, 4) + 0.15
+    assert all(embeddings <= MOST_WAITING for _, embeddings in spread)
+
+
+def most_held(schedule: str, flags: tuple[str, ...]) -> tuple[list[int], int]:
+    """Peak activation bytes of all ranks, and the most microbatches of which this one holds an embedding outside of a stage."""
+    from megatron.pipeline.runtime.vocabulary import VocabularyPasses
+
+    counts = []
+    real = VocabularyPasses.run
+
+    def run(self: VocabularyPasses, work: Pass) -> None:
+        real(self, work)
+        counts.append(sum(one.embedding is not None for one in self._microbatches.values()))
+
+    with patch.object(VocabularyPasses, "run", run):
+        peaks = tiny_gpt.train(schedule, pp=4, microbatches=8, iterations=2, flags=flags, inspect=peak_bytes)
+    return peaks, max(counts)
+
+
 def test_split_backward_frees_most_at_b(pool: Pool) -> None:
     for stage in costs_on(pool, linear(4), 1).stages:
         assert 0 < stage.retained < stage.activation
 
 
-def what_is_left(schedule: str) -> tuple[int, int]:
+def what_is_left(schedule: str, vocabulary: str) -> tuple[int, int]:
     """Bytes counted, and tensors alive, after an iteration compared with after the one before."""
-    run: Any = tiny_gpt.Run(schedule, pp=2, microbatches=6)
+    run: Any = tiny_gpt.Run(schedule, pp=2, microbatches=6, flags=("--vocab-parallel", vocabulary))
     run.step(0)
     gc.collect()
     before = _tensors()
@@ -79,9 +117,9 @@ def _tensors() -> int:
     return sum(1 for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_nothing_is_left_behind(pool: Pool, schedule: str) -> None:
-    for counted, tensors in pool.run(2, what_is_left, schedule):
+@pytest.mark.parametrize(("schedule", "vocabulary"), [("1f1b", "off"), ("zb-h1", "off"), ("zb-h1", "1"), ("1f1b", "2")])
+def test_nothing_is_left_behind(pool: Pool, schedule: str, vocabulary: str) -> None:
+    for counted, tensors in pool.run(2, what_is_left, schedule, vocabulary):
         assert counted == 0
         assert tensors <= 0
 
