@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
 from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.model.weight_tasks import submit
+from megatron.pipeline.runtime import vocabulary
 from megatron.pipeline.schedule.costs import StageCosts, VocabularyCosts
 
 HIDDEN = 64
@@ -52,6 +54,7 @@ class Sleeper:
         self.passes: list[Interval] = []
         self._occupied: float | None = None  # by the step that runs now
         self._free = 0.0  # when the passes so far end
+        self._aside = False  # from the device's passes
 
     def occupy(self, seconds: float) -> None:
         """Take a pass's time; outside of a step now."""
@@ -80,18 +83,28 @@ class Sleeper:
             pass
 
     def precede_communication(self) -> None:
-        """Have everything that this process sends, or gives to a collective of a vocabulary, wait for the device."""
+        """Have everything that this process sends, or gives to a collective of a vocabulary, wait for the device.
+
+        Except what is made on a GPU's second stream: that waits for statistics, which are behind the pass that they come from.
+        """
+        setattr(vocabulary, "beside", self._on_second_stream)  # noqa: B010 - by name, to mypy
         for name in ("send", "reduce", "broadcast", "_allgather_base"):
             setattr(torch.distributed.ProcessGroup, name, self._preceding(getattr(torch.distributed.ProcessGroup, name)))
 
     def _preceding(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def start_with_what_is_there(group: Any, tensors: Any, *args: Any) -> Any:
             only_receives = bool(args) and isinstance(args[0], BroadcastOptions) and args[0].rootRank != group.rank()
-            if not only_receives:
+            if not only_receives and not self._aside:
                 self.synchronize()
             return start(group, tensors, *args)
 
         return start_with_what_is_there
+
+    @contextmanager
+    def _on_second_stream(self, _device: torch.device) -> Iterator[None]:
+        self._aside = True
+        yield
+        self._aside = False
 
     def _begin(self, start: float, seconds: float) -> None:
         start = max(start, self._free)
