@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from megatron.pipeline.runtime.profile import measured_costs
 from megatron.pipeline.runtime.recorder import Record
+from megatron.pipeline.runtime.replan import _words
 from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.simulate import activation_changes, activation_profile, simulate
 
 
@@ -35,3 +37,11 @@ def test_costs_come_back(name: str, recompute: tuple[int, ...]) -> None:
         assert vars(stage) == pytest.approx(vars(expected))
     assert found.hop == 0.5
     assert report.memory == activation_profile(schedule, timeline, costs)
+
+
+def test_what_was_measured_in_words() -> None:
+    stage = StageCosts(0.002, 0.003, 0.001, activation=2**20, retained=2**19)
+    dense = Costs((stage, stage), 1e-4)
+    assert _words(dense) == "F 2, B 3, W 1 ms per stage, hop 0.1 ms; F holds 1 MiB, of which 0.5 until W"
+    spread = replace(dense, vocabulary=VocabularyCosts(4e-4, 3e-4, 2e-4, 1e-4))
+    assert _words(spread) == f"{_words(dense)}; of the vocabulary S 0.4, T 0.3, IF 0.2, IB 0.1 ms per rank"

@@ -67,3 +67,29 @@ def test_layouts_and_settings(pool: Pool, pp: int, tp: int, flags: str) -> None:
 
 def test_context_parallel(pool: Pool) -> None:
     assert_near_stock(pool, 4, ("1f1b",), "", pp=2, cp=2, microbatches=4, iterations=3)
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", pytest.param("1f1b", marks=pytest.mark.whole)])
+def test_evaluation(pool: Pool, schedule: str) -> None:
+    """Between two iterations, and with other numbers of microbatches than they have."""
+    stock, *spread = (
+        pool.run(4, evaluated, name, ("--vocab-parallel", variant))
+        for name, variant in [("stock", "off"), (schedule, "1"), (schedule, "2"), (schedule, "interlaced")]
+    )
+    losses = stock[-1]
+    assert len(set(losses)) == len(losses)
+    for ranked in spread:
+        found = next(one for one in ranked if one[0] is not None)
+        assert found == pytest.approx(losses, rel=EXACT)
+        assert sum(one[0] is not None for one in ranked) == 1, "the rank with the last stage reports"
+
+
+def evaluated(schedule: str, flags: tuple[str, ...]) -> list[float | None]:
+    run = tiny_gpt.Run(schedule, pp=4, microbatches=6, flags=("--num-layers", "8", "--clip-grad", "0", *flags))
+    found = []
+    for iteration, microbatches in enumerate((6, 1, 15)):
+        run.step(iteration)
+        run.microbatches = microbatches
+        found.append(run.step(iteration, forward_only=True)[0])
+        run.microbatches = 6
+    return found

@@ -21,6 +21,7 @@ from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.passes import VOCABULARY_KINDS
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
@@ -140,7 +141,9 @@ def _words(costs: Costs) -> str:
     times = {"F": "forward", "B": "backward", "W": "weight"}
     parts = [f"{kind} {spread([getattr(stage, name) for stage in stages], 1e-3)}" for kind, name in times.items()]
     held, kept = (spread([getattr(stage, name) for stage in stages], _MIB) for name in ("activation", "retained"))
-    return f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
+    words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
+    shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]
+    return f"{words}; of the vocabulary {', '.join(shares)} ms per rank" if costs.vocabulary.total else words
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:

@@ -98,7 +98,7 @@ def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Ite
         for work, start, end in row:
             number, part = divmod(work.microbatch, splits)
             values = {"microbatch": number, "chunk": work.chunk}
-            if schedule:
+            if schedule and not work.kind.is_of_vocabulary:
                 values["stage"] = schedule.placement.stage(rank, work.chunk)
             if splits > 1:
                 values["slice"] = part

@@ -1,0 +1,112 @@
+"""Whole trainings with the vocabulary spread over all ranks: what is around their iterations holds for them too."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from training.short_runs import metrics, train
+
+from megatron.pipeline.cli import main
+
+NEAR = 1e-5  # relative: sums over the vocabulary are made of shards
+EXACT = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
+
+
+def ran(errors: list[str]) -> bool:
+    assert not any(errors), errors
+    return True
+
+
+def losses(path: Path) -> list[float]:
+    return [loss for _, loss, _ in metrics(path)]
+
+
+UNTIED = "--untie-embeddings-and-output-weights --make-vocab-size-divisible-by 100"
+
+
+@pytest.mark.parametrize("flags", ["", pytest.param(UNTIED, marks=pytest.mark.whole)])
+def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Path, flags: str) -> None:
+    """One iteration under each layout in turn, padded differently, against megatron-core's own schedule throughout."""
+    run = f"{data} --split 100,0,0 --num-layers 8 --use-distributed-optimizer {EXACT} {flags} --train-iters 5"
+    chain = (
+        "2 --pipeline-schedule 1f1b --vocab-parallel 2",
+        "2 --pipeline-schedule stock",
+        "4 --pipeline-schedule zb-v --vocab-parallel 1",
+        "4 --pipeline-schedule zb-h1",
+        "2 --pipeline-schedule 1f1b --vocab-parallel interlaced",
+    )
+    for iteration, layout in enumerate(chain, 1):
+        here = f"--pipeline-model-parallel-size {layout} --save {tmp_path}/chain --load {tmp_path}/chain"
+        assert ran(pool.run(4, train, f"{run} {here} --exit-interval {iteration} --metrics {tmp_path}/chain.jsonl"))
+    whole = f"{run} --pipeline-model-parallel-size 2 --pipeline-schedule stock --metrics {tmp_path}/whole.jsonl"
+    assert ran(pool.run(4, train, whole))
+    assert losses(tmp_path / "chain.jsonl") == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=NEAR)
+
+
+FEATURES = [
+    "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 24 --eval-interval 2 --eval-iters 2",
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss --eod-mask-loss",
+]
+
+
+@pytest.mark.parametrize("flags", FEATURES, ids=["masks-rampup-evaluation", "experts-per-token-loss"])
+def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str) -> None:
+    run = f"{data} {EXACT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
+    ranks = 4 if "expert-model" in flags else 2
+    found = []
+    for variant in ("off", "1", "2"):
+        path = tmp_path / f"{variant}.jsonl"
+        assert ran(pool.run(ranks, train, f"{run} --vocab-parallel {variant} --metrics {path}"))
+        found.append(losses(path))
+    for one in found[1:]:
+        assert one == pytest.approx(found[0], rel=NEAR) and len(one) == 6
+
+
+@pytest.mark.parametrize("variant", ["1", "2"])
+def test_a_schedule_from_a_file(pool: Pool, data: str, tmp_path: Path, variant: str) -> None:
+    """It has the vocabulary's passes, or gets them; activations that it recomputes include the embedding's and the output's."""
+    plan = "plan --schedule zb-h1 --pp 2 --microbatches 4 --cost F=1,B=1,W=1,comm=0.1 --json -o".split()
+    shares = ["--vocab-parallel", variant, "--vocab-cost", "S=0.3,T=0.3,IF=0.05,IB=0.05"]
+    assert main([*plan, f"{tmp_path}/with.json", *shares]) == main([*plan, f"{tmp_path}/without.json"]) == 0
+    recomputing = json.loads((tmp_path / "with.json").read_text())
+    recomputing["passes"] = [recomputed(row) for row in recomputing["passes"]]
+    (tmp_path / "recomputing.json").write_text(json.dumps(recomputing))
+    run = f"{data} {EXACT} --pipeline-model-parallel-size 2"
+    names = {
+        "zb-h1": "zb-h1",
+        "with": f"file:{tmp_path}/with.json",
+        "without": f"file:{tmp_path}/without.json --vocab-parallel {variant}",
+        "recomputing": f"file:{tmp_path}/recomputing.json --vocab-parallel {variant}",
+    }
+    for name, schedule in names.items():
+        flags = f"{run} --pipeline-schedule {schedule} --eval-interval 3 --eval-iters 1 --metrics {tmp_path}/{name}.jsonl"
+        assert ran(pool.run(2, train, flags))
+    for name in ("with", "without", "recomputing"):
+        assert losses(tmp_path / f"{name}.jsonl") == pytest.approx(losses(tmp_path / "zb-h1.jsonl"), rel=NEAR), name
+    _, error = pool.run(2, train, f"{run} --pipeline-schedule {names['with']} --vocab-parallel interlaced")
+    assert error.endswith(f"spreads the vocabulary as {variant}, not as interlaced: give one of the two")
+
+
+def recomputed(row: list[str]) -> list[str]:
+    """Every backward behind a forward once more."""
+    return [one for work in row for one in ([f"R{work[1:]}", work] if work.startswith("B") else [work])]
+
+
+def test_measured_costs_and_traces(pool: Pool, data: str, tmp_path: Path) -> None:
+    """The next run plans with what this one has measured, without measuring again."""
+    flags = f"{data} --pipeline-model-parallel-size 2 --pipeline-schedule zb-auto --vocab-parallel 2 --metrics {tmp_path}/m.jsonl"
+    costs = f"--pipeline-costs profile --pipeline-costs-cache {tmp_path}/costs.json --pipeline-trace {tmp_path}/trace"
+    assert ran(pool.run(2, train, f"{flags} {costs} --train-iters 8"))
+    shares = json.loads((tmp_path / "costs.json").read_text())["vocabulary"]
+    assert all(shares[kind] > 0 for kind in ("S", "T", "IF", "IB", "activation"))
+    trace = json.loads((tmp_path / "trace" / "iteration_0000008.json").read_text())
+    passes = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["pid"] == 0]
+    kinds = Counter(event["cat"] for event in passes)
+    assert {kind: kinds[kind] for kind in "F S T IF IB".split()} == dict.fromkeys("F S T IF IB".split(), 2 * 4)
+    assert {event["cat"] for event in passes if "stage" in event.get("args", ())} == {"F", "B", "W"}, "shards are of no stage"
+    assert (tmp_path / "trace" / "iteration_0000008.png").stat().st_size > 1000
+    assert ran(pool.run(2, train, f"{flags} --pipeline-costs {tmp_path}/costs.json --train-iters 4"))
