@@ -17,7 +17,9 @@ from PIL import Image
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.bound import lower_bound
 from megatron.pipeline.schedule.choose import Request, candidates, choose, variants
-from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.costs import VocabularyCosts, uniform
+from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.placement import linear
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view import draw
@@ -88,6 +90,26 @@ def picture(name: str, path: Path) -> None:
     else:
         shown = measure(name, 4, 8, COSTS[0], limit)
         draw({title: shown.timeline}, path, splits={title: shown.splits})
+    _shrink(path)
+
+
+def picture_of_vocabulary(path: Path) -> None:
+    """Draw 1F1B on 4 ranks with an output layer of 0.6 of a rank's other work: on the last stage, and spread both ways."""
+    alone = uniform(linear(4), *COSTS[0])
+    last = replace(alone.stages[3], forward=1.6, backward=1.6, weight=1.6)
+    drawn = {
+        "off: the output layer on the last stage": simulate(
+            families.plan("1f1b", 4, 8), replace(alone, stages=(*alone.stages[:3], last))
+        )
+    }
+    for name, shards in (("1", VocabularyCosts(S=0.15, T=0.3, IF=0.05, IB=0.05)), ("2", VocabularyCosts(0.3, 0.15, 0.05, 0.05))):
+        costs = replace(alone, vocabulary=shards)
+        drawn[f"--vocab-parallel {name}"] = simulate(families.plan("1f1b", 4, 8, costs, vocabulary=Vocabulary(name)), costs)
+    draw(drawn, path)
+    _shrink(path)
+
+
+def _shrink(path: Path) -> None:
     with Image.open(path) as image:
         image.convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
@@ -104,6 +126,7 @@ def main() -> None:
         options.pictures.mkdir(parents=True, exist_ok=True)
         for name in [*families.FAMILIES, "auto"]:
             picture(name, options.pictures / f"{name}.png")
+        picture_of_vocabulary(options.pictures.parent / "vocabulary.png")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def planned(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary | N
 def test_any_schedule_with_any_costs(data: st.DataObject) -> None:
     stages, vocabulary = data.draw(schedules()), data.draw(st.sampled_from(list(Vocabulary)))
     numbers = st.sampled_from([0, 0, 1, 2, 5]).map(exact)
-    shards = VocabularyCosts(*(data.draw(numbers) for _ in range(5)), data.draw(st.none() | numbers))
+    S, T, IF, IB, held = (data.draw(numbers) for _ in range(5))
+    shards = VocabularyCosts(S, T, IF, IB, held, exchange=data.draw(st.none() | numbers))
     costs = replace(data.draw(costs_of(stages.placement)), vocabulary=shards)
     by = data.draw(st.integers(0, 3))
     roomy = postpone(stages, by)
@@ -129,8 +130,10 @@ def test_limits_leave_room_for_the_barriers() -> None:
     with pytest.raises(LimitTooLow, match="1 is for the spread vocabulary") as refused:
         families.plan("1f1b", 4, 16, memory_limit=4, vocabulary=ONE)
     assert refused.value.least == 5
-    with pytest.raises(LimitTooLow, match="takes 2 on every rank, and the limit is 1: raise it"):
+    with pytest.raises(LimitTooLow, match="2 is for the spread vocabulary") as refused:
         families.plan("zb-auto", 4, 16, memory_limit=1, vocabulary=TWO)
+    enough = families.plan("zb-auto", 4, 16, memory_limit=refused.value.least, vocabulary=TWO)
+    assert max(activation_peaks(enough, uniform(enough.placement))) <= refused.value.least
     with pytest.raises(LimitTooLow, match="room for 3 microbatches, 4 on every rank, and the limit is 3"):
         families.plan("v-half", 4, 16, memory_limit=3, vocabulary=ONE)
 

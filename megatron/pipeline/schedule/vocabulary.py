@@ -17,7 +17,7 @@ from dataclasses import replace
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
-from megatron.pipeline.schedule.simulate import delay
+from megatron.pipeline.schedule.simulate import Stuck, delay, dependency_order
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
@@ -38,11 +38,23 @@ def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
 
 
 def postpone(schedule: Schedule, by: int) -> Schedule:
-    """Every backward after as many more forwards as ``by`` microbatches have on a rank.
+    """The same passes with more time between the forwards and the backwards: ``by`` microbatches'.
 
-    Forwards need no backward, and both keep their order: what obeyed the rules still does. No rank holds more than ``by``
-    microbatches more.
+    Every backward comes after as many more forwards as so many microbatches have on a rank. Where ranks are far from doing the
+    same in turn, that can make them wait for each other in a circle: then every backward is where the one of ``by`` microbatches
+    later was, which never does.
+
+    Either way it obeys the rules that the schedule obeys, and no rank holds more than ``by`` microbatches more.
     """
+    ahead = _forwards_ahead(schedule, by)
+    try:
+        dependency_order(ahead)
+    except Stuck:
+        return _backwards_behind(schedule, by)
+    return ahead
+
+
+def _forwards_ahead(schedule: Schedule, by: int) -> Schedule:
     rows = []
     for passes in schedule.passes:
         forwards = [work for work in passes if work.kind is Kind.F]
@@ -56,6 +68,23 @@ def postpone(schedule: Schedule, by: int) -> Schedule:
             done = max(done, min(before, len(forwards)))
             row.append(work)
         rows.append((*row, *forwards[done:]))
+    return replace(schedule, passes=tuple(rows))
+
+
+def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
+    rows = []
+    for passes in schedule.passes:
+        present, row = set(passes), dict[Pass, None]()
+        for work in passes:
+            if work.kind is Kind.F:
+                row[work] = None
+            elif work.kind is not Kind.R:
+                # Which of a microbatch's backwards are split, and which run again, stays as it is.
+                kinds = (Kind.W,) if work.kind is Kind.W else (Kind.R, Kind.B, Kind.BW)
+                kinds += (Kind.W,) if work.kind is Kind.BW else ()
+                earlier = (work._replace(kind=kind, microbatch=work.microbatch - by) for kind in kinds)
+                row |= dict.fromkeys(one for one in earlier if one in present)
+        rows.append((*row, *(work for work in passes if work not in row)))
     return replace(schedule, passes=tuple(rows))
 
 

@@ -188,13 +188,7 @@ def solve(name: str, problem: Problem) -> Schedule:
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
     """The schedule of a family, planned for what is left of the limits, with the vocabulary's passes."""
     more = _more(problem, vocabulary)
-    limits = None if problem.limits is None else tuple(limit - more for limit in problem.limits)
-    if limits is not None and min(limits) < 0:
-        raise LimitTooLow(
-            f"a vocabulary spread as {vocabulary} takes {rounded_up(more)} on every rank, and the limit is "
-            f"{min(problem.limits or ()):g}: raise it to {rounded_up(more)} and what {name} takes without",
-            more,
-        )
+    limits = None if problem.limits is None else tuple(max(0.0, limit - more) for limit in problem.limits)
     try:
         stages = solve(name, replace(problem, limits=limits, vocabulary=None))
     except LimitTooLow as error:
@@ -219,7 +213,8 @@ def _more(problem: Problem, vocabulary: Vocabulary | None) -> float:
         return 0.0
     chunks = [stage.activation for stage in problem.costs.stages]
     microbatch = max(chunks) * problem.placement.chunks
-    return postponed(vocabulary, problem.ranks) * microbatch + MOST_WAITING * problem.costs.vocabulary.activation
+    # One S may run while so many wait for their T.
+    return postponed(vocabulary, problem.ranks) * microbatch + (MOST_WAITING + 1) * problem.costs.vocabulary.activation
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
