@@ -326,11 +326,10 @@ class VocabularyPasses:
         if self.variant is not Vocabulary.ONE_BARRIER:
             return nullcontext()
         assert one.part is not None and one.gathered is not None
-        statistics = self._works.get(Collective(Exchange.STATISTICS, microbatch))
+        statistics = self._works[Collective(Exchange.STATISTICS, microbatch)]  # T, which waits for it, comes later
         device = one.gathered.device
         with beside(device):
-            if statistics is not None:
-                statistics.wait()
+            statistics.wait()
             if device.type == "cuda":
                 for tensor in (one.gathered, one.part.statistics, *one.part.held):
                     tensor.record_stream(torch.cuda.current_stream())
