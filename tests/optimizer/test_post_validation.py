@@ -64,7 +64,8 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
         f"{FOUR} --pipeline-schedule v-min --num-layers 8 --recompute-granularity full --recompute-method uniform "
         "--recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights",
         f"{FOUR} --pipeline-schedule zb-h2 --rampup-batch-size 4 4 60 --pipeline-p2p batched",
-        f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer {FP16}",
+        f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
+        f"--overlap-param-gather {FP16}",
         f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --vocab-parallel 1 --hidden-dropout 0.1",
     ],
 )
