@@ -17,6 +17,7 @@ from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.lower import gatherings, lower
 from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.placement import linear
 from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.program import Collective, Compute, Exchange, Join, Operation, Program, Send, Validate, Wait
 from megatron.pipeline.schedule.schedule import Schedule
@@ -136,6 +137,14 @@ def test_limits_leave_room_for_the_barriers() -> None:
     assert max(activation_peaks(enough, uniform(enough.placement))) <= refused.value.least
     with pytest.raises(LimitTooLow, match="room for 3 microbatches, 4 on every rank, and the limit is 3"):
         families.plan("v-half", 4, 16, memory_limit=3, vocabulary=ONE)
+
+
+@pytest.mark.parametrize("vocabulary", Vocabulary)
+def test_a_limit_that_has_room_for_all_microbatches_limits_nothing(vocabulary: Vocabulary) -> None:
+    assert max(activation_peaks(families.plan("1f1b", 4, 3, memory_limit=3.0, vocabulary=vocabulary), uniform(linear(4)))) == 3
+    with pytest.raises(LimitTooLow) as refused:
+        families.plan("1f1b", 4, 3, memory_limit=2.0, vocabulary=vocabulary)
+    assert refused.value.least == 3.0, "not as many more as there are barriers"
 
 
 @pytest.mark.parametrize(

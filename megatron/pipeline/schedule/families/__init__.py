@@ -187,13 +187,16 @@ def solve(name: str, problem: Problem) -> Schedule:
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
     """The schedule of a family, planned for what is left of the limits, with the vocabulary's passes."""
-    more = _more(problem, vocabulary)
-    limits = None if problem.limits is None else tuple(max(0.0, limit - more) for limit in problem.limits)
+    more, logits = _more(problem, vocabulary), _logits(problem)
+    everything = problem.microbatches * _microbatch(problem) + logits  # no rank ever holds more
+    limits = None
+    if problem.limits is not None:
+        limits = tuple(limit - logits if limit >= everything else max(0.0, limit - more) for limit in problem.limits)
     try:
         stages = solve(name, replace(problem, limits=limits, vocabulary=None))
     except LimitTooLow as error:
         raise LimitTooLow(
-            f"{error} (of the limit, {rounded_up(more)} is for the spread vocabulary)", error.least + more
+            f"{error} (of the limit, {rounded_up(more)} is for the spread vocabulary)", min(error.least + more, everything)
         ) from None
     by = postponed(vocabulary, problem.ranks)
     # Interlaced, ranks stand still less often with a little more room, where the limits have it.
@@ -211,10 +214,17 @@ def _more(problem: Problem, vocabulary: Vocabulary | None) -> float:
     """What a rank holds more where the vocabulary is spread, in the costs' unit."""
     if vocabulary is None:
         return 0.0
-    chunks = [stage.activation for stage in problem.costs.stages]
-    microbatch = max(chunks) * problem.placement.chunks
-    # One S may run while so many wait for their T.
-    return postponed(vocabulary, problem.ranks) * microbatch + (MOST_WAITING + 1) * problem.costs.vocabulary.activation
+    return postponed(vocabulary, problem.ranks) * _microbatch(problem) + _logits(problem)
+
+
+def _microbatch(problem: Problem) -> float:
+    """What a rank holds of one microbatch's stages, at most."""
+    return max(stage.activation for stage in problem.costs.stages) * problem.placement.chunks
+
+
+def _logits(problem: Problem) -> float:
+    """What a rank holds for its shard of the vocabulary: one S may run while so many wait for their T."""
+    return (MOST_WAITING + 1) * problem.costs.vocabulary.activation
 
 
 def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
