@@ -153,8 +153,8 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     earliest that is not finished could always go on: nothing can deadlock. Within that order, a Send stands directly after the
     pass that makes its tensor, a Receive and a Join before the pass that runs on their rank at that time, so that the
     communication overlaps that pass, and a Wait directly before the pass that needs the tensor. Where a rank is owed nothing by
-    a collective, it waits for it before it joins the next but one of its kind, and so holds the buffers of two. What is
-    interlaced is waited for where it is joined.
+    a collective, it waits for it before it joins the next but one of its kind, and so holds the buffers of two. Interlaced, all
+    ranks wait for the statistics and the gradients of the output layer where they join them.
 
     A Validate cuts all programs at one moment, that of the first backward (or recomputation): what starts before it, and what
     is made before it, come first. A backward needs a forward of the same microbatch on every stage, so by then every
@@ -235,7 +235,7 @@ class _Rows:
         for rank, program in enumerate(self._programs):
             self._compute_up_to(rank, moment, running=one.after is not None)
             wait = Wait(one.collective)
-            if self._schedule.vocabulary is Vocabulary.INTERLACED:
+            if self._schedule.vocabulary is Vocabulary.INTERLACED and one.collective.exchange in _IN_STEP:
                 program += [Join(one.collective), wait]
                 continue
             if rank in consumers:
@@ -269,6 +269,7 @@ class _Rows:
         return tuple(map(tuple, self._programs))
 
 
+_IN_STEP = (Exchange.STATISTICS, Exchange.GRADIENT)  # what all ranks wait for where the vocabulary is interlaced
 _UNOWED = 2  # collectives of a kind, that a rank gets nothing from and has not waited for
 
 

@@ -255,4 +255,6 @@ class _Ranks:
             together = need.kind.is_of_vocabulary
             made = self._made.get((need.kind, need.microbatch) if together else (other, need), math.inf)
             latest = max(latest, made + delay(self._schedule, self._costs, rank, work, other, need))
+            if together:
+                break  # all others that a pass needs besides are parts of the same
         return latest
