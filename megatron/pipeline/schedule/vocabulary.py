@@ -80,7 +80,7 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
                 row[work] = None
             elif work.kind is not Kind.R:
                 # Which of a microbatch's backwards are split, and which run again, stays as it is.
-                kinds = (Kind.W,) if work.kind is Kind.W else (Kind.R, Kind.B, Kind.BW)
+                kinds: tuple[Kind, ...] = (Kind.W,) if work.kind is Kind.W else (Kind.R, Kind.B, Kind.BW)
                 kinds += (Kind.W,) if work.kind is Kind.BW else ()
                 earlier = (work._replace(kind=kind, microbatch=work.microbatch - by) for kind in kinds)
                 row |= dict.fromkeys(one for one in earlier if one in present)
