@@ -89,12 +89,13 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
 
 
 def spread(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule:
-    """Insert S, T, IF and IB of every microbatch on every rank, each rank's other passes staying in their order.
+    """Insert S, T, IF and IB of every microbatch on every rank.
 
     Ranks are followed through time. A rank that is free takes S first, since the last stage waits for all S (and for all T,
     with two barriers); then IF, as long as at most ``MOST_WAITING`` embeddings wait for the first stage; then its next pass
-    of a stage. T (with one barrier) and IB can wait, as W can: they fill the time in which the rank has nothing else to do,
-    unless ``MOST_WAITING`` of them wait already.
+    of a stage, or where that is a forward that has to wait, the backward that comes first after it. T (with one barrier) and
+    IB can wait, as W can: they fill the time in which the rank has nothing else to do, unless ``MOST_WAITING`` of them wait
+    already.
 
     Args:
         schedule: of stages' passes; ``postpone`` has made room. It may be of forwards alone.
