@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.pipeline.cli.arguments import read_text
-from megatron.pipeline.cli.costs import cost_fields, costs_of
+from megatron.pipeline.cli.costs import cost_fields, costs_of, with_shards
 from megatron.pipeline.schedule.bound import lower_bound
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.passes import Kind
@@ -180,7 +180,7 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
         schedule, told = from_csv(text, Path(path).stem), {}
     else:
         schedule, told = Schedule.from_json(text), json.loads(text)
-    costs = costs_of(options, schedule.placement, told)
+    costs = with_shards(costs_of(options, schedule.placement, told), schedule.vocabulary)
     limit = _number(told, "memory_limit") if options.memory_limit is None else options.memory_limit
     objective = vars(options).get("objective") or told.get("objective", "span")
     if objective not in list(Objective):

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import EXTRA, MEMORY, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 
 _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
@@ -44,8 +45,13 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
         costs = _set(uniform(placement), placement, cost, activation)
     spread = checked(told.get("vocab_costs", {}), SPREAD) | (options.vocab_cost or {})
     if spread:
-        costs = replace(costs, vocabulary=VocabularyCosts(**spread))
+        costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
     return _with_extras(costs, placement, options.first_stage or {}, options.last_stage or {})
+
+
+def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
+    """Costs with those of the vocabulary, if it is spread and nobody said what it costs."""
+    return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
 def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False) -> dict[str, Any]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Stages, check_size
 from megatron.pipeline.cli.case import Case
-from megatron.pipeline.cli.costs import costs_of
+from megatron.pipeline.cli.costs import costs_of, with_shards
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, VocabularyCosts
+from megatron.pipeline.schedule.costs import VocabularyCosts
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective
@@ -74,7 +73,7 @@ def _request(options: argparse.Namespace) -> Request:
     return Request(
         options.pp,
         options.microbatches,
-        lambda placement: _spread(costs_of(options, placement), vocabulary),
+        lambda placement: with_shards(costs_of(options, placement), vocabulary),
         options.memory_limit,
         Objective(options.objective or "span"),
         _stages(given.get("recompute")),
@@ -82,11 +81,6 @@ def _request(options: argparse.Namespace) -> Request:
         jitter[0] if isinstance(jitter, list) else jitter,
         vocabulary,
     )
-
-
-def _spread(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
-    """Costs with those of the vocabulary, if it is spread and nobody said what it costs."""
-    return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
 def _vocabulary(options: argparse.Namespace) -> Vocabulary | None:

@@ -223,7 +223,7 @@ def _needs(request: Request, variant: Variant) -> float | None:
         if family.memory is None:
             needs = max(activation_peaks(families.solve(variant.name, free), free.costs))
         elif family.memory_is == "default":
-            needs = max(least_limit(free, rank) for rank in range(free.ranks))
+            needs = max(least_limit(free, rank) for rank in range(free.ranks)) + families.memory_of_spreading(free)
         else:
             needs = max(free.limits or ())
     except ValueError:

@@ -156,6 +156,8 @@ class Schedule:
         if replicas > 1 and splits > 1:
             raise ValueError("not a schedule: replicas and splits cannot both be above 1")
         vocabulary = data.get("vocab_parallel")
+        if type(vocabulary) is int:
+            vocabulary = str(vocabulary)
         if vocabulary is not None and vocabulary not in list(Vocabulary):
             raise ValueError(f"not a schedule: vocab_parallel must be one of {', '.join(Vocabulary)}, got {vocabulary!r}")
         if vocabulary is not None and (replicas > 1 or splits > 1):

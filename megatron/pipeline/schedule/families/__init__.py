@@ -156,7 +156,7 @@ def _limits(
     problem = Problem(placement, 1, costs)
     microbatch = max(problem.microbatch_memory(rank) for rank in range(placement.ranks))
     count = family.memory(placement.ranks)
-    more = _more(problem, vocabulary)
+    more = memory_of_spreading(replace(problem, vocabulary=vocabulary))
     own = (count * microbatch + more,) * placement.ranks
     if given is None:
         return own
@@ -186,18 +186,30 @@ def solve(name: str, problem: Problem) -> Schedule:
 
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
-    """The schedule of a family, planned for what is left of the limits, with the vocabulary's passes."""
-    more, logits = _more(problem, vocabulary), _logits(problem)
-    everything = problem.microbatches * _microbatch(problem) + logits  # no rank ever holds more
-    limits = None
-    if problem.limits is not None:
-        limits = tuple(limit - logits if limit >= everything else max(0.0, limit - more) for limit in problem.limits)
+    """The schedule of a family with the vocabulary's passes."""
+    more, logits = memory_of_spreading(problem), _logits(problem)
+    needs = []
+    # With few microbatches, or where stages run again, less may be held than a schedule without end would.
+    for reserved in (more, logits):
+        try:
+            return _spread_within(name, problem, vocabulary, reserved)
+        except LimitTooLow as error:
+            needs.append(error.least)
+    least = min(needs[0], problem.microbatches * _microbatch(problem) + logits)  # no rank ever holds more than all
+    raise LimitTooLow(
+        f"{name} with a vocabulary spread as {vocabulary} needs {rounded_up(least)} on a rank, of which {rounded_up(more)} is "
+        f"for spreading it, and the limit is {min(problem.limits or ()):g}: raise it to {rounded_up(least)}",
+        least,
+    )
+
+
+def _spread_within(name: str, problem: Problem, vocabulary: Vocabulary, reserved: float) -> Schedule:
+    """The same, planned for what the limits leave beside an amount that is reserved for spreading the vocabulary."""
+    limits = None if problem.limits is None else tuple(max(0.0, limit - reserved) for limit in problem.limits)
     try:
         stages = solve(name, replace(problem, limits=limits, vocabulary=None))
     except LimitTooLow as error:
-        raise LimitTooLow(
-            f"{error} (of the limit, {rounded_up(more)} is for the spread vocabulary)", min(error.least + more, everything)
-        ) from None
+        raise LimitTooLow(str(error), error.least + reserved) from None
     by = postponed(vocabulary, problem.ranks)
     # Interlaced, ranks stand still less often with a little more room, where the limits have it.
     room = range(by, by + 3 if vocabulary is Vocabulary.INTERLACED else by + 1)
@@ -210,11 +222,11 @@ def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
     return next(schedule for schedule, value in zip(made, values, strict=True) if value <= _NEAR * min(values))
 
 
-def _more(problem: Problem, vocabulary: Vocabulary | None) -> float:
-    """What a rank holds more where the vocabulary is spread, in the costs' unit."""
-    if vocabulary is None:
+def memory_of_spreading(problem: Problem) -> float:
+    """What a rank may hold more than without where the vocabulary is spread, in the costs' unit."""
+    if problem.vocabulary is None:
         return 0.0
-    return postponed(vocabulary, problem.ranks) * _microbatch(problem) + _logits(problem)
+    return postponed(problem.vocabulary, problem.ranks) * _microbatch(problem) + _logits(problem)
 
 
 def _microbatch(problem: Problem) -> float:
