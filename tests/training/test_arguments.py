@@ -98,7 +98,7 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
         ("--moe-layer-freq [[1]]", "expected a number or a list such as"),
         ("--config /nowhere.yaml", "No such file"),
         ("--vocab-parallel 3", "invalid choice: '3'"),
-        ("--vocab-logits-limit 256", "expected bytes above 0 such as 256MiB, in one of MiB, GiB, MB, GB, got '256'"),
+        ("--vocab-logits-limit 256", "expected bytes above 0 such as 256MiB, in one of KiB, MiB, GiB, MB, GB, got '256'"),
         ("--vocab-logits-limit 0MiB", "expected bytes above 0"),
         ("--label-smoothing 1", "--label-smoothing: expected a number of at least 0 and below 1, got 1"),
         ("--z-loss -1", "--z-loss: expected a number of at least 0, got -1"),

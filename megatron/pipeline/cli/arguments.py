@@ -71,9 +71,10 @@ def cost_flags() -> Parser:
         "--vocab-cost",
         type=numbers(*SPREAD),
         metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]",
-        help="one rank's share of the vocabulary where --vocab-parallel spreads it: seconds of the output layer's S and T and "
-        "the embedding's IF and IB, what S allocates until T, in microbatches, and seconds of a collective (default: "
-        "S=0.5,T=0.5, 0 for the others, and a hop; or the file's)",
+        help="one rank's share of the vocabulary where --vocab-parallel spreads it: what the output layer's S and T and the "
+        "embedding's IF and IB take, what S allocates until T, in microbatches, and what a collective takes (of each "
+        "where it is left out: S=0.5, T=0.5, a hop for a collective, 0 for the others; or the file's). The stages then have "
+        "neither embedding nor output layer: no --first-stage or --last-stage for these",
     )
     flags.add_argument(
         "--costs",
@@ -124,7 +125,7 @@ def pass_flags() -> Parser:
     flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
     flags.add_argument(
         "--vocab-parallel",
-        choices=["off", *Vocabulary],
+        choices=["off", *map(str, Vocabulary)],
         help="spread the vocabulary over all ranks, with two barriers between the last forward and the last backward (1), one "
         "(2), or all ranks in step (interlaced)",
     )

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     check_output(options)
     if options.schedule == families.AUTO:
         raise ValueError(
-            f"--schedule {families.AUTO} would compare different schedules: name one of {', '.join(families.FAMILIES)}"
+            f"--schedule {families.AUTO} would compare different schedules: name one without slices, such as 1f1b or zb-v"
         )
     if options.layers * options.pp > MOST_PASSES:
         raise ValueError(f"{options.layers} layers are too many to share out over {options.pp} ranks; take fewer")

@@ -291,11 +291,12 @@ class Pipeline:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         # Forwards alone keep nothing for a backward: the limit is for iterations that train.
         limit = None if forward_only else self._memory_limit
-        return _prove(schedule, self.costs or self._equal_costs, limit, forward_only)
+        return _prove(schedule, self.planned_costs, limit, forward_only)
 
     @property
-    def _equal_costs(self) -> Costs:
-        return uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+    def planned_costs(self) -> Costs:
+        """What schedules are planned for: measured costs, or equal ones."""
+        return self.costs or uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
 
     def _channels_of(self, group: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
         """Opened when they are first needed, by all ranks of the world together."""
@@ -309,7 +310,7 @@ class Pipeline:
         if self.vocabulary is None or schedule.vocabulary:
             return schedule
         roomy = postpone(schedule, postponed(self.vocabulary, schedule.ranks))
-        return spread(roomy, self.vocabulary, self.costs or self._equal_costs)
+        return spread(roomy, self.vocabulary, self.planned_costs)
 
     def _groups_of(self, group: torch.distributed.ProcessGroup) -> Groups:
         """Opened when they are first needed, by all ranks of the world together."""

@@ -200,9 +200,8 @@ class VocabularyPasses:
                 assert one.part is not None
                 statistics = one.part.statistics
                 one.gathered = statistics.new_empty((self._shard.shards.count, *statistics.shape))
-                work = torch.distributed.all_gather_into_tensor(
-                    one.gathered.flatten(0, 1), statistics, group=self.groups.shards, async_op=True
-                )
+                parts = list(one.gathered.unbind())
+                work = torch.distributed.all_gather(parts, statistics, group=self.groups.shards, async_op=True)
             case Exchange.GRADIENT:
                 with self._gradient_ready(one, collective.microbatch):
                     assert one.gradient is not None, "S or T has made what it is made of"

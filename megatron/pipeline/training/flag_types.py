@@ -8,7 +8,7 @@ import re
 import sys
 from typing import Any
 
-MEMORY_UNITS = {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
+MEMORY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
 def _number(

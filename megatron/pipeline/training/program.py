@@ -30,7 +30,6 @@ from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
-from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.training import checkpoint
@@ -212,7 +211,7 @@ def _plan_in_words(args: Namespace, pipeline: Pipeline) -> str:
     if pipeline.is_stock:
         return words
     schedule = pipeline.plan(max(microbatch_counts(args))).schedule
-    costs = pipeline.costs or uniform(schedule.placement)
+    costs = pipeline.planned_costs
     timeline, peak = simulate(schedule, costs), max(activation_peaks(schedule, costs))
     objective = pipeline.objective
     length = f"{objective} {1e3 * objective.length(timeline):.4g} ms, " if pipeline.costs else ""
@@ -240,9 +239,10 @@ def _shards(args: Namespace) -> str:
     count = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocab_mask_padding)
     rows = count * cut.rows
+    masked = rows - cut.total_counted
     return (
-        f"{cut.rows} rows of the vocabulary on each of {count} ranks, for {cut.size} tokens and {rows - cut.size} rows of "
-        f"padding, of which {rows - cut.total_counted} are masked"
+        f"vocabulary spread as {args.vocab_parallel}, {cut.rows} rows on each of {count} ranks: in all {cut.size} tokens, "
+        f"{rows - cut.size - masked} rows of padding that count in the softmax, {masked} that do not"
     )
 
 
@@ -269,12 +269,13 @@ def _last_words(args: Namespace, log: Log) -> str:
     if log.first_loss is not None:
         lines.append(f" loss: {log.first_loss:.4f} -> {log.last_loss:.4f}")
     traces = args.pipeline_trace
+    drawn = draw_last_trace(traces) if traces else None
     places = {
         "metrics": args.metrics,
         "TensorBoard log": args.tensorboard_dir,
         "checkpoint": checkpoint.latest(args.save) if args.save else None,
-        "traces": traces,
-        "timeline picture": draw_last_trace(traces) if traces else None,
+        "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,
+        "timeline picture": drawn,
         "picture of consecutive iterations": draw_consecutive(traces) if traces else None,
     }
     return "\n".join(lines + [f" {name}: {place}" for name, place in places.items() if place])

@@ -15,6 +15,7 @@ from megatron.pipeline.view.style import COLOURS, MEANING, number, shade, typica
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
 Profile: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
@@ -26,6 +27,7 @@ _INK = "#222222"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
 _FONT, _SMALLEST, _NARROWEST = 8.0, 5.5, 0.9  # points
+_LETTERS_OF_LINE, _BESIDE_LABEL = 190, 5  # of the legend, and what a colour and the space around it take
 _MOST_BOXES = 60_000  # of one panel: an SVG with more is tens of megabytes
 _BINS = 900  # columns of a panel whose passes are too narrow, or too many, to draw each of them
 
@@ -71,12 +73,14 @@ def draw(
         title: _row(timeline) * len(timeline.ranks) + (_ITERATIONS if title in consecutive else 0.0)
         for title, timeline in timelines.items()
     }
-    total = _LEGEND + sum(_TITLE + height + _GAP for height in rows.values()) + len(memory) * (_CURVE + _GAP) + _AXIS
     longest = max(timeline.makespan for timeline in timelines.values()) or 1.0
     numbers = _Numbers(timelines, splits or {}, (_WIDTH - 1.5 * _SIDE) * 72 / longest)
+    handles = _handles(list(timelines.values()), any(map(numbers.crowded, timelines.values())), bool(waits))
+    legend = _LEGEND * _lines(handles)
+    total = legend + sum(_TITLE + height + _GAP for height in rows.values()) + len(memory) * (_CURVE + _GAP) + _AXIS
     figure = Figure(figsize=(_WIDTH, total), facecolor="white")
     peak = max((held for profile in memory.values() for steps in profile for _, held in steps), default=0.0)
-    top = total - _LEGEND
+    top = total - legend
     axes: list[Axes] = []
 
     def add(height: float) -> Axes:
@@ -94,7 +98,7 @@ def draw(
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=_FONT, color=_INK, labelpad=2)
-    _legend(figure, list(timelines.values()), total, any(map(numbers.crowded, timelines.values())), bool(waits))
+    _legend(figure, handles, total)
     figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
@@ -283,8 +287,8 @@ def _thinned(steps: Sequence[tuple[float, float]]) -> tuple[list[float], list[fl
     return [*times, steps[-1][0]], [*highest.values(), steps[-1][1]]
 
 
-def _legend(figure: Figure, timelines: Sequence[Timeline], total: float, crowded: bool, waits: bool) -> None:
-    """The kinds of passes that occur, and how chunks are shaded, once for the whole picture."""
+def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[Patch]:
+    """What the legend tells: the kinds of passes that occur, and how chunks are shaded."""
     from matplotlib.patches import Patch
 
     chunks = _chunks(timelines)
@@ -297,13 +301,23 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], total: float, crowded
         handles.append(Patch(facecolor=_WAIT, label="waits for a message"))
     if crowded:
         handles.append(Patch(facecolor="none", label="columns: share of time"))
+    return handles
+
+
+def _lines(handles: Sequence[Patch]) -> int:
+    """How many lines of the legend they take."""
+    return math.ceil(sum(len(str(handle.get_label())) + _BESIDE_LABEL for handle in handles) / _LETTERS_OF_LINE)
+
+
+def _legend(figure: Figure, handles: Sequence[Patch], total: float) -> None:
+    """Once for the whole picture."""
     figure.legend(
         handles=handles,
         loc="upper left",
         bbox_to_anchor=(_SIDE / _WIDTH, 1 - 0.06 / total),
         borderaxespad=0,
         borderpad=0,
-        ncols=len(handles),
+        ncols=math.ceil(len(handles) / _lines(handles)),
         fontsize=_FONT,
         frameon=False,
         handlelength=1.2,
