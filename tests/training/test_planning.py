@@ -151,11 +151,14 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("", "64 rows of the vocabulary on each of 2 ranks, for 100 tokens and 28 rows of padding, of which 0 are masked"),
-        ("--vocab-mask-padding", "28 rows of padding, of which 28 are masked"),
+        (
+            "",
+            "vocabulary spread as 2, 64 rows on each of 2 ranks: in all 100 tokens, 28 rows of padding that count in the softmax, 0 that",
+        ),
+        ("--vocab-mask-padding", "0 rows of padding that count in the softmax, 28 that do not"),
         (
             "--make-vocab-size-divisible-by 1",
-            "56 rows of the vocabulary on each of 2 ranks, for 100 tokens and 12 rows of padding",
+            "56 rows on each of 2 ranks: in all 100 tokens",
         ),
     ],
 )
