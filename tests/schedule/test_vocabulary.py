@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_strategies import costs_of, exact, schedules
+from schedule_strategies import costs_of, exact, parse, schedules
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.bound import lower_bound
@@ -26,7 +26,7 @@ from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.verify import ScheduleError, verify, verify_programs
 from megatron.pipeline.schedule.verify_programs import nothing_deadlocks
-from megatron.pipeline.schedule.vocabulary import MOST_WAITING, postpone, spread
+from megatron.pipeline.schedule.vocabulary import MOST_WAITING, _backwards_behind, postpone, spread
 
 ONE, TWO, INTERLACED = Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS, Vocabulary.INTERLACED
 SHARDS = VocabularyCosts(S=0.5, T=0.5, IF=0.02, IB=0.02)
@@ -63,6 +63,14 @@ def test_any_schedule_with_any_costs(data: st.DataObject) -> None:
     for each in (schedule, evaluation, spread(stages.forward_only(), vocabulary, costs)):
         verify_programs(each, lower(each, costs))
     assert expected(schedule, costs, 0, draws=1).span == pytest.approx(float(simulate(schedule, costs).span))
+
+
+def test_backwards_fall_behind_as_they_are_split() -> None:
+    """At the places of the microbatches two later, of which others are fused, weights keep their order."""
+    mixed = Schedule("mixed", linear(1), 4, parse("F0 F1 F2 F3 B0 W0 BW1 B2 B3 W2 W3"))
+    behind = _backwards_behind(mixed, 2)
+    verify(behind)
+    assert " ".join(map(str, behind.passes[0])) == "F0.0 F1.0 F2.0 F3.0 B0.0 W0.0 BW1.0 B2.0 B3.0 W2.0 W3.0"
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (4, 1), (4, 3), (4, 12), (7, 20), (8, 24)])

@@ -83,7 +83,11 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
                 kinds: tuple[Kind, ...] = (Kind.W,) if work.kind is Kind.W else (Kind.R, Kind.B, Kind.BW)
                 kinds += (Kind.W,) if work.kind is Kind.BW else ()
                 earlier = (work._replace(kind=kind, microbatch=work.microbatch - by) for kind in kinds)
-                row |= dict.fromkeys(one for one in earlier if one in present)
+                for one in filter(present.__contains__, earlier):
+                    if one.kind is Kind.BW:  # adds to gradients that the microbatches before it have to be in
+                        before = (one._replace(kind=Kind.W, microbatch=number) for number in range(one.microbatch))
+                        row |= dict.fromkeys(filter(present.__contains__, before))
+                    row[one] = None
         rows.append((*row, *(work for work in passes if work not in row)))
     return replace(schedule, passes=tuple(rows))
 
