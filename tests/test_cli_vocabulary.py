@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,14 @@ def test_bad_input_is_one_line(flags: str, message: str, capsys: pytest.CaptureF
         code = int(exit.code or 0)
     err = capsys.readouterr().err
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_what_a_plan_says_of_its_shards_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "spread.json"
+    plan = "plan --schedule 1f1b --pp 2 --microbatches 3 --vocab-parallel 2 --vocab-cost S=0.3,exchange=0.1"
+    assert main([*plan.split(), "-o", str(file)]) == 0
+    planned = json.loads(file.read_text())
+    assert planned["vocab_costs"] == {"S": 0.3, "T": 0.5, "IF": 0.0, "IB": 0.0, "activation": 0.0, "exchange": 0.1}
+    capsys.readouterr()
+    assert main(["simulate", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["span"] == planned["span"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import EXTRA, MEMORY, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts, by_name, uniform
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 
@@ -74,8 +74,9 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False) ->
         told["R"] = share("recompute")
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
-    spread = {name: value for name, value in asdict(costs.vocabulary).items() if value is not None} if vocabulary else {}
-    told_all: dict[str, Any] = {"costs": told, "activation": held} | ({"vocab_costs": spread} if spread else {})
+    told_all: dict[str, Any] = {"costs": told, "activation": held}
+    if vocabulary:
+        told_all["vocab_costs"] = by_name(costs.vocabulary)
     if len(set(stages)) == 1 and math.isclose(held["B"], 1.0):
         return told_all
     return told_all | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}

@@ -157,8 +157,8 @@ class Costs:
 
     def fields(self) -> dict[str, Any]:
         """What ``to_json`` writes; ``fused`` only where it is given, and the vocabulary where it costs something."""
-        rows = [_given(stage) for stage in self.stages]
-        spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": _given(self.vocabulary)}
+        rows = [by_name(stage) for stage in self.stages]
+        spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         return {"hop": self.hop, "stages": rows} | spread
 
     def to_json(self) -> str:
@@ -214,7 +214,8 @@ class Costs:
         return cls(tuple(stages), float(hop), _vocabulary(data.get("vocabulary", {})))
 
 
-def _given(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
+def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
+    """Costs by name, without those that are left to follow from others."""
     return {name: value for name, value in asdict(costs).items() if value is not None}
 
 
