@@ -8,7 +8,7 @@ import pytest
 
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, linear, v
-from megatron.pipeline.tune import gpt
+from megatron.pipeline.tune import gpt, offload
 from megatron.pipeline.tune.balance import balanced_layers, heaviest
 from megatron.pipeline.tune.estimate import Device, estimate, parameter_bytes
 from megatron.pipeline.tune.gpt import Shape
@@ -106,3 +106,37 @@ def test_parameters_of_tied_and_spread_vocabularies() -> None:
     for placement in (linear(4), v(4)):
         assert parameters(placement, Vocabulary.ONE_BARRIER, tied=True) == [matrix / 4] * 4
         assert parameters(placement, Vocabulary.ONE_BARRIER, tied=False) == [matrix / 2] * 4
+
+
+PUBLISHED_K = """
+1.70 1.46 1.15 0.80
+1.40 1.23 1.00 0.72
+1.19 1.07 0.88 0.66
+1.03 0.94 0.80 0.61
+0.92 0.84 0.72 0.56
+0.74 0.69 0.61 0.49
+"""  # for an A100: hidden sizes 4096 to 10240 by sequence lengths 4096 to 32768 (arXiv 2503.01328, figure 1)
+
+
+def test_the_published_k() -> None:
+    """All 24 cells to the last digit; an H100 computes twice as fast and copies 1.4 times as fast."""
+    found = offload.grid(offload.MACHINES["A100"])
+    assert [[f"{k:.2f}" for k in row] for row in found] == [line.split() for line in PUBLISHED_K.strip().splitlines()]
+    for mine, its in zip(offload.grid(offload.MACHINES["H100"]), found, strict=True):
+        assert mine == pytest.approx([2 * 15 / 21 * k for k in its])
+
+
+def test_k_of_a_plain_gpt() -> None:
+    """Formula 1, which is of heads that share nothing; without making anything again it is 34/20 of that."""
+    given, machine = shape(), offload.Machine(Device(peak=100e12, efficiency=1), to_host=10e9, to_device=20e9)
+    lean = offload.lean_activation(given)
+    assert lean == 20 * given.seq * given.hidden
+    formula = 10 / (3 * (6 * given.hidden + given.seq)) * 100e12 * (1 / 10e9 + 1 / 20e9) / 2
+    assert offload.k_of(given, machine, lean) == pytest.approx(formula)
+    assert offload.k_of(given, machine) == pytest.approx(formula * 34 / 20)
+    assert offload.copy_seconds(given, machine, 3.0, lean) == pytest.approx((2 * formula, formula))
+
+
+def test_a_machine_without_a_way_to_host_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="to_device of a machine must be a number of bytes per second above 0, got 0"):
+        offload.Machine(Device(), 1e9, 0)
