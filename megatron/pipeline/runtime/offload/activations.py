@@ -1,0 +1,193 @@
+"""What one microbatch holds on one chunk between forward and backward, and its way to host memory and back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Set
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import Any
+
+import torch
+
+from megatron.pipeline.runtime.offload.handles import Block, Hold, Stays, View, unpack
+from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
+from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
+
+_ALIGNMENT = 512  # bytes, of every storage in an arena
+
+
+class _Where(Enum):
+    """Where the activations of a store are."""
+
+    HERE = "on the device"
+    LEAVING = "on their way to host memory"
+    AWAY = "in host memory"
+    RETURNING = "on their way back"
+    BACK = "on the device again"
+    GIVEN_UP = "given up"
+
+
+class Store:
+    """The activations of one microbatch on one chunk, in one iteration.
+
+    What a forward saves for its backward is known by its storage: a storage moves as a whole and once, however many tensors
+    view it, and all of them lie in one arena. The methods are called in this order, ``capture`` and ``adopt`` any number of
+    times; where nothing is to be moved, they do nothing.
+
+    What autograd holds are handles. They alone keep the memory, before it leaves and after it is back: what a forward drops
+    does not travel, and what a backward frees is free.
+
+    Args:
+        lanes, pool: of this rank, for all stores.
+        parameters: addresses of the storages that are left alone, as for an ``ActivationMeter``: of parameters, and of
+            whatever else stays on the device anyhow.
+        hold: ``Recorder.hold``, which counts bytes on the device.
+        smallest: bytes below which a storage is left alone.
+
+    Attributes:
+        bytes: that move, once ``start_offload`` has been called.
+    """
+
+    def __init__(self, lanes: Lanes, pool: HostPool, parameters: Set[int], hold: Hold, smallest: int) -> None:
+        self._lanes = lanes
+        self._pool = pool
+        self._parameters = parameters
+        self._hold = hold
+        self._smallest = smallest
+        self._where = _Where.HERE
+        self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, while here
+        self._views: list[weakref.ref[View]] = []
+        self._adopted: list[tuple[torch.Tensor, View]] = []
+        self._moving: list[Block] = []  # what a copy reads or writes must live
+        self._arriving: list[torch.Tensor] = []
+        self._arena: Arena | None = None
+        self._tickets: list[Ticket] = []
+        self.bytes = 0
+
+    @property
+    def copies(self) -> tuple[tuple[Any, Any], ...]:
+        """Start and end of the copy to the host and of the one back, as far as they have been started (see ``Ticket.times``).
+        On a CPU this waits for their end."""
+        return tuple(ticket.times for ticket in self._tickets)
+
+    def capture(self) -> AbstractContextManager[None]:
+        """A context for a forward, in which what autograd saves is taken note of."""
+        self._expect(_Where.HERE)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+
+    def adopt(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Move tensors as well that the caller keeps, such as a stage's inputs: leaves of a graph.
+
+        While away they have their shape but no memory. Once they are back they are counted until they die.
+        """
+        self._expect(_Where.HERE)
+        for tensor in tensors:
+            if tensor is not None and self._moves(tensor):
+                self._adopted.append((tensor, self._view(tensor)))
+
+    def start_offload(self) -> None:
+        """Start copying to host memory what has been computed by now.
+
+        Raises:
+            RuntimeError: there is not enough host memory.
+        """
+        self._expect(_Where.HERE)
+        blocks = list(self._blocks.values())
+        total = 0
+        for block in blocks:
+            block.start = total
+            total += -(-block.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if blocks:
+            self._arena = self._pool.take(total)
+            self._tickets.append(self._lanes.to_host([(block.there(), self._in_arena(block)) for block in blocks]))
+        self.bytes = sum(block.nbytes for block in blocks)
+        self._moving = blocks
+        self._where = _Where.LEAVING
+
+    def finish_offload(self) -> None:
+        """Wait for the copy and let go of the memory on the device."""
+        self._expect(_Where.LEAVING)
+        if self._moving:
+            self._tickets[-1].wait()
+        for reference in self._views:
+            view = reference()
+            if view is not None:
+                view.leave()
+        for tensor, _ in self._adopted:
+            tensor.data = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        for block in self._moving:
+            block.leave()
+        self._moving = []
+        self._where = _Where.AWAY
+
+    def start_reload(self) -> None:
+        """Allocate memory on the device, for as much as is still needed, and start copying back."""
+        self._expect(_Where.AWAY)
+        self._moving = list(self._blocks.values())
+        self._arriving = [_blank(block.nbytes, self._lanes.device) for block in self._moving]
+        if self._moving:
+            sources = [self._in_arena(block) for block in self._moving]
+            self._tickets.append(self._lanes.to_device(list(zip(sources, self._arriving, strict=True))))
+        for block, arriving in zip(self._moving, self._arriving, strict=True):
+            block.held = self._hold([arriving])
+        self._where = _Where.RETURNING
+
+    def finish_reload(self) -> None:
+        """Wait for the copy; from here on backward finds everything. Nothing of it is kept by the store."""
+        self._expect(_Where.RETURNING)
+        if self._moving:
+            self._tickets[-1].wait()
+        for block, arriving in zip(self._moving, self._arriving, strict=True):
+            block.arrive(arriving)
+        for tensor, view in self._adopted:
+            tensor.data = view.unpack()
+            tensor.offloaded_block = view.block  # type: ignore[attr-defined]  # counted for as long as the tensor lives
+        self._drop()
+        self._where = _Where.BACK
+
+    def abandon(self) -> None:
+        """Give the iteration up, at any moment: wait for copies under way and give the host memory back."""
+        try:
+            if self._moving:
+                self._tickets[-1].wait()
+        finally:
+            self._drop()
+            self._where = _Where.GIVEN_UP
+
+    def _expect(self, where: _Where) -> None:
+        assert self._where is where, f"activations are {self._where.value}, and should be {where.value}"
+
+    def _drop(self) -> None:
+        if self._arena is not None:
+            self._pool.give(self._arena)
+        self._arena = None
+        self._views, self._adopted, self._moving, self._arriving = [], [], [], []
+
+    def _in_arena(self, block: Block) -> torch.Tensor:
+        assert self._arena is not None
+        return self._arena.bytes[block.start : block.start + block.nbytes]
+
+    def _pack(self, tensor: torch.Tensor) -> Stays | View:
+        return self._view(tensor) if self._moves(tensor) else Stays(tensor, self._hold)
+
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._lanes.device:
+            return False
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= max(self._smallest, 1) and storage.data_ptr() not in self._parameters
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        address = tensor.untyped_storage().data_ptr()
+        block = self._blocks.get(address)
+        if block is None:
+            block = self._blocks[address] = Block(tensor, self._hold)
+        view = View(tensor, block)
+        self._views.append(weakref.ref(view))
+        return view
+
+
+def _blank(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)

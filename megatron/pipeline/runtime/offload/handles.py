@@ -1,0 +1,106 @@
+"""What autograd holds in place of the tensors that it saved, while their memory comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+Hold = Callable[[Iterable[torch.Tensor]], list[Any]]  # Recorder.hold: counts bytes on the device while what it returns lives
+
+
+class Block:
+    """One storage. Whoever holds this holds its memory on the device, while it is there."""
+
+    __slots__ = ("__weakref__", "_bytes", "held", "nbytes", "start")
+
+    def __init__(self, tensor: torch.Tensor, hold: Hold) -> None:
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        self._bytes: torch.Tensor | None = whole
+        self.held = hold([whole])
+        self.nbytes = whole.numel()
+        self.start = 0  # in the arena
+
+    def leave(self) -> None:
+        self._bytes = None
+        self.held = []
+
+    def arrive(self, where: torch.Tensor) -> None:
+        self._bytes = where
+
+    def there(self) -> torch.Tensor:
+        """The bytes on the device."""
+        assert self._bytes is not None, "a backward reads activations that are away: they must be reloaded before it"
+        return self._bytes
+
+
+class View:
+    """A tensor whose storage moves: what autograd holds in its place."""
+
+    __slots__ = ("__weakref__", "_dtype", "_geometry", "_stale", "_tensor", "_version", "block")
+
+    def __init__(self, tensor: torch.Tensor, block: Block) -> None:
+        self.block = block
+        # Without its graph, or a node that saves its own output would keep itself alive.
+        self._tensor: torch.Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self._stale = False
+        self._dtype = tensor.dtype
+        self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def leave(self) -> None:
+        """The storage has been copied. What has changed the tensor by now may be in the copy."""
+        assert self._tensor is not None
+        self._stale = self._tensor._version != self._version
+        self._tensor = None
+
+    def unpack(self) -> torch.Tensor:
+        """Raises: RuntimeError: as autograd's own, if the tensor was changed in place before its copy ended."""
+        if self._tensor is not None:
+            return _unchanged(self._tensor, self._version)
+        if self._stale:
+            raise _changed(self._geometry[1])
+        there = self.block.there()
+        return torch.empty(0, dtype=self._dtype, device=there.device).set_(there.untyped_storage(), *self._geometry)
+
+
+class Stays:
+    """A tensor that is left on the device, counted while autograd holds this."""
+
+    __slots__ = ("_held", "_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor, hold: Hold) -> None:
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+        self._held = hold([tensor]) if _has_memory(tensor) else []
+
+    def unpack(self) -> torch.Tensor:
+        return _unchanged(self._tensor, self._version)
+
+
+def unpack(saved: Stays | View) -> torch.Tensor:
+    return saved.unpack()
+
+
+def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Autograd leaves this check to whoever has hooks."""
+    if tensor._version != version:
+        raise _changed(tensor.shape)
+    return tensor
+
+
+def _changed(shape: torch.Size) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape "
+        f"{list(shape)}, after it was saved for backward; torch.autograd.set_detect_anomaly(True) finds the operation"
+    )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is one storage to count: sparse tensors and subclasses that wrap others have none of their own."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True

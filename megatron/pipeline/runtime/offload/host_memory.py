@@ -1,0 +1,127 @@
+"""Host memory for activations: arenas that are taken and given back, and allocated once."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+LIMIT_FLAG = "--offload-host-memory"
+_PAGE = 4096
+_LARGE = 2 << 20  # what is larger is rounded up to a multiple of this, so that sizes repeat
+_SLACK = 1.25  # how much larger than needed an arena may be
+
+
+class Arena:
+    """One piece of host memory.
+
+    Pinning reads every page in, on the calling thread: memory lies on the NUMA node of the thread that allocates, which is
+    the one next to its GPU if ``numa.bind`` came first.
+
+    Args:
+        size: bytes, a multiple of a page.
+        pinned: registered with CUDA. PyTorch's own pinned memory is rounded up to a power of two.
+        before: bytes that are pinned already, for the error.
+
+    Raises:
+        RuntimeError: the memory cannot be pinned.
+    """
+
+    def __init__(self, size: int, pinned: bool, before: int = 0) -> None:
+        whole = torch.empty(size + _PAGE, dtype=torch.uint8)
+        start = -whole.data_ptr() % _PAGE  # whole pages are pinned, and none of them is a neighbour's as well
+        self.bytes = whole[start : start + size]
+        self.size = size
+        if pinned:
+            _pin(self.bytes, before)
+            # Not when the process ends: by then CUDA is gone, and everything unpinned.
+            weakref.finalize(self, _unpin, self.bytes.data_ptr()).atexit = False
+
+
+class HostPool:
+    """Arenas by size, reused. Where sizes repeat nothing is allocated any more, and where they vary an arena serves that is up
+    to a quarter larger than needed.
+
+    Args:
+        limit: bytes that may be allocated, those of idle arenas included; None for no limit.
+        pinned: for a GPU, whose copies are asynchronous only so.
+
+    Attributes:
+        allocated, in_use, most_in_use: bytes, as arenas are rounded up.
+        allocations: how many arenas have been allocated.
+    """
+
+    def __init__(self, limit: int | None, pinned: bool) -> None:
+        self._limit = limit
+        self._pinned = pinned
+        self._idle: list[Arena] = []  # the one given back last, last
+        self.allocated = 0
+        self.in_use = 0
+        self.most_in_use = 0
+        self.allocations = 0
+
+    def take(self, nbytes: int) -> Arena:
+        """An arena of at least ``nbytes``. Its contents are whatever they were.
+
+        Raises:
+            RuntimeError: it would not fit within the limit, or cannot be pinned.
+        """
+        arena = self._fitting(nbytes) or self._allocate(rounded(nbytes))
+        self.in_use += arena.size
+        self.most_in_use = max(self.most_in_use, self.in_use)
+        return arena
+
+    def give(self, arena: Arena) -> None:
+        """Take an arena back, once nothing but what follows in the computing stream will use it."""
+        self.in_use -= arena.size
+        self._idle.append(arena)
+
+    def _fitting(self, nbytes: int) -> Arena | None:
+        fitting = [arena for arena in self._idle if nbytes <= arena.size <= max(_SLACK * nbytes, rounded(nbytes))]
+        if not fitting:
+            return None
+        arena = min(fitting, key=lambda one: one.size)
+        self._idle.remove(arena)
+        return arena
+
+    def _allocate(self, size: int) -> Arena:
+        if self._limit is not None:
+            if self.in_use + size > self._limit:
+                raise RuntimeError(
+                    f"offloaded activations need {_gib(self.in_use + size)} of host memory on this rank "
+                    f"({_gib(self.in_use)} are in use, {_gib(size)} more were asked for), and the limit is {_gib(self._limit)}: "
+                    f"raise {LIMIT_FLAG}, or offload less"
+                )
+            while self.allocated + size > self._limit:  # what is idle has another size
+                self.allocated -= self._idle.pop(0).size
+        arena = Arena(size, self._pinned, self.allocated)
+        self.allocated += size
+        self.allocations += 1
+        return arena
+
+
+def rounded(nbytes: int) -> int:
+    """The size of the arena that is allocated for ``nbytes``."""
+    unit = _LARGE if nbytes > _LARGE else _PAGE
+    return -(-max(nbytes, 1) // unit) * unit
+
+
+def _pin(memory: torch.Tensor, before: int) -> None:
+    cuda = torch.cuda.cudart()
+    error = cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error):
+        raise RuntimeError(
+            f"CUDA refused to pin {_gib(memory.numel())} of host memory for offloaded activations: "
+            f"{cuda.cudaGetErrorString(error)}. This rank has pinned {_gib(before)} by now. Allow more locked memory "
+            "(ulimit -l unlimited; in a container, its memlock limit), give the machine's ranks less with "
+            f"{LIMIT_FLAG}, or offload less"
+        )
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # the host may be ahead of a copy from or to it
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3f} GiB ({nbytes} bytes)"

@@ -1,0 +1,210 @@
+"""The two directions between one device and host memory: copies that run beside the computation, each direction in order."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # sources and targets, alike in shape and type
+
+
+class Ticket(Protocol):
+    """Copies under way."""
+
+    def wait(self) -> None:
+        """What is computed from here on finds them done. On a GPU the stream waits, never the host."""
+
+    @property
+    def times(self) -> tuple[Any, Any]:
+        """Their start and end, as a ``Recorder`` marks moments: events on a GPU, else seconds since the epoch."""
+
+
+class Lanes(Protocol):
+    """Copies of one direction run one after another, those of both at once. A list of copies starts at once and in order."""
+
+    device: torch.device
+
+    def to_host(self, pairs: Pairs) -> Ticket:
+        """Start copies from the device, of what has been computed by now. Sources must live until the ticket's ``wait``."""
+
+    def to_device(self, pairs: Pairs) -> Ticket:
+        """Start copies to the device. Targets must live until the ticket's ``wait``."""
+
+    def close(self) -> None:
+        """No more copies; those under way are given up where that is possible."""
+
+
+def lanes_for(
+    device: torch.device, bandwidth_to_host: float | None = None, bandwidth_to_device: float | None = None
+) -> StreamLanes | ThreadLanes:
+    """The lanes of a device. Bandwidths, in bytes a second, are those that a CPU imitates; a GPU has its own."""
+    if device.type == "cuda":
+        return StreamLanes(device)
+    return ThreadLanes(bandwidth_to_host, bandwidth_to_device)
+
+
+class StreamLanes:
+    """A GPU's: one stream for each direction.
+
+    No tensor is recorded on these streams (``record_stream``), which would keep its memory until the host asks again. Order
+    alone makes it right. A source is freed on the computing stream after the ``wait``, so whatever takes its memory comes
+    after the copy. A target is allocated on the computing stream before the copy, which starts behind an event recorded
+    there: whatever had that memory before has ended. The same holds for host memory: a reload's source is written again by
+    a later copy to the host, which starts behind an event that follows the reload's ``wait``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._to_host = torch.cuda.Stream(self.device)
+        self._to_device = torch.cuda.Stream(self.device)
+
+    def to_host(self, pairs: Pairs) -> Ticket:
+        return self._start(self._to_host, pairs)
+
+    def to_device(self, pairs: Pairs) -> Ticket:
+        return self._start(self._to_device, pairs)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+    @torch.no_grad()
+    def _start(self, lane: torch.cuda.Stream, pairs: Pairs) -> Ticket:
+        lane.wait_stream(torch.cuda.current_stream(self.device))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(lane):
+            start.record(lane)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            end.record(lane)
+        return _StreamTicket(self.device, (start, end))
+
+
+class _StreamTicket:
+    def __init__(self, device: torch.device, times: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
+        self._device = device
+        self.times = times
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self.times[1])
+
+
+class ThreadLanes:
+    """A CPU's, which imitate a GPU's: one thread for each direction, as slow as they are told to be.
+
+    Bytes are copied at the end of the time that their copy takes, so that what reads targets or reuses sources too early
+    gets other numbers. The threads end with ``close``, with this object or with the process, whichever comes first.
+
+    Args:
+        bandwidth_to_host, bandwidth_to_device: bytes a second; None for as fast as the machine copies.
+    """
+
+    def __init__(self, bandwidth_to_host: float | None = None, bandwidth_to_device: float | None = None) -> None:
+        self.device = torch.device("cpu")
+        self._to_host = _Lane("copies to the host", bandwidth_to_host)
+        self._to_device = _Lane("copies to the device", bandwidth_to_device)
+        # Also when the interpreter exits: a thread inside of torch must not outlive it.
+        self._closing = weakref.finalize(self, _close, self._to_host, self._to_device)
+
+    def to_host(self, pairs: Pairs) -> Ticket:
+        return self._to_host.start(pairs)
+
+    def to_device(self, pairs: Pairs) -> Ticket:
+        return self._to_device.start(pairs)
+
+    def close(self) -> None:
+        """End the threads. Copies that have not begun fail, which whoever waits for them is told."""
+        self._closing()
+
+
+class _ThreadTicket:
+    def __init__(self, done: Future[tuple[float, float]]) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        """Raises:
+        RuntimeError: the lanes were closed before the copies; or whatever error a copy met.
+        """
+        self._done.result()
+
+    @property
+    def times(self) -> tuple[float, float]:
+        return self._done.result()
+
+
+_Job = tuple[list[tuple[torch.Tensor, torch.Tensor]], Future[tuple[float, float]]]
+
+
+class _Lane:
+    """One direction. Its thread refers to this object alone, so that ``ThreadLanes`` can be garbage."""
+
+    def __init__(self, name: str, bandwidth: float | None) -> None:
+        self._name = name
+        self._bandwidth = bandwidth
+        self._fastest = 0.0  # bytes a second that this machine has copied
+        self._jobs: SimpleQueue[tuple[list[tuple[torch.Tensor, torch.Tensor]], Future[tuple[float, float]]] | None] = (
+            SimpleQueue()
+        )
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def start(self, pairs: Pairs) -> Ticket:
+        if self._closed.is_set():
+            raise RuntimeError(self._reason())
+        done: Future[tuple[float, float]] = Future()
+        self._jobs.put((list(pairs), done))
+        return _ThreadTicket(done)
+
+    def close(self) -> None:
+        self._closed.set()
+        self._jobs.put(None)
+        if self._thread is not threading.current_thread():  # where garbage collection happens to run
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._run_one():
+            pass
+
+    def _run_one(self) -> bool:
+        """A function of its own, so that nothing of a job stays alive while the next one is awaited."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        pairs, done = job
+        try:
+            times = self._copy(pairs)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            pairs.clear()  # before anybody learns that the copies are over, and looks at what memory is left
+            done.set_result(times)
+        return True
+
+    @torch.no_grad()
+    def _copy(self, pairs: Pairs) -> tuple[float, float]:
+        start = time.time()
+        size = sum(source.numel() * source.element_size() for source, _ in pairs)
+        takes = size / self._bandwidth if self._bandwidth else 0.0
+        copying = size / self._fastest if self._fastest else 0.0
+        if self._closed.wait(max(0.0, takes - copying)):
+            raise RuntimeError(self._reason())
+        began = time.perf_counter()
+        for source, target in pairs:
+            target.copy_(source)
+        self._fastest = max(self._fastest, size / max(time.perf_counter() - began, 1e-9))
+        return start, time.time()
+
+    def _reason(self) -> str:
+        return f"{self._name}: the lanes have been closed"
+
+
+def _close(*lanes: _Lane) -> None:
+    for lane in lanes:
+        lane.close()
