@@ -24,6 +24,7 @@ class StageCosts:
         fused: seconds of BW; None for ``backward + weight``.
         recompute: seconds of R, where a schedule has it.
         checkpoint: what F allocates where R follows; R allocates the rest of ``activation``.
+        movable: how much of ``activation`` can be copied to host memory; None for all. Where R follows, all of ``checkpoint``.
     """
 
     forward: float
@@ -34,6 +35,7 @@ class StageCosts:
     fused: float | None = None
     recompute: float = 0.0
     checkpoint: float = 0.0
+    movable: float | None = None
 
     def seconds(self, kind: Kind) -> float:
         match kind:
@@ -67,8 +69,16 @@ class StageCosts:
                 return -self.retained
             case Kind.BW:
                 return -self.activation
+            case Kind.D2H | Kind.H2D:
+                return self.moved(recomputed) * (-1 if kind is Kind.D2H else 1)
             case _:
                 raise AssertionError(f"{kind} is of no stage")
+
+    def moved(self, recomputed: bool = False) -> float:
+        """How much a copy to host memory takes away from the device, and the copy back brings."""
+        if recomputed:
+            return self.checkpoint
+        return self.activation if self.movable is None else self.movable
 
     @property
     def total(self) -> float:
@@ -112,16 +122,65 @@ class VocabularyCosts:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """The costs of every stage, the seconds of one hop between neighbouring ranks, and what a spread vocabulary costs.
+class CopyCosts:
+    """What copies between a rank's device and host memory cost.
+
+    Attributes:
+        to_host, to_device: seconds for one unit of memory while nothing else is on the way.
+        both: the share of its speed that a direction keeps while the other one of the same rank is busy.
+        switch: how many neighbouring ranks share one switch on the way to host memory.
+        shared: the share of its speed that each of them keeps while all copy in the same direction.
 
     Raises:
-        ValueError: a time or size is negative or not finite, or more is retained after B, or kept for R, than F allocates.
+        ValueError: a number is out of range.
+    """
+
+    to_host: float = 0.0
+    to_device: float = 0.0
+    both: float = 1.0
+    switch: int = 1
+    shared: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("to_host", "to_device"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} of the copies must be a number of at least 0, got {getattr(self, name)}")
+        if type(self.switch) is not int or self.switch < 1:
+            raise ValueError(f"switch of the copies is a number of ranks, at least 1, got {self.switch!r}")
+        for name, least in (("both", 0.5), ("shared", 1 / self.switch)):
+            if not least * (1 - 1e-9) <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} of the copies is a share of a direction's speed, {least:g} (they take turns) to 1 (they do not "
+                    f"disturb each other), got {getattr(self, name)}"
+                )
+
+    def seconds(self, kind: Kind) -> float:
+        """For one unit of memory, with nothing else on the way."""
+        return self.to_host if kind is Kind.D2H else self.to_device
+
+    @property
+    def slowest(self) -> float:
+        """The share of its speed that a copy keeps whatever else is on the way."""
+        return self.both * (self.shared if self.switch > 1 else 1.0)
+
+    @property
+    def disturb_each_other(self) -> bool:
+        return self.slowest < 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of every stage, the seconds of one hop between neighbouring ranks, what a spread vocabulary costs, and copies to
+    host memory.
+
+    Raises:
+        ValueError: a time or size is negative or not finite, or more is retained after B, kept for R, or moved, than F allocates.
     """
 
     stages: tuple[StageCosts, ...]
     hop: float = 0.0
     vocabulary: VocabularyCosts = VocabularyCosts()
+    copies: CopyCosts = CopyCosts()
 
     def __post_init__(self) -> None:
         if not 0 <= self.hop < float("inf"):
@@ -133,7 +192,7 @@ class Costs:
         for index, stage in enumerate(self.stages):
             for field in fields(StageCosts):
                 value = getattr(stage, field.name)
-                if not (value is None and field.name == "fused") and not 0 <= value < float("inf"):
+                if not (value is None and field.name in _MAY_FOLLOW) and not 0 <= value < float("inf"):
                     raise ValueError(f"{field.name} of stage {index} must be a number of at least 0, got {value}")
             if stage.retained > stage.activation:
                 raise ValueError(
@@ -145,10 +204,23 @@ class Costs:
                     f"stage {index} would keep {stage.checkpoint} for R, more than the {stage.activation} without R; "
                     "checkpoint must not be more"
                 )
+            if stage.movable is not None and stage.movable > stage.activation:
+                raise ValueError(
+                    f"stage {index} would move {stage.movable} of the {stage.activation} that F allocated; movable must "
+                    "not be more"
+                )
 
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
         return self if splits == 1 else replace(self, stages=tuple(stage.share(splits) for stage in self.stages))
+
+    def copy_seconds(self, stage: int, kind: Kind, recomputed: bool = False) -> float:
+        """Seconds of a D2H or H2D with nothing else on the way.
+
+        Args:
+            recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
+        """
+        return self.stages[stage].moved(recomputed) * self.copies.seconds(kind)
 
     @property
     def exchange(self) -> float:
@@ -156,10 +228,12 @@ class Costs:
         return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
 
     def fields(self) -> dict[str, Any]:
-        """What ``to_json`` writes; ``fused`` only where it is given, and the vocabulary where it costs something."""
+        """What ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary and copies where they cost
+        something."""
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
-        return {"hop": self.hop, "stages": rows} | spread
+        copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
+        return {"hop": self.hop, "stages": rows} | spread | copies
 
     def to_json(self) -> str:
         """One JSON object, ``{"hop": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
@@ -171,7 +245,7 @@ class Costs:
 
         ``hop`` is 0 where it is left out. A stage must have ``forward``, ``backward`` and ``weight``; where ``retained`` is left
         out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does. ``vocabulary`` has the fields of
-        ``VocabularyCosts``, each 0 where it is left out.
+        ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``, with its defaults.
 
         Raises:
             ValueError: not JSON, or as ``from_fields``.
@@ -190,7 +264,7 @@ class Costs:
             ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
         """
         rows = data.get("stages") if isinstance(data, dict) else None
-        known = {"hop", "stages", "vocabulary"}
+        known = {"hop", "stages", "vocabulary", "copies"}
         if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
             raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
         allowed = [field.name for field in fields(StageCosts)]
@@ -203,7 +277,7 @@ class Costs:
                 problem = f"missing {', '.join(missing)}" if missing else f"unknown cost {unknown[0]!r}"
                 raise ValueError(f"stage {index}: {problem}; costs of a stage are {', '.join(allowed)}")
             for name, value in row.items():
-                if not (value is None and name == "fused"):
+                if not (value is None and name in _MAY_FOLLOW):
                     _check_number(f"stage {index}: {name}", value)
         hop = data.get("hop", 0.0)
         _check_number("hop", hop)
@@ -211,7 +285,10 @@ class Costs:
         for row in rows:
             given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
             stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
-        return cls(tuple(stages), float(hop), _vocabulary(data.get("vocabulary", {})))
+        return cls(tuple(stages), float(hop), _vocabulary(data.get("vocabulary", {})), _copies(data.get("copies", {})))
+
+
+_MAY_FOLLOW = ("fused", "movable")  # from other costs, where they are None
 
 
 def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
@@ -226,6 +303,16 @@ def _vocabulary(row: object) -> VocabularyCosts:
     for name, value in row.items():
         _check_number(f"vocabulary: {name}", value)
     return VocabularyCosts(**{name: float(value) for name, value in row.items()})
+
+
+def _copies(row: object) -> CopyCosts:
+    allowed = [field.name for field in fields(CopyCosts)]
+    if not isinstance(row, dict) or not row.keys() <= set(allowed):
+        raise ValueError(f"copies: expected costs by name, of {', '.join(allowed)}, got {row!r}")
+    for name, value in row.items():
+        _check_number(f"copies: {name}", value)
+    given: dict[str, Any] = {name: value if name == "switch" else float(value) for name, value in row.items()}
+    return CopyCosts(**given)
 
 
 # Where nobody says, and F, B and W take 1: an output layer that adds a third to a rank's work.

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.replay import dependency_order
 from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import check_stages, delay, dependency_order
+from megatron.pipeline.schedule.simulate import check_stages, delay
 
 Draws: TypeAlias = NDArray[np.float64]  # one number for each draw
 

@@ -24,8 +24,9 @@ from megatron.pipeline.schedule.program import (
     Validate,
     Wait,
 )
+from megatron.pipeline.schedule.replay import dependency_order
 from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
-from megatron.pipeline.schedule.simulate import dependency_order, simulate
+from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.timeline import Timeline
 
 

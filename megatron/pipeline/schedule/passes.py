@@ -19,6 +19,8 @@ class Kind(StrEnum):
     T = "T"  # gradient of own rows of the output vocabulary
     IF = "IF"  # own rows of the input embedding: look-up
     IB = "IB"  # gradient of own rows of the input embedding
+    D2H = "D2H"  # what F keeps, copied to host memory
+    H2D = "H2D"  # and back to the device
 
     __hash__ = str.__hash__  # Enum's own is written in Python, and passes are looked up by the hundred thousand
 
@@ -38,6 +40,11 @@ class Kind(StrEnum):
         return self in VOCABULARY_KINDS
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it runs on one of its rank's copy lanes, beside what the rank computes."""
+        return self in COPY_KINDS
+
+    @property
     def is_forward(self) -> bool:
         """Whether it belongs to an evaluation too: it changes no gradient."""
         return self in (Kind.F, Kind.S, Kind.IF)
@@ -45,6 +52,7 @@ class Kind(StrEnum):
 
 STAGE_KINDS = (Kind.F, Kind.R, Kind.B, Kind.W, Kind.BW)
 VOCABULARY_KINDS = (Kind.S, Kind.T, Kind.IF, Kind.IB)
+COPY_KINDS = (Kind.D2H, Kind.H2D)
 
 
 class Vocabulary(StrEnum):
@@ -53,6 +61,13 @@ class Vocabulary(StrEnum):
     TWO_BARRIERS = "1"  # the gradient of the last stage's output follows T: algorithm 1
     ONE_BARRIER = "2"  # it follows S, and T can wait: algorithm 2
     INTERLACED = "interlaced"  # as with two barriers, and every rank waits in S and T for all others (nnScaler)
+
+
+class Offload(StrEnum):
+    """How much of the activations goes to host memory: Wan et al., "PipeOffload", which calls these PO-H and PO-F."""
+
+    SELECTIVE = "selective"  # at most half, those that are kept longest
+    FULL = "full"  # all that pays
 
 
 class Pass(NamedTuple):

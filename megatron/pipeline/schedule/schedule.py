@@ -54,7 +54,8 @@ class Schedule:
         """The passes whose results ``work`` needs, as (rank, pass).
 
         F needs the previous stage's F; B and BW need their own F, or R where there is one, and the next stage's B or BW;
-        R needs its own F; W needs its own B. That slices of one microbatch need each other follows from their order.
+        R needs its own F; W needs its own B. D2H needs its own F, H2D that D2H, and R, or B where there is none, that H2D. That
+        slices of one microbatch need each other follows from their order.
 
         With a spread vocabulary the first F needs IF of all ranks, S the last F, T the S of all ranks, the last B all S (one
         barrier) or all T (two), and IB the first B. IF needs that the parts of ``MOST_WAITING`` microbatches earlier are gone.
@@ -69,12 +70,15 @@ class Schedule:
                 yield from self._everywhere(Kind.IF, microbatch)
         elif work.kind.is_of_vocabulary:
             yield from self._shard_predecessors(work)
-        elif work.kind is Kind.R:
-            yield rank, Pass(Kind.F, microbatch, work.chunk)
         elif work.kind is Kind.W:
             yield rank, Pass(Kind.B, microbatch, work.chunk)
+        elif work.kind is Kind.H2D:
+            yield rank, Pass(Kind.D2H, microbatch, work.chunk)
+        elif work.kind in (Kind.R, Kind.D2H):
+            yield rank, Pass(self._kept_by(rank, work) if work.kind is Kind.R else Kind.F, microbatch, work.chunk)
         else:
-            yield rank, Pass(Kind.R if self.recomputes(rank, work) else Kind.F, microbatch, work.chunk)
+            kept = Kind.R if self.recomputes(rank, work) else self._kept_by(rank, work)
+            yield rank, Pass(kept, microbatch, work.chunk)
             if not self.placement.is_last(stage):
                 after, chunk = self.placement.home(stage + 1)
                 yield after, Pass(self.backward_kind(after, microbatch, chunk), microbatch, chunk)
@@ -106,6 +110,19 @@ class Schedule:
     def recomputes(self, rank: int, work: Pass) -> bool:
         """Whether this rank runs R for the microbatch and chunk of a pass."""
         return Pass(Kind.R, work.microbatch, work.chunk) in self._pass_sets[rank]
+
+    def offloads(self, rank: int, work: Pass) -> bool:
+        """Whether this rank copies what F keeps of the microbatch and chunk of a pass to host memory, and back."""
+        return Pass(Kind.D2H, work.microbatch, work.chunk) in self._pass_sets[rank]
+
+    @cached_property
+    def has_copies(self) -> bool:
+        """Whether any rank offloads anything."""
+        return any(work.kind.is_copy for passes in self.passes for work in passes)
+
+    def _kept_by(self, rank: int, work: Pass) -> Kind:
+        """What leaves on the device what F has kept for later."""
+        return Kind.H2D if self.offloads(rank, work) else Kind.F
 
     @cached_property
     def _pass_sets(self) -> tuple[frozenset[Pass], ...]:

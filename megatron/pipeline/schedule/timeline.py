@@ -19,9 +19,16 @@ class Timed(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """For every rank, its passes with their times, in the order they ran. Starts and ends share one clock."""
+    """For every rank, its passes with their times, in the order they ran. Starts and ends share one clock.
+
+    Attributes:
+        ranks: what every rank computes. A copy takes no time here: it stands for the moment at which its memory is free (D2H), or
+            allocated (H2D).
+        copies: for every rank its copies, with the times at which they are on the way; empty where there are none.
+    """
 
     ranks: tuple[tuple[Timed, ...], ...]
+    copies: tuple[tuple[Timed, ...], ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -52,8 +59,15 @@ class Timeline:
         return _idle_share(self.makespan, self.work)
 
     def to_json(self) -> str:
-        """One JSON object, ``{"ranks": [[["F0.0", start, end], ...], ...]}``, that ``from_json`` reads back."""
-        return json.dumps({"ranks": [[[str(timed.work), timed.start, timed.end] for timed in rank] for rank in self.ranks]})
+        """One JSON object, ``{"ranks": [[["F0.0", start, end], ...], ...]}``, that ``from_json`` reads back; where there are
+        ``copies``, with these in the same form."""
+        tables = {"ranks": self.ranks} | ({"copies": self.copies} if self.copies else {})
+        return json.dumps(
+            {
+                name: [[[str(timed.work), timed.start, timed.end] for timed in rank] for rank in table]
+                for name, table in tables.items()
+            }
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
@@ -64,19 +78,25 @@ class Timeline:
         """
         try:
             data = json.loads(text)
-            rows = data.get("timeline", data)["ranks"]
-            ranks = tuple(tuple(Timed(Pass.parse(work), start, end) for work, start, end in row) for row in rows)
+            data = data.get("timeline", data)
+            rows, lanes = data["ranks"], data.get("copies", [])
+            ranks, copies = (
+                tuple(tuple(Timed(Pass.parse(work), start, end) for work, start, end in row) for row in table)
+                for table in (rows, lanes)
+            )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f'not a timeline: expected {{"ranks": [[["F0.0", start, end], ...], ...]}} ({error})') from None
         if not isinstance(rows, list) or not ranks:
             raise ValueError("not a timeline: ranks must be a list with the passes of at least one rank")
-        for timed in (timed for rank in ranks for timed in rank):
+        if not isinstance(lanes, list) or (copies and len(copies) != len(ranks)):
+            raise ValueError("not a timeline: copies must be a list with those of every rank")
+        for timed in (timed for rank in (*ranks, *copies) for timed in rank):
             times = (timed.start, timed.end)
             if not all(type(time) in (int, float) and abs(time) < 1e100 for time in times) or timed.start > timed.end:
                 raise ValueError(
                     f"not a timeline: {timed.work} needs a start and a later end, got {timed.start!r}, {timed.end!r}"
                 )
-        return cls(ranks)
+        return cls(ranks, copies)
 
 
 def _idle_share(whole: float, work: float) -> float:

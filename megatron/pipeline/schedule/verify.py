@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.problem import LimitTooLow
+from megatron.pipeline.schedule.replay import Stuck, dependency_order, first_before_its_need
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.simulate import Stuck, activation_changes, dependency_order, first_before_its_need
+from megatron.pipeline.schedule.simulate import activation_changes
 from megatron.pipeline.schedule.verify_programs import verify_programs
 
-F, R, B, W, BW, S, T, IF, IB = Kind  # found once: looking up Kind.F takes longer than everything else that is done with a pass
+# Found once: looking up Kind.F takes longer than everything else that is done with a pass.
+F, R, B, W, BW, S, T, IF, IB, D2H, H2D = Kind
 
 __all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
 
@@ -50,6 +52,7 @@ def verify(
     else:
         every_backward_is_whole(schedule)
     the_vocabulary_is_whole(schedule, forward_only)
+    every_copy_has_its_other_half(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
     passes_of_a_chunk_are_in_microbatch_order(schedule)
     dependencies_can_be_met(schedule)
@@ -132,6 +135,15 @@ def the_vocabulary_is_whole(schedule: Schedule, forward_only: bool) -> None:
                     raise _missing(rank, kind, microbatch, 0)
 
 
+def every_copy_has_its_other_half(schedule: Schedule) -> None:
+    """What a rank copies to host memory it copies back, once each."""
+    for rank, passes in enumerate(schedule.passes):
+        present = {work for work in passes if work.kind.is_copy}
+        for kind, microbatch, chunk in present:
+            if (H2D if kind is D2H else D2H, microbatch, chunk) not in present:
+                raise _missing(rank, H2D if kind is D2H else D2H, microbatch, chunk)
+
+
 def only_forwards(schedule: Schedule) -> None:
     """In evaluation nothing but F, and with a spread vocabulary IF and S, runs."""
     for rank, passes in enumerate(schedule.passes):
@@ -142,7 +154,7 @@ def only_forwards(schedule: Schedule) -> None:
 
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
     """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, B before W, and S
-    before T."""
+    before T. Where there are copies D2H follows F, H2D follows D2H, and R, or B or BW without one, follows H2D."""
     for rank, passes in enumerate(schedule.passes):
         if (misplaced := first_before_its_need(passes)) is not None:
             work, needed = misplaced
@@ -175,7 +187,7 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
                 last[kinds, chunk] = place, work
 
 
-_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW")} | {
+_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW"), D2H: (), H2D: ()} | {
     kind: (str(kind),) for kind in (S, T, IF, IB)
 }
 

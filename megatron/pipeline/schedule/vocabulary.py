@@ -16,8 +16,9 @@ from dataclasses import replace
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.replay import Stuck, dependency_order
 from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
-from megatron.pipeline.schedule.simulate import Stuck, delay, dependency_order
+from megatron.pipeline.schedule.simulate import delay
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
