@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import v
 from megatron.pipeline.schedule.schedule import Schedule
@@ -23,6 +24,7 @@ from megatron.pipeline.schedule.simulate import activation_changes, activation_p
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.schedule.transform import recompute
 from megatron.pipeline.view import Entry, Point, draw, draw_pareto, draw_robustness, page, render, write_page
+from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.pareto import frontier, label_places
 from megatron.pipeline.view.style import COLOURS, MEANING, number, shade
 
@@ -97,6 +99,48 @@ def test_slices_have_letters() -> None:
     assert number(Pass(Kind.F, 7)) == "7"
     sliced = timeline("1f1b", 2, 4)
     assert "F1b" in render(sliced, splits=2) and "F3" not in render(sliced, splits=2)
+
+
+def offloaded() -> tuple[Schedule, Costs]:
+    """1F1B on 2 ranks, whose first one has its first two microbatches in host memory for a while."""
+    plain = families.plan("1f1b", 2, 3)
+    rows = ["F0.0 F1.0 D2H0.0 D2H1.0 H2D0.0 BW0.0 F2.0 H2D1.0 BW1.0 BW2.0", " ".join(map(str, plain.passes[1]))]
+    passes = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
+    costs = uniform(plain.placement, forward=4, backward=4, weight=4)
+    return replace(plain, passes=passes), replace(costs, copies=CopyCosts(to_host=4, to_device=2))
+
+
+def test_text_has_lanes_for_copies() -> None:
+    drawn = simulate(*offloaded())
+    lines = render(drawn, width=60).splitlines()
+    assert [line[:7] for line in lines] == ["rank 0 ", " D2H   ", " H2D   ", "rank 1 ", " D2H   ", " H2D   "]
+    assert [line[7:] for line in lines[:3]] == [
+        "F0--F1--........BW0=====F2--..BW1=====..BW2=====",
+        "....>0-->1--....................................",
+        "............<0..............<1..................",
+    ]
+    assert render(drawn, width=20).splitlines()[1][7:].strip(".") == ">>"
+    folded = render(Timeline(drawn.ranks * 20, drawn.copies * 20), height=24).splitlines()
+    assert len(folded) <= 24 and "... 34 ranks more" in folded
+
+
+def test_pictures_have_lanes_for_copies(tmp_path: Path) -> None:
+    schedule, costs = offloaded()
+    drawn = simulate(schedule, costs)
+    for name, one in (("boxes", drawn), ("columns", Timeline(drawn.ranks, drawn.copies))):
+        draw({name: one}, tmp_path / f"{name}.svg")
+        text = (tmp_path / f"{name}.svg").read_text()
+        assert "<!-- D2H  copy to host memory -->" in text and "<!-- H2D  copy to the device -->" in text
+        assert text.count("#882255") > 1 and text.count("#332288") > 1  # not in the legend only
+
+
+def test_a_trace_has_threads_for_copies() -> None:
+    schedule, costs = offloaded()
+    events = to_trace(simulate(schedule, costs), schedule, costs)["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(names.values()) == ["rank 0", "rank 0 D2H", "rank 0 H2D", "rank 1", "rank 1 D2H", "rank 1 H2D"]
+    found = {(names[event["tid"]], event["name"], event["dur"]) for event in events if event.get("cat") in ("D2H", "H2D")}
+    assert found == {(f"rank 0 {kind}", f"{kind}{n}.0", 1e6 * time) for kind, time in (("D2H", 4), ("H2D", 2)) for n in (0, 1)}
 
 
 def test_text_that_is_cut_says_so() -> None:

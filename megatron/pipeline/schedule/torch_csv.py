@@ -32,8 +32,8 @@ def to_csv(schedule: Schedule) -> str:
     The order of every rank is kept. What is lost is the name, and which chunk a stage is on its rank: see ``from_csv``.
 
     Raises:
-        ValueError: the schedule recomputes, cuts microbatches into slices, or has several replicas of the model, none of
-            which torch's format can say.
+        ValueError: the schedule recomputes, offloads, cuts microbatches into slices, or has several replicas of the model, none
+            of which torch's format can say.
     """
     if schedule.splits > 1:
         raise ValueError(
@@ -53,11 +53,12 @@ def to_csv(schedule: Schedule) -> str:
                 f"{schedule.name} spreads the vocabulary over all ranks, which torch's CSV has no passes for; write it as "
                 "JSON, or plan it without"
             )
-        recomputed = next((work for work in passes if work.kind not in _LETTERS), None)
-        if recomputed is not None:
+        other = next((work for work in passes if work.kind not in _LETTERS), None)
+        if other is not None:
+            what, flag = ("copies activations", "offload") if other.kind.is_copy else ("recomputes a forward", "recompute")
             raise ValueError(
-                f"rank {rank}: {recomputed} recomputes a forward, which torch's CSV has no kind for; write the schedule as "
-                "JSON, or plan it without recompute"
+                f"rank {rank}: {other} {what}, which torch's CSV has no kind for; write the schedule as JSON, or plan it without "
+                f"{flag}"
             )
         writer.writerow(f"{stages[chunk]}{_LETTERS[kind]}{microbatch}" for kind, microbatch, chunk in passes)
     return text.getvalue()

@@ -1,7 +1,8 @@
 """Timelines as a trace for ``ui.perfetto.dev`` or ``chrome://tracing``, planned or measured.
 
 The format is the JSON of Google's *Trace Event Format*: one process per pipeline, one thread per rank, one complete event
-per pass and per wait, one counter per rank for its activation memory, and a flow from every pass to the one on another rank
+per pass and per wait, two more threads per rank for its copies to host memory and back where there are any, one counter per
+rank for its activation memory, and a flow from every pass to the one on another rank
 that needs its result.
 """
 
@@ -12,9 +13,11 @@ from typing import Any
 
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.lower import transfers
+from megatron.pipeline.schedule.passes import COPY_KINDS, Kind
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_profile
 from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.view.style import lanes
 
 __all__ = ["to_trace"]
 
@@ -56,10 +59,10 @@ def to_trace(
         _check_same(timeline, schedule)
     clock = _Clock(timeline, unit)
     named = [_label(process, 0, "process_name", name=name or (schedule.name if schedule else "pipeline"))]
-    for rank in range(len(timeline.ranks)):
+    for thread, label, place in _threads(timeline):
         named += [
-            _label(process, rank, "thread_name", name=f"rank {rank}"),
-            _label(process, rank, "thread_sort_index", sort_index=rank),
+            _label(process, thread, "thread_name", name=label),
+            _label(process, thread, "thread_sort_index", sort_index=place),
         ]
     events = list(_passes(timeline, schedule, clock))
     if schedule is not None:
@@ -88,14 +91,30 @@ class _Clock:
         return round(float(time - self._origin) * self._microseconds, 3)
 
 
-def _label(process: int, rank: int, kind: str, **values: object) -> _Event:
-    return {"ph": "M", "name": kind, "pid": process, "tid": rank, "args": values}
+def _label(process: int, thread: int, kind: str, **values: object) -> _Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": values}
+
+
+def _threads(timeline: Timeline) -> Iterator[tuple[int, str, int]]:
+    """Number, name and place of every thread: a rank's own number is its passes' thread, and its lanes stand below it."""
+    ranks = len(timeline.ranks)
+    for rank in range(ranks):
+        yield rank, f"rank {rank}", (1 + len(COPY_KINDS)) * rank if timeline.copies else rank
+        for lane, kind in enumerate(lanes(timeline, rank)):
+            yield _lane(kind, rank, ranks), f"rank {rank} {kind}", (1 + len(COPY_KINDS)) * rank + 1 + lane
+
+
+def _lane(kind: Kind, rank: int, ranks: int) -> int:
+    """The number of the thread of a rank's copies of a kind."""
+    return (1 + COPY_KINDS.index(kind)) * ranks + rank
 
 
 def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Iterator[_Event]:
-    splits = schedule.splits if schedule else 1
+    splits, ranks = schedule.splits if schedule else 1, len(timeline.ranks)
     for rank, row in enumerate(timeline.ranks):
-        for work, start, end in row:
+        computed = [timed for timed in row if not timed.work.kind.is_copy]
+        for work, start, end in (*computed, *(timeline.copies[rank] if timeline.copies else ())):
+            thread = _lane(work.kind, rank, ranks) if work.kind.is_copy else rank
             number, part = divmod(work.microbatch, splits)
             values = {"microbatch": number, "chunk": work.chunk}
             if schedule and not work.kind.is_of_vocabulary:
@@ -104,7 +123,7 @@ def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Ite
                 values["slice"] = part
             begin = clock(start)
             length = round(clock(end) - begin, 3)
-            yield {"ph": "X", "name": str(work), "cat": str(work.kind), "tid": rank, "ts": begin, "dur": length, "args": values}
+            yield {"ph": "X", "name": str(work), "cat": str(work.kind), "tid": thread, "ts": begin, "dur": length, "args": values}
 
 
 def _flows(timeline: Timeline, schedule: Schedule, clock: _Clock, process: int) -> Iterator[_Event]:

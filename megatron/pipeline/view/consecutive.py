@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
 
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.timeline import Timed, Timeline
 
 # Of an iteration's span: by how much two iterations of a rank may overlap. On GPUs, the clock is read anew for each.
 _CLOCK_ERROR = 0.01
@@ -79,8 +79,14 @@ class Consecutive:
     @cached_property
     def timeline(self) -> Timeline:
         """All passes of every rank; microbatches count from 0 in each iteration."""
-        rows = zip(*(one.timeline.ranks for one in self.iterations), strict=True)
-        return Timeline(tuple(tuple(timed for passes in row for timed in passes) for row in rows))
+
+        def joined(tables: Iterable[Sequence[Sequence[Timed]]]) -> tuple[tuple[Timed, ...], ...]:
+            return tuple(tuple(timed for part in row for timed in part) for row in zip(*tables, strict=True))
+
+        timelines = [one.timeline for one in self.iterations]
+        none = ((),) * len(timelines[0].ranks)
+        copies = joined(timeline.copies or none for timeline in timelines)
+        return Timeline(joined(timeline.ranks for timeline in timelines), copies if any(copies) else ())
 
     @property
     def period(self) -> float:

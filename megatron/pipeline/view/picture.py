@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import COLOURS, MEANING, number, shade, typical_length
+from megatron.pipeline.view.style import COLOURS, MEANING, lanes, number, shade, typical_length
 
 if TYPE_CHECKING:
+    import numpy
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -26,6 +27,7 @@ _WAIT = "#BBA9C9"
 _INK = "#222222"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
+_LANES = 0.45  # by how much a row is taller that has copy lanes below its passes
 _FONT, _SMALLEST, _NARROWEST = 8.0, 5.5, 0.9  # points
 _LETTERS_OF_LINE, _BESIDE_LABEL = 190, 5  # of the legend, and what a colour and the space around it take
 _MOST_BOXES = 60_000  # of one panel: an SVG with more is tens of megabytes
@@ -44,8 +46,8 @@ def draw(
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
-    Where passes are too narrow or too many, each rank's row shows columns instead, in which every kind of pass is as high
-    as its share of the time.
+    Copies to host memory and back are two thin lanes below the passes of their rank. Where passes are too narrow or too many,
+    each rank's row shows columns instead, in which every kind of pass is as high as its share of the time.
 
     Args:
         timelines: what to draw, by title. Each is shifted to start at 0.
@@ -117,7 +119,7 @@ class _Numbers:
             (len(self.text(title, timed)) for title, timeline in timelines.items() for rank in timeline.ranks for timed in rank),
             default=1,
         )
-        self._height = min(_row(timeline) for timeline in timelines.values()) * 72 * 0.72
+        self._height = min(_row(timeline) / (1 + _LANES * bool(timeline.copies)) for timeline in timelines.values()) * 72 * 0.72
         self.size = min(_FONT, self._height, max(_SMALLEST, self._largest(typical_length(timelines.values()))))
 
     def text(self, title: str, timed: Timed) -> str:
@@ -139,7 +141,14 @@ class _Numbers:
 
 def _row(timeline: Timeline) -> float:
     """The height of a rank's row, in inches: flatter where there are many ranks."""
-    return min(_ROW, max(_FLATTEST, _TALLEST_PANEL / len(timeline.ranks)))
+    return min(_ROW, max(_FLATTEST, _TALLEST_PANEL / len(timeline.ranks))) * (1 + _LANES if timeline.copies else 1)
+
+
+def _bars(timeline: Timeline) -> dict[Kind | None, tuple[float, float]]:
+    """From where to where in a row, which counts 1 from -0.5 to 0.5, its passes (None) and its lanes stand."""
+    if not timeline.copies:
+        return {None: (-0.42, 0.42)}
+    return {None: (-0.46, 0.14), Kind.D2H: (0.18, 0.3), Kind.H2D: (0.33, 0.45)}
 
 
 def _panel(
@@ -165,66 +174,83 @@ def _panel(
 
 
 def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
-    """One box per pass, on idle time. All alike boxes of a rank are one path: a fraction of the time and of the file."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path as Outline
-
-    origin = _origin(timeline)
-    chunks = _chunks([timeline])
-    outline = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+    """One box per pass and per copy, on idle time."""
+    origin, chunks, bars = _origin(timeline), _chunks([timeline]), _bars(timeline)
     for row, rank in enumerate(timeline.ranks):
-        low, high = row - 0.42, row + 0.42
+        low, high = (row + edge for edge in bars[None])
         if idle:
-            axes.broken_barh([(0, timeline.makespan)], (low, high - low), facecolor=_IDLE, linewidth=0)
+            for top, bottom in bars.values():
+                axes.broken_barh([(0, timeline.makespan)], (row + top, bottom - top), facecolor=_IDLE, linewidth=0)
         if waits:
-            bars = [(start - origin, end - start) for start, end in waits[row]]
-            axes.broken_barh(bars, (row - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
-        alike: dict[tuple[Kind, int], list[Timed]] = {}
-        for timed in rank:
-            alike.setdefault((timed.work.kind, timed.work.chunk), []).append(timed)
-        for (kind, chunk), passes in alike.items():
-            spans = [(float(start - origin), float(end - origin)) for _, start, end in passes]
-            narrow = min(end - start for start, end in spans) * numbers.points < 3
-            corners = [
-                corner for start, end in spans for corner in ((start, low), (end, low), (end, high), (start, high), (start, low))
-            ]
-            axes.add_patch(
-                PathPatch(
-                    Outline(corners, outline * len(spans)),
-                    facecolor=shade(COLOURS[kind], chunk, chunks),
-                    edgecolor="white",
-                    linewidth=0 if narrow else 0.6,
-                )
-            )
-        for timed in rank:
+            intervals = [(start - origin, end - start) for start, end in waits[row]]
+            axes.broken_barh(intervals, ((low + high) / 2 - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
+        passes = [timed for timed in rank if not timed.work.kind.is_copy]
+        _paths(axes, passes, (low, high), origin, chunks, numbers)
+        for kind, copies in lanes(timeline, row).items():
+            _paths(axes, copies, (row + bars[kind][0], row + bars[kind][1]), origin, chunks, numbers)
+        for timed in passes:
             if numbers.fits(timed.end - timed.start):
                 middle = (timed.start + timed.end) / 2 - origin
                 text = numbers.text(title, timed)
-                axes.text(middle, row, text, ha="center", va="center_baseline", fontsize=numbers.size, color=_INK)
+                axes.text(middle, (low + high) / 2, text, ha="center", va="center_baseline", fontsize=numbers.size, color=_INK)
+
+
+def _paths(axes: Axes, passes: Sequence[Timed], bar: tuple[float, float], origin: float, chunks: int, numbers: _Numbers) -> None:
+    """Boxes of the height of a bar. All alike ones are one path: a fraction of the time and of the file."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    outline = [Outline.MOVETO, Outline.LINETO, Outline.LINETO, Outline.LINETO, Outline.CLOSEPOLY]
+    low, high = bar
+    alike: dict[tuple[Kind, int], list[Timed]] = {}
+    for timed in passes:
+        alike.setdefault((timed.work.kind, timed.work.chunk), []).append(timed)
+    for (kind, chunk), same in alike.items():
+        spans = [(float(start - origin), float(end - origin)) for _, start, end in same]
+        narrow = min(end - start for start, end in spans) * numbers.points < 3
+        corners = [
+            corner for start, end in spans for corner in ((start, low), (end, low), (end, high), (start, high), (start, low))
+        ]
+        axes.add_patch(
+            PathPatch(
+                Outline(corners, outline * len(spans)),
+                facecolor=shade(COLOURS[kind], chunk, chunks),
+                edgecolor="white",
+                linewidth=0 if narrow else 0.6,
+            )
+        )
 
 
 def _columns(axes: Axes, timeline: Timeline) -> None:
     """Columns of stacked shares of time, as an image: its size does not grow with the number of passes."""
     import numpy
 
-    kinds = list(Kind)
-    origin, lines, gap = _origin(timeline), 16, 2
-    per_time = _BINS / float(timeline.makespan)
-    image = numpy.full((len(timeline.ranks) * lines, _BINS, 3), 255, dtype=numpy.uint8)
+    bars, ranks = _bars(timeline), len(timeline.ranks)
+    lines = 24 if timeline.copies else 16
+    image = numpy.full((ranks * lines, _BINS, 3), 255, dtype=numpy.uint8)
     for row, rank in enumerate(timeline.ranks):
-        shares = numpy.zeros((len(kinds), _BINS))
-        for work, start, end in rank:
-            begin, stop = float(start - origin) * per_time, min(_BINS, float(end - origin) * per_time)
-            for column in range(int(begin), math.ceil(stop)):
-                shares[kinds.index(work.kind), column] += min(stop, column + 1) - max(begin, column)
-        # The lines of a row count from its bottom: a line belongs to the first kind whose top lies above its middle.
-        tops = numpy.cumsum(shares, axis=0) * (lines - gap)
-        middles = numpy.arange(lines - gap)[::-1, None] + 0.5
-        palette = [_rgb(colour) for colour in (*(COLOURS[kind] for kind in kinds), _IDLE)]
-        nearest = (tops[:, None, :] <= middles[None]).sum(axis=0)
-        image[row * lines + gap // 2 : (row + 1) * lines - gap // 2] = numpy.array(palette, dtype=numpy.uint8)[nearest]
-    extent = (0, float(timeline.makespan), len(timeline.ranks) - 0.5, -0.5)
+        for bar, passes in ({None: rank} | lanes(timeline, row)).items():
+            top, bottom = (row * lines + round((edge + 0.5) * lines) for edge in bars[bar])
+            image[top:bottom] = _stacked(passes, _origin(timeline), _BINS / float(timeline.makespan), bottom - top)
+    extent = (0, float(timeline.makespan), ranks - 0.5, -0.5)
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
+
+
+def _stacked(passes: Sequence[Timed], origin: float, per_time: float, lines: int) -> numpy.ndarray:
+    """An image of so many lines: in each column, every kind of pass is as high as its share of the time."""
+    import numpy
+
+    kinds = list(Kind)
+    shares = numpy.zeros((len(kinds), _BINS))
+    for work, start, end in passes:
+        begin, stop = float(start - origin) * per_time, min(_BINS, float(end - origin) * per_time)
+        for column in range(int(begin), math.ceil(stop)):
+            shares[kinds.index(work.kind), column] += min(stop, column + 1) - max(begin, column)
+    # Lines count from the bottom: a line belongs to the first kind whose top lies above its middle.
+    tops = numpy.cumsum(shares, axis=0) * lines
+    middles = numpy.arange(lines)[::-1, None] + 0.5
+    palette = numpy.array([_rgb(colour) for colour in (*(COLOURS[kind] for kind in kinds), _IDLE)], dtype=numpy.uint8)
+    return palette[(tops[:, None, :] <= middles[None]).sum(axis=0)]
 
 
 def _iterations(axes: Axes, consecutive: Consecutive, numbers: _Numbers) -> None:

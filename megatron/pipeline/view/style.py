@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.passes import COPY_KINDS, Kind, Pass
+from megatron.pipeline.schedule.timeline import Timed, Timeline
 
 # Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
 COLOURS = {
@@ -19,6 +19,9 @@ COLOURS = {
     Kind.T: "#0072B2",
     Kind.IF: "#999999",
     Kind.IB: "#666666",
+    # Paul Tol's wine and indigo: dark, on lanes of their own.
+    Kind.D2H: "#882255",
+    Kind.H2D: "#332288",
 }
 MEANING = {
     Kind.F: "forward",
@@ -30,6 +33,8 @@ MEANING = {
     Kind.T: "gradient of own output rows",
     Kind.IF: "embedding, own rows",
     Kind.IB: "gradient of own embedding rows",
+    Kind.D2H: "copy to host memory",
+    Kind.H2D: "copy to the device",
 }
 LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white
 
@@ -52,6 +57,13 @@ def number(work: Pass, splits: int = 1) -> str:
         letters = chr(ord("a") + letter) + letters
         slice_ -= 1
     return f"{microbatch}{letters}"
+
+
+def lanes(timeline: Timeline, rank: int) -> dict[Kind, list[Timed]]:
+    """A rank's copies by their kind, each a lane beside its passes; empty where the timeline has no copies of any rank."""
+    if not timeline.copies:
+        return {}
+    return {kind: [timed for timed in timeline.copies[rank] if timed.work.kind is kind] for kind in COPY_KINDS}
 
 
 def typical_length(timelines: Iterable[Timeline]) -> float:

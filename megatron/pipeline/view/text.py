@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 import textwrap
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import TypeAlias
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import number, typical_length
+from megatron.pipeline.view.style import lanes, number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
 _FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "=", Kind.S: "s", Kind.T: "t", Kind.IF: ".", Kind.IB: ","}
+_FILL |= {Kind.D2H: "-", Kind.H2D: "-"}
+_LETTERS = {
+    Kind.D2H: ">",
+    Kind.H2D: "<",
+}  # of kinds that are not written as they are called: lines of their own say which they are
 _IDLE = "."
 _CUT = " ... "
 _Texts: TypeAlias = Iterable[tuple[int, int, str, str]]  # first column, column behind the last, what stands there, what fills it
@@ -27,9 +33,10 @@ def render(
     """One line per rank on one time axis; never more than a screen, and what that leaves out is said below.
 
     A pass is its kind and microbatch (``F0--``, ``B0==``, ``W0~~``, ``R0++``; with several chunks ``F0.1``, with slices
-    ``F0a``), or, where the line is too short for that, the first letter of its kind. Dots are idle time. Where the line is
-    too short even for letters, the middle of the time is left out; where there are too many ranks, the middle ranks are.
-    Of consecutive iterations all of the time is there, and the shortest passes are left out.
+    ``F0a``), or, where the line is too short for that, the first letter of its kind. Dots are idle time. Copies to host memory
+    (``>0--``) and back (``<0--``) are on two lines below those of their rank. Where the line is too short even for letters, the
+    middle of the time is left out; where there are too many ranks, the middle ranks are. Of consecutive iterations all of the
+    time is there, and the shortest passes are left out.
 
     Args:
         timeline: planned or measured.
@@ -39,7 +46,8 @@ def render(
         consecutive: the iterations that the timeline joins: a line above says where each begins on the first rank, and the
             passes of every second one are in small letters.
     """
-    passes = [timed for rank in timeline.ranks for timed in rank]
+    computed = [[timed for timed in rank if not timed.work.kind.is_copy] for rank in timeline.ranks]
+    passes = [timed for rank in (*computed, *timeline.copies) for timed in rank]
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     origin = min((timed.start for timed in passes), default=0.0)
     room = max(10, width - margin)
@@ -49,13 +57,14 @@ def render(
     chunked = any(timed.work.chunk for timed in passes)
 
     def name(timed: Timed) -> str:
-        return f"{timed.work.kind}{number(timed.work, splits)}" + (f".{timed.work.chunk}" if chunked else "")
+        kind, chunk = _LETTERS.get(timed.work.kind, timed.work.kind), f".{timed.work.chunk}" if chunked else ""
+        return f"{kind}{number(timed.work, splits)}{chunk}"
 
-    named = all(len(name(timed)) <= int((timed.end - timed.start) * scale) for timed in passes)
-    windows = [(0, columns)]
-    if columns > room:
-        head = (room - len(_CUT) + 1) // 2
-        windows = [(0, head), (columns - (room - len(_CUT) - head), columns)]
+    def named(some: Iterable[Timed]) -> bool:
+        return all(len(name(timed)) <= int((timed.end - timed.start) * scale) for timed in some)
+
+    passes_named, copies_named = named(chain(*computed)), named(chain(*timeline.copies))
+    windows = _windows(columns, room)
 
     def column(time: float) -> int:
         return round((time - origin) * scale)
@@ -70,33 +79,38 @@ def render(
                     seen[low - first : high - first] = text.ljust(end - begin, fill)[low - begin : high - begin]
         return label.ljust(margin) + _CUT.join(map("".join, cells))
 
-    def row(index: int, rank: tuple[Timed, ...]) -> str:
+    def row(label: str, index: int, some: Iterable[Timed], with_names: bool) -> str:
         later = [one.starts[index] for one in consecutive.iterations[1:]] if consecutive else []
         texts = []
-        for timed in rank:
-            text = name(timed) if named else timed.work.kind[:1]
+        for timed in some:
+            text = name(timed)[: None if with_names else 1]
             text = text.lower() if bisect_right(later, timed.start) % 2 else text
             texts.append((column(timed.start), column(timed.end), text, _FILL[timed.work.kind]))
-        return line(f"rank {index}", _IDLE, texts)
+        return line(label, _IDLE, texts)
+
+    def rows(index: int) -> Iterator[str]:
+        yield row(f"rank {index}", index, computed[index], passes_named)
+        for kind, copies in lanes(timeline, index).items():
+            yield row(f" {kind}", index, copies, copies_named)
 
     def shown(timed: Timed) -> bool:
-        begin, end = column(timed.start), column(timed.end)
-        return any(max(begin, first) < min(end, stop) for first, stop in windows)
+        return any(max(column(timed.start), first) < min(column(timed.end), stop) for first, stop in windows)
 
-    first, last = _folded(len(timeline.ranks), height - (consecutive is not None))
-    rows = [(index, rank) for index, rank in enumerate(timeline.ranks) if not first <= index < last]
-    lines = [row(index, rank) for index, rank in rows]
+    first, last = _folded(len(timeline.ranks), height - (consecutive is not None), 3 if timeline.copies else 1)
+    above, below = range(first), range(last, len(timeline.ranks))
+    lines = [text for index in above for text in rows(index)]
     left_out = []
     if first < last:
-        lines.insert(first, f"... {last - first} ranks more")
+        lines.append(f"... {last - first} ranks more")
         left_out.append(f"ranks {first} to {last - 1}")
+    lines += [text for index in below for text in rows(index)]
     if columns > room:
         left_out.append(f"time {windows[0][1] / scale:.4g} to {windows[1][0] / scale:.4g} of {makespan:.4g}")
     if consecutive:
         lines.insert(0, line("", " ", _numbers(consecutive, column)).rstrip())
-    instant = sum(timed.start == timed.end for timed in passes)
-    seen = sum(shown(timed) for _, rank in rows for timed in rank)
-    if left_out or seen + instant < len(passes):
+    drawn = (table[index] for table in (computed, timeline.copies) if table for index in (*above, *below))
+    seen = sum(shown(timed) for some in drawn for timed in some)
+    if left_out or seen < sum(timed.start < timed.end for timed in passes):
         reason = ", ".join(left_out) or "passes too short for a column"
         note = f"left out: {reason}; {len(passes) - seen:,} of {len(passes):,} passes"
         lines += textwrap.wrap(note, max(20, width))
@@ -109,6 +123,14 @@ def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts
     for one, start, end in zip(consecutive.iterations, first, first[1:], strict=False):
         begin, behind = column(start), column(end)
         yield begin, behind, one.label(behind - begin), " "
+
+
+def _windows(columns: int, room: int) -> list[tuple[int, int]]:
+    """Which columns are shown, from the first to before the last of two numbers: all, or those at the start and at the end."""
+    if columns <= room:
+        return [(0, columns)]
+    head = (room - len(_CUT) + 1) // 2
+    return [(0, head), (columns - (room - len(_CUT) - head), columns)]
 
 
 def _scale(timeline: Timeline, room: int) -> float:
@@ -129,7 +151,11 @@ def _scale(timeline: Timeline, room: int) -> float:
     return 1 / typical if typical * _MOST_COLUMNS > makespan else _MOST_COLUMNS / makespan
 
 
-def _folded(ranks: int, height: int) -> tuple[int, int]:
-    """Which ranks, from the first to before the last of two numbers, do not fit; four lines are for saying what is left out."""
-    rows = max(2, height - 4)
-    return (ranks, ranks) if ranks <= rows + 1 else ((rows + 1) // 2, ranks - rows // 2)
+def _folded(ranks: int, height: int, lines: int) -> tuple[int, int]:
+    """Which ranks, from the first to before the last of two numbers, do not fit; four lines are for saying what is left out.
+
+    Args:
+        lines: of each rank.
+    """
+    rows = max(2, (height - 4) // lines)
+    return (ranks, ranks) if ranks * lines <= max(3, height - 3) else ((rows + 1) // 2, ranks - rows // 2)
