@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -107,7 +108,8 @@ def train(
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(1)
-    inputs, losses, away = [], [], []
+    inputs, losses = [], []
+    away: list[Store] = []
     for count in tokens:
         x = torch.randn(count, BATCH, WIDTH, generator=generator).to(device).requires_grad_()
         store = make() if make else None
@@ -402,6 +404,16 @@ def test_graphs_may_die_without_a_backward(model: torch.nn.Sequential, lanes: Th
         assert pool.in_use == 0
 
 
+def test_a_small_output_does_not_keep_its_own_graph(lanes: ThreadLanes) -> None:
+    meter = ActivationMeter([])
+    store = Store(lanes, HostPool(None, pinned=False), set(), lambda some: [meter.hold(one) for one in some], 10**6)
+    with store.capture():
+        probabilities = torch.softmax(torch.randn(8, 8, requires_grad=True), dim=-1)
+    assert meter.current == 4 * 64
+    del probabilities
+    assert meter.current == 0
+
+
 # Host memory.
 
 
@@ -423,7 +435,11 @@ def test_an_arena_a_little_too_large_serves() -> None:
     assert large.bytes.data_ptr() % 4096 == 0
     pool.give(large)
     assert pool.take(85 << 20) is large
+    smaller = pool.take(90 << 20)
+    assert smaller is not large
     pool.give(large)
+    pool.give(smaller)
+    assert pool.take(85 << 20) is smaller
     assert pool.take(70 << 20) is not large
     assert rounded(1) == 4096
     assert rounded((2 << 20) + 1) == 4 << 20
@@ -477,6 +493,26 @@ def test_each_direction_copies_in_order(lanes: ThreadLanes) -> None:
         ticket.wait()
     assert torch.equal(target, second)
     assert tickets[0].times[1] <= tickets[1].times[0]
+
+
+def test_a_slow_direction_does_not_hold_up_the_other() -> None:
+    lanes = ThreadLanes(bandwidth_to_host=1.0)
+    slow, fast, source = torch.zeros(1000), torch.zeros(1000), torch.ones(1000)
+    lanes.to_host([(source, slow)])
+    for _ in range(10):
+        lanes.to_device([(source, fast)]).wait()
+    assert fast.sum() == 1000
+    assert slow.sum() == 0
+    lanes.close()
+
+
+def test_nothing_is_held_once_it_is_copied(lanes: ThreadLanes) -> None:
+    source = torch.ones(1000)
+    alive = weakref.ref(source)
+    ticket = lanes.to_host([(source, torch.zeros(1000))])
+    del source
+    ticket.wait()
+    assert alive() is None
 
 
 def test_an_error_is_raised_where_it_is_waited_for(lanes: ThreadLanes) -> None:
