@@ -17,9 +17,9 @@ from megatron.pipeline.schedule.timeline import Timed
 
 
 class Waited(NamedTuple):
-    """A wait for a message to come, at the end of an iteration to have gone, or for a collective, with its start and end."""
+    """A wait for a message to come, at the end of an iteration to have gone, for a collective or for a copy, with its times."""
 
-    message: Message | Collective
+    message: Message | Collective | Pass
     start: float
     end: float
 

@@ -16,12 +16,13 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.bound import least_limit, lower_bound
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.jitter import Expected, expected
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.schedule.verify import verify
 
 AUTO = families.AUTO
@@ -82,6 +83,7 @@ class Request:
         recompute, fused: from a placement to the stages that run R, and to those that run BW.
         jitter: see ``Problem``; above 0 the expected case is what is compared.
         vocabulary: how it is spread over all ranks, if it is.
+        offload, host_limit: see ``Problem``.
     """
 
     ranks: int
@@ -93,6 +95,8 @@ class Request:
     fused: Callable[[Placement], Iterable[int]] = lambda placement: ()
     jitter: float = 0.0
     vocabulary: Vocabulary | None = None
+    offload: Offload | None = None
+    host_limit: float | None = None
 
     def problem(self, variant: Variant) -> Problem:
         """What this asks of one family.
@@ -115,6 +119,8 @@ class Request:
             group=variant.group,
             jitter=self.jitter,
             vocabulary=self.vocabulary,
+            offload=self.offload,
+            host_limit=self.host_limit,
         )
 
 
@@ -156,11 +162,13 @@ class Candidate:
 
     @cached_property
     def bound(self) -> float:
-        """What no schedule can beat, in the nominal case, on this placement and where no rank holds more than ``peak``.
+        """What no schedule can beat, in the nominal case, on this placement and where no rank holds more than this one does.
 
-        Every schedule is held against its own memory, whatever limit it was planned for, so that their gaps compare.
+        Every schedule is held against its own memory, that of the host included, whatever limit it was planned for, so that their
+        gaps compare.
         """
-        return lower_bound(replace(self.problem, limits=(self.peak,) * self.problem.ranks))
+        most = max(activation_peaks(without_copies(self.schedule), self.problem.costs))
+        return lower_bound(replace(self.problem, limits=(most,) * self.problem.ranks))
 
     @property
     def gap(self) -> float:

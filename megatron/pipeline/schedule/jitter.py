@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.lanes import lanes, returning
+from megatron.pipeline.schedule.passes import COPY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.replay import dependency_order
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import check_stages, delay
@@ -80,11 +81,12 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
     ends: dict[tuple[int, Pass], Draws] = {}  # of what ranks make for each other, until it is used; of a vocabulary many do
     free = np.zeros((schedule.ranks, draws))
     begins = np.zeros((schedule.ranks, draws))
+    copying = _Copies(schedule, costs.sliced(schedule.splits), draws)
     for rank, slots in dependency_order(schedule):
         for slot in slots:
             work = schedule.passes[rank][slot]
             kind, stage = work.kind, schedule.placement.stage(rank, work.chunk)
-            if (kind, stage) not in durations:
+            if (kind, stage) not in durations and not kind.is_copy:
                 seconds = float((costs.vocabulary if kind.is_of_vocabulary else stages[stage]).seconds(kind))
                 durations[kind, stage] = seconds * factors(kind, stage, schedule.slices, jitter, draws, seed)
             start = free[rank]
@@ -94,7 +96,11 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
                     start = np.maximum(start, made + float(delay(schedule, costs, rank, work, other, need)))
             if slot == 0:
                 begins[rank] = start
-            free[rank] = start + durations[kind, stage][work.microbatch]
+            if kind.is_copy:
+                free[rank] = copying.reached(rank, work, start)
+                continue
+            free[rank] = copying.ready(rank, work, start) + durations[kind, stage][work.microbatch]
+            copying.ended(rank, work, free[rank])
             if kind is Kind.F or kind.sends_gradient or kind.is_of_vocabulary:
                 ends[rank, work] = free[rank].copy()
     busy = [rank for rank, passes in enumerate(schedule.passes) if passes]
@@ -102,6 +108,44 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
         return Expected(np.zeros(draws), np.zeros(draws))
     begins, free = begins[busy], free[busy]
     return Expected((free - begins).max(axis=0), free.max(axis=0) - begins.min(axis=0))
+
+
+class _Copies:
+    """The copy lanes of all ranks: copies take what the costs say, with everything else on the way."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, draws: int) -> None:
+        self._seconds: dict[tuple[int, Pass], float] = {}
+        self._needed: list[dict[Pass, Pass]] = [{}] * schedule.ranks
+        self._free = {(rank, kind): np.zeros(draws) for rank in range(schedule.ranks) for kind in COPY_KINDS}
+        self._ends: dict[tuple[int, Pass], Draws] = {}
+        for rank in range(schedule.ranks if schedule.has_copies else 0):
+            lane = lanes(schedule, costs, rank)
+            self._needed[rank] = returning(schedule.passes[rank])
+            for row, seconds in ((lane.to_host, lane.seconds_to_host), (lane.to_device, lane.seconds_to_device)):
+                alone = zip(row, seconds, strict=True)
+                self._seconds |= {(rank, work): float(taken / costs.copies.slowest) for work, taken in alone}
+
+    def ready(self, rank: int, work: Pass, start: Draws) -> Draws:
+        """When a pass that could start otherwise starts: once what it needs is back on the device."""
+        copy = self._needed[rank].get(work)
+        return start if copy is None else np.maximum(start, self._ends.pop((rank, copy)))
+
+    def ended(self, rank: int, work: Pass, end: Draws) -> None:
+        """A pass has ended: a copy to host memory of what it keeps starts."""
+        copy = work._replace(kind=Kind.D2H)
+        if work.kind is Kind.F and (rank, copy) in self._seconds:
+            self._start(rank, copy, end)
+
+    def reached(self, rank: int, work: Pass, start: Draws) -> Draws:
+        """When a rank goes on behind the place of a copy in its row."""
+        if work.kind is Kind.D2H:
+            return np.maximum(start, self._ends.pop((rank, work)))
+        self._start(rank, work, start)
+        return start
+
+    def _start(self, rank: int, copy: Pass, at: Draws) -> None:
+        begin = np.maximum(self._free[rank, copy.kind], at)
+        self._free[rank, copy.kind] = self._ends[rank, copy] = begin + self._seconds[rank, copy]
 
 
 def factors(kind: Kind, stage: int, microbatches: int, jitter: float, draws: int, seed: int) -> NDArray[np.float64]:

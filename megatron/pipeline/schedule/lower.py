@@ -8,11 +8,13 @@ from itertools import chain
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.lanes import returning
 from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
+    Copy,
     Exchange,
     Flow,
     Join,
@@ -157,6 +159,9 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     a collective, it waits for it before it joins the next but one of its kind, and so holds the buffers of two. Interlaced, all
     ranks wait for the statistics and the gradients of the output layer where they join them.
 
+    A Copy to host memory stands directly after the pass whose activations it takes, and the Wait for it where the schedule has
+    the D2H; a Copy back stands where the schedule has the H2D, and its Wait directly before the pass that needs it.
+
     A Validate cuts all programs at one moment, that of the first backward (or recomputation): what starts before it, and what
     is made before it, come first. A backward needs a forward of the same microbatch on every stage, so by then every
     rank has begun the iteration, and has ended the one before: whether that one's optimizer step stands is known.
@@ -170,7 +175,8 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     """
     timeline = simulate(schedule, costs)
     ends = [[timed.end for timed in row] for row in timeline.ranks]
-    backward = min((timed.start for row in timeline.ranks for timed in row if not timed.work.kind.is_forward), default=None)
+    training = (timed for row in timeline.ranks for timed in row if not (timed.work.kind.is_forward or timed.work.kind.is_copy))
+    backward = min((timed.start for timed in training), default=None)
     rows = _Rows(schedule, timeline)
 
     # The sort is stable: passes that take no time keep the order in which they depend on each other. So no pass is
@@ -205,6 +211,7 @@ class _Rows:
         self._programs: list[list[Operation]] = [[] for _ in self.slots]
         self._waits: list[dict[int, Wait]] = [{} for _ in self.slots]  # before which slot
         self._reached = [0] * schedule.ranks
+        self._returning = [returning(passes) for passes in schedule.passes]
         self._unowed: list[dict[Exchange, deque[Collective]]] = [{} for _ in self.slots]  # joined, and not waited for
 
     def compute(self, rank: int, slot: int) -> None:
@@ -213,8 +220,21 @@ class _Rows:
         for at in range(self._reached[rank], slot):
             if at in waiting:
                 program.append(waiting[at])
-            program.append(Compute(passes[at]))
+            program.extend(self._operations(rank, passes[at]))
         self._reached[rank] = max(self._reached[rank], slot)
+
+    def _operations(self, rank: int, work: Pass) -> Iterator[Operation]:
+        """What stands for a pass in a program."""
+        if work.kind is Kind.D2H:
+            yield Wait(work)
+        elif work.kind is Kind.H2D:
+            yield Copy(work)
+        else:
+            if work in self._returning[rank]:
+                yield Wait(self._returning[rank][work])
+            yield Compute(work)
+            if work.kind is Kind.F and self._schedule.offloads(rank, work):
+                yield Copy(work._replace(kind=Kind.D2H))
 
     def communicate(self, moment: float, one: Transfer | Gathering) -> None:
         if isinstance(one, Transfer):

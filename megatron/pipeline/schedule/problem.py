@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.timeline import Timeline
 
@@ -55,6 +55,8 @@ class Problem:
         jitter: by how much pass times vary (standard deviation as a share of the mean): families that search then want the
             expected case to be short rather than the nominal one.
         vocabulary: how the vocabulary is spread over all ranks; None where the ends of the model have it.
+        offload: how much of the activations may go to host memory; ``limits`` are of what is on the device.
+        host_limit: the most that a rank may have in host memory, in the costs' unit; None for any amount.
 
     Raises:
         ValueError: sizes do not fit each other or are out of range.
@@ -71,6 +73,8 @@ class Problem:
     group: int | None = None
     jitter: float = 0.0
     vocabulary: Vocabulary | None = None
+    offload: Offload | None = None
+    host_limit: float | None = None
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -91,6 +95,9 @@ class Problem:
             raise ValueError(f"jitter is a share of a pass's time between 0 and 1, got {self.jitter}")
         if self.splits < 1:
             raise ValueError(f"a microbatch can be cut into 1 slice or more, got {self.splits}")
+        if self.host_limit is not None and not (self.offload and self.host_limit > 0):
+            problem = f"must be above 0, got {self.host_limit:g}" if self.offload else "needs offloading, and there is none"
+            raise ValueError(f"a limit of host memory {problem}")
         if self.vocabulary:
             self._check_spread()
 

@@ -78,18 +78,26 @@ class Join(NamedTuple):
     collective: Collective
 
 
-class Wait(NamedTuple):
-    """Block until a tensor that was posted with ``Receive`` is here, or a collective that was joined is over."""
+class Copy(NamedTuple):
+    """Start a copy to host memory (D2H) of what the pass before it keeps, or back (H2D) into device memory that is allocated
+    here. Does not block."""
 
-    message: Message | Collective
+    work: Pass
+
+
+class Wait(NamedTuple):
+    """Block until a tensor that was posted with ``Receive`` is here, a collective that was joined is over, or a copy that was
+    started has ended: then what it took to host memory is freed on the device."""
+
+    message: Message | Collective | Pass
 
 
 class Validate(NamedTuple):
     """Go on only once the optimizer step before this iteration stands; if it does not, what was done so far is void.
 
-    Before it stand forwards alone, and what is sent, received or joined before it is so on all of its ranks.
+    Before it stand forwards and copies alone, and what is sent, received or joined before it is so on all of its ranks.
     """
 
 
-Operation: TypeAlias = Compute | Send | Receive | Join | Wait | Validate
+Operation: TypeAlias = Compute | Send | Receive | Join | Copy | Wait | Validate
 Program: TypeAlias = tuple[Operation, ...]

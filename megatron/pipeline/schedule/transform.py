@@ -45,3 +45,10 @@ def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:
                 row.append(work)
         rows.append(tuple(row))
     return replace(schedule, passes=tuple(rows))
+
+
+def without_copies(schedule: Schedule) -> Schedule:
+    """The same order of passes, with everything left on the devices."""
+    if not schedule.has_copies:
+        return schedule
+    return replace(schedule, passes=tuple(tuple(work for work in row if not work.kind.is_copy) for row in schedule.passes))

@@ -7,11 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias, TypeVar
 
+from megatron.pipeline.schedule.lanes import returning
 from megatron.pipeline.schedule.lower import Transfer, gatherings, transfers
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
+    Copy,
     Join,
     Message,
     Operation,
@@ -34,6 +36,7 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
         ScheduleError: a rule is broken; the message names the rank and the first operation that breaks it.
     """
     programs_follow_the_schedule(schedule, programs)
+    every_copy_stands_where_it_may(schedule, programs)
     every_message_is_delivered(schedule, programs)
     every_collective_is_joined(schedule, programs)
     ranks_agree_on_the_order_of_collectives(programs)
@@ -43,14 +46,63 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
 
 
 def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """Every rank computes exactly its passes, in the schedule's order."""
+    """Every rank computes exactly its passes, in the schedule's order, and has its copies where that has them."""
     if len(programs) != schedule.ranks:
         raise ScheduleError(f"{len(programs)} programs for {schedule.ranks} ranks; give one program per rank")
     for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
-        computed = [operation.work for operation in program if isinstance(operation, Compute)]
+        computed = [work for operation in program if (work := _stands_for(operation)) is not None]
         for slot, (planned, found) in enumerate(itertools.zip_longest(passes, computed)):
             if planned != found:
                 raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
+
+
+def _stands_for(operation: Operation) -> Pass | None:
+    """The pass of the schedule that an operation stands for."""
+    match operation:
+        case Compute(work):
+            return work
+        case Copy(Pass(Kind.H2D) as work) | Wait(Pass(Kind.D2H) as work):
+            return work
+        case _:
+            return None
+
+
+def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """A copy to host memory starts after its F and before it is waited for, one back starts after that, and is waited for before
+    what needs it; each once, and no others are there. Those to host memory start in the order of their F."""
+    for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
+        needed = returning(passes)
+        by_copy = {copy: work for work, copy in needed.items()}
+        planned = {work for work in passes if work.kind.is_copy}
+        places: dict[tuple[type[Operation], Pass], int] = {}
+        for place, operation in enumerate(program):
+            if isinstance(operation, Compute | Copy | Wait) and isinstance(operation[0], Pass):
+                work = operation[0]
+                if not isinstance(operation, Compute) and work not in planned:
+                    raise ScheduleError(f"rank {rank}: {_describe(operation)}, which the schedule does not have; remove it")
+                if (type(operation), work) in places:
+                    raise ScheduleError(f"rank {rank}: {_describe(operation)} comes twice; remove one")
+                places[type(operation), work] = place
+        for work in passes:
+            if not work.kind.is_copy:
+                continue
+            if work.kind is Kind.D2H:
+                chain: tuple[tuple[type[Operation], Pass], ...] = (
+                    (Compute, work._replace(kind=Kind.F)),
+                    (Copy, work),
+                    (Wait, work),
+                )
+            else:
+                chain = ((Wait, work._replace(kind=Kind.D2H)), (Copy, work), (Wait, work), (Compute, by_copy[work]))
+            at = [places.get(one, -1) for one in chain]
+            if -1 in at or at != sorted(at):
+                order = ", ".join(f"{kind.__name__} {one}" for kind, one in chain)
+                raise ScheduleError(f"rank {rank}: {work} needs, in this order: {order}")
+        lane = [copy for work in passes if work.kind is Kind.F and (copy := work._replace(kind=Kind.D2H)) in planned]
+        started = [one.work for one in program if isinstance(one, Copy) and one.work.kind is Kind.D2H]
+        for first, here in zip(lane, started, strict=True):
+            if first != here:
+                raise ScheduleError(f"rank {rank}: Copy {here} starts where its lane has {first}; they start in the order of F")
 
 
 def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -155,7 +207,7 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
     while runnable:
         rank = runnable.pop()
         program, at = programs[rank], position[rank]
-        while at < len(program) and isinstance(program[at], (Compute, Wait, Validate)):
+        while at < len(program) and isinstance(program[at], (Compute, Copy, Wait, Validate)):
             at += 1
         position[rank] = at
         mine = _at(program, at)
@@ -177,9 +229,9 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
 
 
 def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """A program that trains validates once, after nothing but forwards; a message is sent before its sender validates just if it
-    is received before its receiver does, so that what an undone step voids is the same on both sides."""
-    trains = any(not work.kind.is_forward for passes in schedule.passes for work in passes)
+    """A program that trains validates once, after forwards and copies alone; a message is sent before its sender validates just
+    if it is received before its receiver does, so that what an undone step voids is the same on both sides."""
+    trains = any(not (work.kind.is_forward or work.kind.is_copy) for passes in schedule.passes for work in passes)
     before: dict[Message | Collective, bool] = {}
     for rank, program in enumerate(programs):
         places = [place for place, operation in enumerate(program) if isinstance(operation, Validate)]
@@ -211,9 +263,9 @@ def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, lis
     computes: list[list[int]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
         for place, operation in enumerate(program):
-            if isinstance(operation, Compute):
+            if _stands_for(operation) is not None:
                 computes[rank].append(place)
-            if isinstance(operation, (Compute, Validate, Join)) or isinstance(operation.message, Collective):
+            if isinstance(operation, (Validate, Join, Copy, Compute)) or not isinstance(operation.message, Message):
                 continue
             message, alike = operation.message, places[type(operation)]
             if message in alike:
@@ -243,6 +295,10 @@ def _describe(operation: Operation | None) -> str:
             return f"Receive of the {message} from rank {peer}"
         case Join(collective):
             return f"Join of the {collective}"
+        case Copy(work):
+            return f"Copy {work}"
+        case Wait(Pass() as work):
+            return f"Wait {work}"
         case _:
             return str(operation)
 

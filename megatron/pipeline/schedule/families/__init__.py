@@ -20,7 +20,8 @@ from megatron.pipeline.schedule.families import (
     zb_h2,
 )
 from megatron.pipeline.schedule.families.family import Family
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.offload import offload
+from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
@@ -101,6 +102,8 @@ def problem(
     group: int | None = None,
     jitter: float = 0.0,
     vocabulary: Vocabulary | None = None,
+    offload: Offload | None = None,
+    host_limit: float | None = None,
 ) -> Problem:
     """What a family is asked to plan.
 
@@ -117,6 +120,9 @@ def problem(
         jitter: see ``Problem``.
         vocabulary: how the vocabulary is spread over all ranks, if it is. What a name stands for, and every schedule, then holds
             as many microbatches more as ``vocabulary.postponed`` says.
+        offload: how much of the activations may go to host memory. The limit is then of what is left on the device, and what a
+            name stands for (V-Half, say) is the schedule that is offloaded.
+        host_limit: see ``Problem``.
 
     Raises:
         ValueError: the name is unknown, or a number is out of range or not for this family.
@@ -131,7 +137,7 @@ def problem(
         home,
         microbatches,
         costs,
-        _limits(family, home, costs, memory_limit, vocabulary),
+        _given(memory_limit, home) if offload else _limits(family, home, costs, memory_limit, vocabulary),
         Objective(objective),
         frozenset(recompute),
         frozenset(fused),
@@ -139,7 +145,13 @@ def problem(
         group,
         jitter,
         vocabulary,
+        offload,
+        host_limit,
     )
+
+
+def _given(memory_limit: float | Sequence[float] | None, placement: Placement) -> tuple[float, ...] | None:
+    return None if memory_limit is None else tuple(per_rank(memory_limit, placement.ranks))
 
 
 def _limits(
@@ -150,7 +162,7 @@ def _limits(
     vocabulary: Vocabulary | None,
 ) -> tuple[float, ...] | None:
     """What a rank may hold, from the user's limit and the amount that the family stands for."""
-    given = None if memory_limit is None else tuple(per_rank(memory_limit, placement.ranks))
+    given = _given(memory_limit, placement)
     if family.memory is None:
         return given
     problem = Problem(placement, 1, costs)
@@ -176,6 +188,8 @@ def solve(name: str, problem: Problem) -> Schedule:
     Raises:
         ValueError: the schedule would hold more than the limits.
     """
+    if problem.offload:
+        return _offloaded(name, problem, problem.offload)
     if problem.vocabulary:
         return _spread(name, problem, problem.vocabulary)
     schedule = Schedule(name, problem.placement, problem.microbatches, FAMILIES[name].plan(problem), problem.splits)
@@ -183,6 +197,35 @@ def solve(name: str, problem: Problem) -> Schedule:
     if problem.limits is not None:
         memory_stays_within(schedule, problem.costs, problem.limits)
     return schedule
+
+
+def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
+    """The schedule of a family with copies to host memory.
+
+    A family that plans for any limit is asked for schedules that hold less and less, the shortest first: offloading one that
+    holds less by itself leaves less on the device.
+    """
+    family = named(name)
+    given = problem.limits
+    shape = family, problem.placement, problem.costs
+    own = _limits(*shape, None, problem.vocabulary)
+    bases: list[tuple[float, ...] | None] = [own]
+    if given is not None and own is not None and family.memory_is == "default":
+        bases += [tuple(times * limit for limit in given) for times in _TIMES if times * min(given) < min(own)]
+    needs: list[LimitTooLow] = []
+    for limits in bases:
+        try:
+            base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
+            made = offload(base, problem.costs, mode, given, problem.host_limit)
+            if given is not None:
+                memory_stays_within(made, problem.costs, given)
+            return made
+        except LimitTooLow as error:
+            needs.append(error)
+    raise min(needs, key=lambda error: error.least)
+
+
+_TIMES = (12, 8, 6, 4, 3, 2, 1.5, 1)  # a schedule's own memory over what is left of it on the device
 
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:

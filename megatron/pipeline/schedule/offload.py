@@ -1,0 +1,248 @@
+"""Activations in host memory: any schedule in, the same with copies to the host and back that keep no pass waiting.
+
+Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization". Passes keep their order, and
+so, with the costs at hand, their times. Copies to the host run as early as they can, copies back as late as they can; what is
+gone from the device in between is what offloading saves. One that cannot be back in time, behind those that are needed first, does
+not pay and is left out: which are worth most says their lifespan, from the end of F to the start of the backward, since both the
+memory that a copy frees and the time it takes on its lane grow with its bytes.
+
+Every rank is planned by itself. It tries the longest lifespans first, as many as the mode allows, and takes the number of them
+with which it holds least; within a memory limit, the smallest number that is enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.lanes import returning
+from megatron.pipeline.schedule.passes import Kind, Offload, Pass
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_changes, simulate
+from megatron.pipeline.schedule.timeline import Timed
+from megatron.pipeline.schedule.verify import rounded_up
+
+_TRIED = 48  # numbers of microbatches to offload, between none and all
+_SLACK = 1e-9
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def offload(
+    schedule: Schedule,
+    costs: Costs,
+    mode: Offload,
+    limits: Sequence[float] | None = None,
+    host_limit: float | None = None,
+) -> Schedule:
+    """Copy activations to host memory and back where a rank's copy lanes have the time.
+
+    Copies are planned to take what they do with everything else on the way, so that no pass waits for one.
+
+    Args:
+        schedule: without copies.
+        costs: of its stages, with those of copies.
+        mode: all that pays, or no more than half of the activations.
+        limits: for each rank, what it should hold at most; no more is moved than that asks for. A rank that cannot hold so
+            little holds what it must: ``verify`` says so.
+        host_limit: the most that a rank may have in host memory, in the costs' unit of memory.
+
+    Raises:
+        ValueError: the schedule has copies already or cuts microbatches into slices, or nothing at all fits into the host limit.
+    """
+    if schedule.has_copies:
+        raise ValueError(f"{schedule.name} has copies to host memory already: offload the schedule without them")
+    if schedule.splits > 1:
+        raise ValueError(
+            f"{schedule.name} cuts microbatches into {schedule.splits} slices, which share the memory of a microbatch: take a "
+            "schedule without slices to offload it"
+        )
+    ranks = [_Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
+    sizes = [size for rank in ranks for size in rank.sizes.tolist()]
+    if host_limit is not None and sizes and host_limit < min(sizes) * (1 - _SLACK):
+        raise ValueError(
+            f"a host memory limit of {host_limit:g} a rank has no room for one microbatch of a chunk, which takes "
+            f"{rounded_up(min(sizes))} or more: raise it, or leave offloading out"
+        )
+    rows = tuple(
+        one.with_copies(one.best(mode, None if limits is None else limits[rank], host_limit)) for rank, one in enumerate(ranks)
+    )
+    return replace(schedule, passes=rows)
+
+
+def moved(schedule: Schedule, costs: Costs) -> list[float]:
+    """How much every rank copies to host memory in an iteration, in the costs' unit of memory."""
+    changes = activation_changes(schedule, costs)
+    return [
+        -sum(change for work, change in zip(passes, row, strict=True) if work.kind is Kind.D2H)
+        for passes, row in zip(schedule.passes, changes, strict=True)
+    ]
+
+
+def host_peaks(schedule: Schedule, costs: Costs) -> list[float]:
+    """The most that every rank has in host memory at once, from the start of a copy there to the end of the one back."""
+    peaks = []
+    for passes, changes in zip(schedule.passes, activation_changes(schedule, costs), strict=True):
+        sizes = {work[1:]: change for work, change in zip(passes, changes, strict=True) if work.kind is Kind.H2D}
+        back = returning(passes)
+        held = peak = 0.0
+        for work in passes:
+            if work in back:
+                held -= sizes[work[1:]]
+            if work.kind is Kind.F:
+                held += sizes.get(work[1:], 0.0)
+                peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which microbatches of a rank to offload, and where.
+
+    Attributes:
+        chosen: indices of a rank's candidates, in the order of their F.
+        freed: for each of them, the slot before which its device memory is free.
+        allocated: the slot before which it is allocated again.
+        gone, called: the times at which the copy to the host ends and the one back starts. Where several stand at one place of the
+            row they do so in the order of these, so that none waits for a later one.
+    """
+
+    chosen: Ints
+    freed: Ints
+    allocated: Ints
+    gone: Floats
+    called: Floats
+
+    def copies(self) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """All copies in the order of the row: indices of the chosen, slots, and whether they are back."""
+        count = len(self.chosen)
+        slots, times = np.concatenate((self.freed, self.allocated)), np.concatenate((self.gone, self.called))
+        order = np.lexsort((np.arange(2 * count) >= count, times, slots))
+        return order % max(1, count), slots[order], order >= count
+
+
+class _Rank:
+    """One rank's row, with the times at which its passes run, and what could be offloaded: its candidates, by their F."""
+
+    def __init__(self, schedule: Schedule, costs: Costs, rank: int, row: Sequence[Timed]) -> None:
+        self._passes = schedule.passes[rank]
+        self._starts, self._ends = (np.array([timed[at] for timed in row], dtype=np.float64) for at in (1, 2))
+        self._slack = _SLACK * (
+            1 + (self._ends[-1] if row else 0)
+        )  # starts and ends are sums of the same numbers in another order
+        levels = np.cumsum(activation_changes(schedule, costs)[rank])
+        self._before = np.concatenate(([0.0], levels))  # every slot
+        self._during = np.maximum(levels, self._before[:-1])
+        stages = schedule.placement.stages[rank]
+        slots = {work: slot for slot, work in enumerate(self._passes)}
+        again = {work[1:] for work in self._passes if work.kind is Kind.R}
+        self.works: list[Pass] = []
+        made, needed, sizes, taken = [], [], [], []
+        for slot, work in enumerate(self._passes):
+            if work.kind is not Kind.F:
+                continue
+            stage, recomputed = costs.stages[stages[work.chunk]], work[1:] in again
+            size = float(stage.moved(recomputed))
+            kinds = (Kind.R,) if recomputed else (Kind.B, Kind.BW)
+            after = next((slots[other] for kind in kinds if (other := work._replace(kind=kind)) in slots), None)
+            if after is None or not size:
+                continue  # an evaluation has no backward
+            self.works.append(work)
+            made.append(slot)
+            needed.append(after)
+            sizes.append(size)
+            taken.append([costs.copy_seconds(stages[work.chunk], kind, recomputed) for kind in (Kind.D2H, Kind.H2D)])
+        self.sizes: Floats = np.array(sizes, dtype=np.float64)
+        self._made, self._needed = np.array(made, dtype=np.int64), np.array(needed, dtype=np.int64)
+        seconds = np.array(taken, dtype=np.float64).reshape(-1, 2) / costs.copies.slowest
+        self._to_host, self._to_device = seconds[:, 0], seconds[:, 1]
+
+    def best(self, mode: Offload, limit: float | None, host_limit: float | None) -> _Plan:
+        """The plan with which this rank holds least; within the limit, if any is, the one that moves least."""
+        nothing = self._plan(np.array([], dtype=np.int64))
+        if not self.works:
+            return nothing
+        lifespans = self._starts[self._needed] - self._ends[self._made]
+        order = np.argsort(-lifespans, kind="stable")
+        order = order[lifespans[order] >= (self._to_host + self._to_device)[order] * (1 - _SLACK)]
+        if mode is Offload.SELECTIVE:
+            order = order[np.cumsum(self.sizes[order]) <= self.sizes.sum() / 2 * (1 + _SLACK)]
+        best, least = nothing, self._peak(nothing)
+        fits = self._within(host_limit)
+        for number in _numbers(len(order)):
+            if limit is not None and least <= limit * (1 + _SLACK):
+                break
+            plan = self._in_time(order[:number], fits)
+            peak = self._peak(plan)
+            if peak < least * (1 - _SLACK):
+                best, least = plan, peak
+        return best
+
+    def _within(self, host_limit: float | None) -> Callable[[Ints], bool]:
+        """Whether what is chosen fits into host memory."""
+        if host_limit is None:
+            return lambda chosen: True
+
+        def fits(chosen: Ints) -> bool:
+            held = np.zeros(len(self._passes) + 1)
+            np.add.at(held, self._made[chosen], self.sizes[chosen])
+            np.add.at(held, self._needed[chosen], -self.sizes[chosen])
+            return bool(np.cumsum(held).max(initial=0) <= host_limit * (1 + _SLACK))
+
+        return fits
+
+    def _in_time(self, order: Ints, fits: Callable[[Ints], bool]) -> _Plan:
+        """What is left of a choice, longest lifespans first, without those that would be late back or have no room."""
+        while not fits(order):
+            order = order[: len(order) - max(1, len(order) // 16)]
+        while True:
+            plan = self._plan(np.sort(order))
+            late = plan.chosen[(plan.allocated < plan.freed) | (plan.called < plan.gone - self._slack)]
+            if not len(late):
+                return plan
+            # Without these the others are earlier: only the later half of them, by their worth, is given up at once.
+            ranked = order[np.isin(order, late)]
+            order = order[~np.isin(order, ranked[len(ranked) // 2 :])]
+
+    def _plan(self, chosen: Ints) -> _Plan:
+        """Where the copies of what is chosen stand: to the host as early as can be, back as late as can be."""
+        ends = _one_after_another(self._ends[self._made[chosen]], self._to_host[chosen])
+        back = chosen[np.argsort(self._needed[chosen], kind="stable")][::-1]
+        latest = np.empty(len(self.works))
+        latest[back] = -_one_after_another(-self._starts[self._needed[back]], self._to_device[back])
+        freed = np.maximum(np.searchsorted(self._starts, ends - self._slack), self._made[chosen] + 1)
+        allocated = np.minimum(np.searchsorted(self._ends, latest[chosen] + self._slack, side="right"), self._needed[chosen])
+        return _Plan(chosen, freed, allocated, ends, latest[chosen])
+
+    def _peak(self, plan: _Plan) -> float:
+        which, slots, is_back = plan.copies()
+        changes = np.where(is_back, 1, -1) * self.sizes[plan.chosen][which]
+        at_places = (self._before[slots] + np.cumsum(changes)).max(initial=0)
+        away = np.zeros(len(self._passes) + 1)
+        np.add.at(away, slots, changes)
+        return float(max(at_places, (self._during + np.cumsum(away)[:-1]).max(initial=0)))
+
+    def with_copies(self, plan: _Plan) -> tuple[Pass, ...]:
+        """The row with the copies of a plan."""
+        before: list[list[Pass]] = [[] for _ in range(len(self._passes) + 1)]
+        for number, slot, is_back in zip(*(column.tolist() for column in plan.copies()), strict=True):
+            before[slot].append(self.works[plan.chosen[number]]._replace(kind=Kind.H2D if is_back else Kind.D2H))
+        return tuple(itertools.chain(*((*copies, work) for copies, work in zip(before, self._passes, strict=False))))
+
+
+def _numbers(most: int) -> list[int]:
+    """Numbers up to the most, all where they are few."""
+    return sorted({round(most * step / _TRIED) for step in range(1, _TRIED + 1)} - {0})
+
+
+def _one_after_another(ready: Floats, seconds: Floats) -> Floats:
+    """When each ends of what starts once it is ready and the one before it has ended."""
+    done = np.cumsum(seconds)
+    return done + np.maximum.accumulate(ready - (done - seconds)) if len(ready) else done
