@@ -35,7 +35,8 @@ def small(most: int) -> st.SearchStrategy[str]:
 
 
 FLAGS: dict[str, st.SearchStrategy[str]] = {
-    "--cost": named("F", "B", "W", "comm", "BW", "R"),
+    "--cost": named("F", "B", "W", "comm", "BW", "R", "D2H", "H2D"),
+    "--copy": named("both", "switch", "shared"),
     "--activation": named("B", "W", "R"),
     "--first-stage": named("F", "B", "W", "activation"),
     "--last-stage": named("F", "B", "W", "activation"),
@@ -44,9 +45,14 @@ FLAGS: dict[str, st.SearchStrategy[str]] = {
     "--costs": st.sampled_from(["/", "/nowhere", *NASTY]),
 }
 JITTER = st.sampled_from(["0", "0.1", "1", "0.1,0.3", "1e-9", *NASTY])
+OFFLOAD: dict[str, st.SearchStrategy[str]] = {
+    "--offload": st.sampled_from(["off", "selective", "full", *NASTY]),
+    "--host-memory-limit": st.sampled_from([*NUMBERS, "3", *NASTY]),
+}
 PLAN_FLAGS = {
     **FLAGS,
     "--jitter": JITTER,
+    **OFFLOAD,
     "--chunks": small(4),
     "--splits": small(3),
     "--group": small(5),
@@ -57,6 +63,7 @@ PLAN_FLAGS = {
 COMPARE_FLAGS = {
     **FLAGS,
     "--jitter": JITTER,
+    **OFFLOAD,
     "--chunks": st.lists(small(4), min_size=1, max_size=2).map(",".join),
     "--schedules": st.lists(st.sampled_from(list(families.FAMILIES)), min_size=1, max_size=2).map(",".join),
 }
@@ -155,12 +162,12 @@ def test_any_words_are_answered(words: list[str]) -> None:
     run(*(word for word in words if not word.startswith("-h")))
 
 
-def valid() -> dict[str, Any]:
-    text = run(*"plan --schedule zb-h1 --pp 2 --microbatches 3 --last-stage F=1 --memory-limit 9 --json".split())[1]
-    return json.loads(text)
+def valid(flags: str) -> dict[str, Any]:
+    return json.loads(run(*f"plan --pp 2 --microbatches 3 --json {flags}".split())[1])
 
 
-VALID = valid()
+VALID = valid("--schedule zb-h1 --last-stage F=1 --memory-limit 9")
+AWAY = valid("--schedule interleaved --offload full --cost D2H=0.1 --copy both=0.8 --host-memory-limit 9")
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 10**30, 1.5, 1e300, float("nan"), "", "F0.0", "W9.9", "makespan", [], [[]], {}, [0]]
 
 
@@ -190,7 +197,7 @@ def damaged(draw: st.DrawFn, whole: Any = VALID) -> bytes:
 
 
 @settings(FUZZ, max_examples=130)
-@given(damaged(), flags(FLAGS, most=1))
+@given(st.one_of(damaged(), damaged(AWAY)), flags(FLAGS, most=1))
 def test_any_damage_to_a_file_is_answered(tmp_path: Path, content: bytes, more: list[str]) -> None:
     path = tmp_path / "schedule.json"
     path.write_bytes(content)

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import NoReturn, TypeAlias
 
 from megatron.pipeline.schedule.costs import COST_RANGE, Costs, is_cost
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.problem import Objective
 
 Numbers: TypeAlias = dict[str, float]
 
-TIMES = ("F", "B", "W", "comm", "BW", "R")
+COPIES = ("D2H", "H2D")
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
+SHARED = ("both", "switch", "shared")
 
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
 MOST_RANKS = 4096
@@ -49,9 +51,10 @@ def cost_flags() -> Parser:
     flags.add_argument(
         "--cost",
         type=numbers(*TIMES),
-        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..]",
+        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..]",
         help="one rank's share of one microbatch and one hop, in any unit of time (default: 1,1,1,0, or the file's); BW is the "
-        "fused backward (default: B + W), R what recomputing takes (default: F)",
+        "fused backward (default: B + W), R what recomputing takes (default: F), D2H and H2D what copying its activations to "
+        "host memory and back takes (default: half of F + B + W each)",
     )
     flags.add_argument(
         "--activation",
@@ -75,6 +78,14 @@ def cost_flags() -> Parser:
         "embedding's IF and IB take, what S allocates until T, in microbatches, and what a collective takes (of each "
         "where it is left out: S=0.5, T=0.5, a hop for a collective, 0 for the others; or the file's). The stages then have "
         "neither embedding nor output layer: no --first-stage or --last-stage for these",
+    )
+    flags.add_argument(
+        "--copy",
+        type=numbers(*SHARED),
+        metavar="both=..[,switch=..,shared=..]",
+        help="what share of its speed a copy keeps while the other direction of its rank is busy, between 0.5 and 1; how many "
+        "neighbouring ranks share one switch on the way to host memory, and what share each keeps while all of them copy in one "
+        "direction (default: 1,1,1: copies do not disturb each other; or the file's)",
     )
     flags.add_argument(
         "--costs",
@@ -115,6 +126,24 @@ def goal_flags(several: bool = False) -> Parser:
         metavar="X,.." if several else "X",
         help="how much pass times vary: their standard deviation as a share of the mean, such as 0.1; "
         + (f"{case} the first of them" if several else f"{case} that"),
+    )
+    return flags
+
+
+def offload_flags() -> Parser:
+    """What goes to host memory."""
+    flags = Parser(add_help=False)
+    flags.add_argument(
+        "--offload",
+        choices=["off", *map(str, Offload)],
+        help="copy activations to host memory and back while ranks compute: at most half of them, those that are kept longest "
+        "(selective), or all that pays (full)",
+    )
+    flags.add_argument(
+        "--host-memory-limit",
+        type=limit,
+        metavar="X",
+        help="with --offload: most activations of a rank in host memory, in microbatches (default: any number)",
     )
     return flags
 

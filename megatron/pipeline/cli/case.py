@@ -14,14 +14,17 @@ from typing import Any, TypeVar
 
 from megatron.pipeline.cli.arguments import read_text
 from megatron.pipeline.cli.costs import cost_fields, costs_of, with_shards
+from megatron.pipeline.cli.offload import gain, wanted
 from megatron.pipeline.schedule.bound import lower_bound
 from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.offload import offload
+from megatron.pipeline.schedule.passes import Kind, Offload
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.sustain import smallest_sustaining_limit
 from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.schedule.verify import verify
 from megatron.pipeline.view import Iteration
 
@@ -48,17 +51,19 @@ class Case:
     @property
     def gap(self) -> float:
         """How far this schedule is above the lower bound within the memory that it holds itself, as a share of the bound."""
-        peak = max(activation_peaks(self.schedule, self.problem.costs))
+        peak = max(activation_peaks(without_copies(self.schedule), self.problem.costs))
         own = replace(self.relaxed, limits=(peak,) * self.problem.ranks)
         return gap(self.problem.value(self.timeline), lower_bound(own))
 
     @cached_property
     def relaxed(self) -> Problem:
-        """What the bound is of: where only some microbatches run R, all may, at no cost in time."""
+        """What the bound is of: where only some microbatches run R, all may, at no cost in time; and where there is host memory,
+        ranks may hold any number of them."""
         problem, counts = self.problem, _runs(self.schedule, Kind.R)
         some = frozenset(counts) - problem.recompute
         stages = tuple(replace(cost, recompute=0) if at in some else cost for at, cost in enumerate(problem.costs.stages))
-        return replace(problem, costs=replace(problem.costs, stages=stages), recompute=problem.recompute | some)
+        limits = None if self.schedule.has_copies else problem.limits
+        return replace(problem, costs=replace(problem.costs, stages=stages), limits=limits, recompute=problem.recompute | some)
 
     def report(self, plan_seconds: float | None = None) -> dict[str, Any]:
         """What ``--json`` prints; ``read_case`` reads it.
@@ -67,13 +72,14 @@ class Case:
             plan_seconds: how long planning took, where it was planned just now.
         """
         schedule, problem, timeline = self.schedule, self.problem, self.timeline
+        copies = schedule.has_copies or problem.offload is not None
         bounds = {goal: lower_bound(replace(self.relaxed, objective=goal)) for goal in Objective}
         return {
             "schedule": schedule.name,
             "pp": schedule.ranks,
             "chunks": schedule.placement.chunks,
             "microbatches": schedule.microbatches,
-            **cost_fields(schedule.placement, problem.costs, vocabulary=schedule.vocabulary is not None),
+            **cost_fields(schedule.placement, problem.costs, schedule.vocabulary is not None, copies),
             **self._limits(),
             **({"fuse": sorted(problem.fused)} if problem.fused else {}),
             "objective": str(problem.objective),
@@ -87,6 +93,7 @@ class Case:
             "makespan_lower_bound": bounds[Objective.MAKESPAN],
             "makespan_gap": gap(timeline.makespan, bounds[Objective.MAKESPAN]),
             **self._expected(),
+            **({"offload": gain(schedule, problem)} if copies else {}),
             **({} if plan_seconds is None else {"plan_seconds": plan_seconds}),
             **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
         }
@@ -95,6 +102,8 @@ class Case:
         """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
         if self.limit is None:
             return {}
+        if self.schedule.has_copies:
+            return {"memory_limit": self.limit}
         return {"memory_limit": self.limit, "sustaining_limit": smallest_sustaining_limit(self.relaxed)}
 
     def _expected(self) -> dict[str, float]:
@@ -180,7 +189,11 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
         schedule, told = from_csv(text, Path(path).stem), {}
     else:
         schedule, told = Schedule.from_json(text), json.loads(text)
-    costs = with_shards(costs_of(options, schedule.placement, told), schedule.vocabulary)
+    asked, (mode, host_limit) = wanted(options), _offload(told)
+    if vars(options).get("offload"):
+        schedule, mode, host_limit = without_copies(schedule), asked, options.host_memory_limit
+    costs = costs_of(options, schedule.placement, told, copies=bool(mode) or schedule.has_copies)
+    costs = with_shards(costs, schedule.vocabulary)
     limit = _number(told, "memory_limit") if options.memory_limit is None else options.memory_limit
     objective = vars(options).get("objective") or told.get("objective", "span")
     if objective not in list(Objective):
@@ -189,6 +202,10 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
     fused = told.get("fuse", [])
     if not isinstance(fused, list) or not all(type(stage) is int for stage in fused):
         raise ValueError(f"fuse must be a list of stages, got {fused!r}")
+    if asked:
+        verify(schedule, costs)
+        limits = None if limit is None else (limit,) * schedule.ranks
+        schedule = offload(schedule, costs, asked, limits, host_limit)
     verify(schedule, costs, limit)
     problem = Problem(
         schedule.placement,
@@ -201,8 +218,21 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
         schedule.splits,
         jitter=_number(told, "jitter") or 0.0 if jitter is None else jitter,
         vocabulary=schedule.vocabulary,
+        offload=mode,
+        host_limit=host_limit,
     )
     return Case(schedule, problem)
+
+
+def _offload(told: Mapping[str, Any]) -> tuple[Offload | None, float | None]:
+    """With which mode, and which limit on host memory, the file says that it was planned."""
+    about = told.get("offload", {})
+    if not isinstance(about, dict):
+        raise ValueError(f"offload must be an object with the mode, got {repr(about)[:40]}")
+    mode = about.get("mode")
+    if mode is not None and mode not in list(Offload):
+        raise ValueError(f"the mode of offload must be one of {', '.join(Offload)}, got {mode!r}")
+    return Offload(mode) if mode else None, _number(about, "host_limit")
 
 
 def _number(told: Mapping[str, Any], field: str) -> float | None:

@@ -14,6 +14,7 @@ from megatron.pipeline.cli.arguments import (
     cost_flags,
     goal_flags,
     names,
+    offload_flags,
     pass_flags,
     report_flags,
     size_flags,
@@ -21,6 +22,7 @@ from megatron.pipeline.cli.arguments import (
 )
 from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.draw import page
+from megatron.pipeline.cli.offload import gain
 from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
 from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, plain_table, wrote
@@ -40,12 +42,13 @@ def add(commands: Commands) -> None:
         ".json for the table, .html for all timelines, .png or .svg for a plot of bubble against memory, or with --jitter of "
         "the spans under jitter",
     )
-    parents = [size_flags(), goal_flags(several=True), cost_flags(), pass_flags(), report]
+    parents = [size_flags(), goal_flags(several=True), cost_flags(), pass_flags(), offload_flags(), report]
     parser = commands.add_parser(
         "compare",
         help=help,
         description=help,
-        epilog=f"{ABOVE_BOUND[0].upper()}{ABOVE_BOUND[1:]}. Of 1F1B: memory, as a multiple of what 1F1B holds.",
+        epilog=f"{ABOVE_BOUND[0].upper()}{ABOVE_BOUND[1:]}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
+        "without: memory where nothing is copied; host: memory there; moved: the share of all activations that goes there.",
         parents=parents,
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
@@ -158,6 +161,8 @@ def _print_table(
 ) -> None:
     jitters = list(next(iter(spans.values())))
     heads = ["schedule", "span", "bubble", "makespan", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
+    offloads = any(candidate.problem.offload for candidate in planned)
+    heads[-2:-2] = ["without", "host", "moved"] if offloads else []
     heads[1:1] = [f"jitter {jitter:.0%}" for jitter in jitters]
     cells = []
     for candidate in planned:
@@ -172,6 +177,7 @@ def _print_table(
                 f"{timeline.makespan_bubble_rate:.1%}",
                 f"{candidate.peak:g}",
                 f"{candidate.peak / whole:.2f}" if whole else "-",
+                *(_offloaded(candidate) if offloads else []),
                 f"{candidate.gap:z.1%}",
                 f"{candidate.seconds:.3f}",
             ]
@@ -184,6 +190,12 @@ def _print_table(
     if refused:
         print("\nnot possible here:")
         print("\n".join(f"  {line}" for line in folded(options, refused)))
+
+
+def _offloaded(candidate: Candidate) -> tuple[str, str, str]:
+    """What a schedule holds without copies, what it has in host memory, and which share of all activations goes there."""
+    told = gain(candidate.schedule, candidate.problem)
+    return f"{max(told['peak_without']):g}", f"{max(told['host_peak']):g}", f"{fmean(told['moved_share']):.1%}"
 
 
 def _rich_table(heads: list[str], cells: list[list[str]]) -> None:

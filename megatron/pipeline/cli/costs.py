@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
-from megatron.pipeline.cli.arguments import EXTRA, MEMORY, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, StageCosts, VocabularyCosts, by_name, uniform
+from megatron.pipeline.cli.arguments import COPIES, EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, CopyCosts, Costs, StageCosts, VocabularyCosts, by_name, uniform
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 
 _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
 
 
-def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[str, Any] | None = None) -> Costs:
+def costs_of(
+    options: argparse.Namespace, placement: Placement, told: Mapping[str, Any] | None = None, copies: bool = False
+) -> Costs:
     """The costs of every stage of a placement: from the flags, and what they leave open from a file or by default.
 
     One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
@@ -24,7 +27,10 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
 
     Args:
         options: of ``cost_flags``.
-        told: the fields ``costs``, ``activation``, ``vocab_costs`` and ``stage_costs`` of a schedule's JSON; each may be missing.
+        told: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
+            which may be missing.
+        copies: whether activations go to host memory: where nobody says what that takes, k is 1, so that either direction takes
+            half of F + B + W.
 
     Raises:
         ValueError: numbers are out of range, for another number of stages, or ``--costs`` comes with flags that it replaces.
@@ -43,6 +49,13 @@ def costs_of(options: argparse.Namespace, placement: Placement, told: Mapping[st
         activation = options.activation or checked(told.get("activation", {}), MEMORY)
         cost.setdefault("R", cost.get("F", 1.0))
         costs = _set(uniform(placement), placement, cost, activation)
+    shared = checked(told.get("copies", {}), SHARED) | (options.copy or {})
+    if shared:
+        costs = replace(costs, copies=_shared(costs.copies, shared))
+    told_costs = told.get("costs")
+    named = {*(told_costs if isinstance(told_costs, dict) else ()), *(options.cost or ())}
+    if copies and named.isdisjoint(COPIES) and costs.copies.to_host == costs.copies.to_device == 0:
+        costs = _with_copies(costs, placement)
     spread = checked(told.get("vocab_costs", {}), SPREAD) | (options.vocab_cost or {})
     if spread:
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
@@ -54,17 +67,24 @@ def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
     return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
-def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False) -> dict[str, Any]:
+def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], float]) -> float:
+    """One rank's share, on average, of what is said of every stage."""
+    values = list(map(value, costs.stages))
+    mean = values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
+    return mean * placement.chunks_per_replica
+
+
+def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, copies: bool = False) -> dict[str, Any]:
     """What ``costs_of`` reads back: one rank's share on average, and every stage where that does not say it all.
 
     Args:
         vocabulary: whether it is spread, so that its costs matter.
+        copies: whether activations are copied to host memory.
     """
-    stages, parts = costs.stages, placement.chunks_per_replica
+    stages = costs.stages
 
     def share(field: str) -> float:
-        values = [getattr(stage, field) for stage in stages]
-        return values[0] * parts if len(set(values)) == 1 else math.fsum(values) / len(values) * parts
+        return share_of(costs, placement, attrgetter(field))
 
     told = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
     held = {"B": share("activation"), "W": share("retained")}
@@ -77,7 +97,11 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False) ->
     told_all: dict[str, Any] = {"costs": told, "activation": held}
     if vocabulary:
         told_all["vocab_costs"] = by_name(costs.vocabulary)
-    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0):
+    if copies:
+        moved = share_of(costs, placement, StageCosts.moved)
+        told |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
+        told_all["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
+    if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None:
         return told_all
     return told_all | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
 
@@ -100,7 +124,7 @@ def _check_count(costs: Costs, placement: Placement, stages: int) -> None:
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:
     """The same costs on every stage for what is named, each chunk with its part of a rank's share."""
     parts = placement.chunks_per_replica
-    named = {_FIELDS[name]: value / parts for name, value in cost.items() if name != "comm"}
+    named = {_FIELDS[name]: value / parts for name, value in cost.items() if name in _FIELDS}
     if activation:
         held = activation.get("B", 1.0)
         retained, kept = activation.get("W", held), activation.get("R", 0.0)
@@ -108,7 +132,35 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
             given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
             raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which W remains after B and R before it")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
-    return replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), hop=cost.get("comm", costs.hop))
+    costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), hop=cost.get("comm", costs.hop))
+    if not any(name in cost for name in COPIES):
+        return costs
+    # One direction that is not named takes as long as the other.
+    to_host, to_device = (cost[name] if name in cost else cost[other] for name, other in (COPIES, COPIES[::-1]))
+    moved = share_of(costs, placement, StageCosts.moved) or 1.0
+    return replace(costs, copies=replace(costs.copies, to_host=to_host / moved, to_device=to_device / moved))
+
+
+def _with_copies(costs: Costs, placement: Placement) -> Costs:
+    """Costs with k = 1."""
+    work, moved = (share_of(costs, placement, value) for value in (lambda stage: stage.total, StageCosts.moved))
+    seconds = work / 2 / moved if moved else 0.0
+    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
+
+
+def _shared(copies: CopyCosts, given: Numbers) -> CopyCosts:
+    """Copies that disturb each other as is given.
+
+    Raises:
+        ValueError: a number is out of range, or ranks share a switch that is of one rank only.
+    """
+    switch = given.get("switch", copies.switch)
+    if switch != int(switch):
+        raise ValueError(f"switch={switch:g}: expected a number of neighbouring ranks that share one switch, such as 2")
+    if switch == 1 and given.get("shared", 1) < 1:
+        raise ValueError(f"shared={given['shared']:g} is of ranks behind one switch: say how many share one, as in switch=2")
+    both, shared = given.get("both", copies.both), given.get("shared", copies.shared)
+    return replace(copies, both=both, switch=int(switch), shared=shared)
 
 
 def _with_extras(costs: Costs, placement: Placement, first: Numbers, last: Numbers) -> Costs:

@@ -10,12 +10,14 @@ from megatron.pipeline.cli.arguments import (
     Parser,
     cost_flags,
     goal_flags,
+    offload_flags,
     pass_flags,
     report_flags,
     seconds,
     size_flags,
 )
 from megatron.pipeline.cli.case import gap
+from megatron.pipeline.cli.offload import k_table, wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
 from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, plain_table, put
@@ -41,7 +43,7 @@ def add(commands: Commands) -> None:
         "whose backward is always BW, it says what they lose by that. The table of auto "
         "holds every schedule against the bound at its own peak memory instead."
     )
-    parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), report_flags()]
+    parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
     parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
     parser.add_argument("--chunks", type=int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
@@ -74,13 +76,15 @@ def run(options: argparse.Namespace) -> None:
         best = plan_one(options, Variant(name, options.chunks, options.group, options.splits))
     if options.exact is not None and best.problem.vocabulary:
         raise ValueError("--exact searches the passes of stages only: leave it out, or --vocab-parallel")
+    if options.exact is not None and wanted(options):
+        raise ValueError("--exact searches the passes of stages only: leave it out, or --offload")
     case = case_of(best)
     data = case.report(best.seconds) | told
     if options.exact is not None:
         found = optimum(case.problem, seconds=options.exact, hint=case.schedule)
         value = data[str(case.problem.objective)]
         data["exact"] = {"value": found.value, "bound": found.bound, "proven": found.proven, "gap": gap(value, found.bound)}
-    put(data, case.timeline, options, table)
+    put(data, case.timeline, options, table, f"\n\n{k_table()}" if "offload" in data else "")
 
 
 def _choose(options: argparse.Namespace) -> tuple[Choice, list[Candidate], list[Refusal]]:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Stages, check_size
 from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of, with_shards
+from megatron.pipeline.cli.offload import check_costs, wanted
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
 from megatron.pipeline.schedule.costs import VocabularyCosts
@@ -19,6 +20,7 @@ from megatron.pipeline.schedule.problem import Objective
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
+    "offload",
 )
 
 
@@ -68,18 +70,22 @@ def _check(options: argparse.Namespace, variant: Variant) -> None:
 
 
 def _request(options: argparse.Namespace) -> Request:
-    given, vocabulary = vars(options), _vocabulary(options)
+    given, vocabulary, offload = vars(options), _vocabulary(options), wanted(options)
     jitter = given.get("jitter") or 0.0
+    if offload is None:
+        check_costs(options)
     return Request(
         options.pp,
         options.microbatches,
-        lambda placement: with_shards(costs_of(options, placement), vocabulary),
+        lambda placement: with_shards(costs_of(options, placement, copies=offload is not None), vocabulary),
         options.memory_limit,
         Objective(options.objective or "span"),
         _stages(given.get("recompute")),
         _stages(given.get("fuse")),
         jitter[0] if isinstance(jitter, list) else jitter,
         vocabulary,
+        offload,
+        options.host_memory_limit,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, report_flags
+from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, offload_flags, report_flags
 from megatron.pipeline.cli.case import read_case
 from megatron.pipeline.cli.summary import check_output, put
 from megatron.pipeline.schedule.lower import lower
@@ -14,7 +14,9 @@ from megatron.pipeline.schedule.verify import verify_programs
 
 def add(commands: Commands) -> None:
     help = "run a schedule from a file against costs"
-    simulator = commands.add_parser("simulate", help=help, description=help, parents=[cost_flags(), goal_flags(), report_flags()])
+    simulator = commands.add_parser(
+        "simulate", help=help, description=help, parents=[cost_flags(), goal_flags(), offload_flags(), report_flags()]
+    )
     simulator.set_defaults(run=simulate_file)
     help = "check a schedule from a file against every rule"
     verifier = commands.add_parser("verify", help=help, description=help, parents=[cost_flags()])
@@ -24,7 +26,7 @@ def add(commands: Commands) -> None:
 
 
 def simulate_file(options: argparse.Namespace) -> None:
-    """How good a schedule is, with the costs it was planned with or with others."""
+    """How good a schedule is, with the costs it was planned with or with others, offloaded or not."""
     check_output(options)
     case = read_case(options.file, options)
     put(case.report(), case.timeline, options)

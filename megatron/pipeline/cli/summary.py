@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from megatron.pipeline.schedule.timeline import Timeline
@@ -20,7 +21,13 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
     # Costs of every stage, from a file, may count memory in another unit.
     unit = unit_of("stage_costs" not in data)
-    within = "of any memory" if limit is None else f"within a memory of {limit:g}" if not unit else f"within {limit:g}{unit}"
+    within = (
+        "of any memory"
+        if limit is None or "offload" in data
+        else f"within a memory of {limit:g}"
+        if not unit
+        else f"within {limit:g}{unit}"
+    )
     makespan = data["objective"] == "makespan"
     bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
     rows = [
@@ -50,7 +57,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
             f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}",
         )
     )
-    if limit is not None and limit < data["sustaining_limit"] * (1 - 1e-9):
+    if "offload" in data:
+        rows += _offloaded(data, unit)
+    if "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         rows.append(("limit", f"{limit:g}", f"{why} {data['sustaining_limit']:g}{unit}"))
     wide = max(len(value) for _, value, _ in rows)
@@ -59,6 +68,31 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
+
+
+def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
+    """What a report says of a schedule with copies to host memory."""
+    told = data["offload"]
+    mode = f", --offload {told['mode']}" if told["mode"] else ""
+    longer = data["span"] / told["span_without"] - 1 if told["span_without"] else 0.0
+
+    def amounts(name: str) -> tuple[str, str]:
+        return f"{max(told[name]):.4g}", f"{unit.strip() or 'activations'} at most; by rank {listed(told[name])}"
+
+    def listed(values: Sequence[float]) -> str:
+        return " ".join(f"{value:.4g}" for value in values)
+
+    most, by_rank = amounts("peak_without")
+    return [
+        ("host memory", *amounts("host_peak")),
+        (
+            "moved",
+            f"{mean(told['moved_share']):.1%}",
+            f"of all activations; by rank {listed(told['moved'])}{unit} in an iteration",
+        ),
+        ("k", f"{told['k']:.3g}", f"D2H and H2D of a rank's microbatch, over its F, B and W{mode}"),
+        ("without", most, f"{by_rank}; the span is then {told['span_without']:g}, and this one {longer:z.1%} longer"),
+    ]
 
 
 def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None = None) -> str:
@@ -83,14 +117,14 @@ def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int 
     return "\n".join("  ".join(map(cell, range(len(heads)), line)).rstrip() for line in lines)
 
 
-def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:
+def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "", after: str = "") -> None:
     """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text.
 
     Args:
-        before: what stands above the text.
+        before, after: what stands above and below the text.
     """
     as_json = options.json or (options.output and Path(options.output).suffix == ".json")
-    content = json.dumps(data) if as_json else before + summary(data, timeline)
+    content = json.dumps(data) if as_json else before + summary(data, timeline) + after
     if options.output:
         Path(options.output).write_text(content + "\n", encoding="utf-8")
         wrote(options.output)
