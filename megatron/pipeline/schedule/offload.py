@@ -2,9 +2,9 @@
 
 Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization". Passes keep their order, and
 so, with the costs at hand, their times. Copies to the host run as early as they can, copies back as late as they can; what is
-gone from the device in between is what offloading saves. One that cannot be back in time, behind those that are needed first, does
-not pay and is left out: which are worth most says their lifespan, from the end of F to the start of the backward, since both the
-memory that a copy frees and the time it takes on its lane grow with its bytes.
+gone from the device in between is what offloading saves. What could not be back in time, behind those needed first, does
+not pay and stays. What is worth most says the lifespan, from the end of F to the start of the backward, since both the memory
+that a copy frees and the time it takes on its lane grow with its bytes.
 
 Every rank is planned by itself. It tries the longest lifespans first, as many as the mode allows, and takes the number of them
 with which it holds least; within a memory limit, the smallest number that is enough.
@@ -110,8 +110,8 @@ class _Plan:
         chosen: indices of a rank's candidates, in the order of their F.
         freed: for each of them, the slot before which its device memory is free.
         allocated: the slot before which it is allocated again.
-        gone, called: the times at which the copy to the host ends and the one back starts. Where several stand at one place of the
-            row they do so in the order of these, so that none waits for a later one.
+        gone, called: the times at which the copy to the host ends and the one back starts. Where several stand at one place of
+            the row they do so in the order of these, so that none waits for a later one.
     """
 
     chosen: Ints
