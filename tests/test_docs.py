@@ -28,6 +28,7 @@ DOCUMENTS = [
     "docs/planner.md",
     "docs/own_schedules.md",
     "docs/vocabulary.md",
+    "docs/offload.md",
 ]
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)

@@ -39,6 +39,11 @@ class Case:
     problem: Problem
 
     @property
+    def title(self) -> str:
+        """What it is called above a drawing."""
+        return f"{self.schedule.name}, offloaded" if self.schedule.has_copies else self.schedule.name
+
+    @property
     def limit(self) -> float | None:
         """The most activation memory that a rank may hold, in the costs' unit; None for any amount."""
         most = math.inf if self.problem.limits is None else max(self.problem.limits)

@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
     cases: dict[str, Case] = {}
     for path in options.files:
         timeline, case = read_timeline(path, options)
-        title = case.schedule.name if case else Path(path).stem
+        title = case.title if case else Path(path).stem
         if title in timelines:
             title = f"{title} ({path})"
         timelines[title] = timeline
