@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.pipeline.model.weight_tasks import WeightTask, deferring
+from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
@@ -16,6 +17,7 @@ from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
+    Copy,
     Flow,
     Join,
     Message,
@@ -73,6 +75,7 @@ class Executor:
         recorder: measures the passes, or does not.
         around: a context for every pass, such as the one that lets DDP reduce gradients.
         keep_graphs: False for programs without backwards, whose inputs and outputs are dropped at once.
+        offloaded: moves what the program copies to host memory and back; not needed by programs without copies.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Executor:
         recorder: Recorder | Unmeasured,
         around: Callable[[Pass], AbstractContextManager[None]],
         keep_graphs: bool = True,
+        offloaded: InFlight | None = None,
     ) -> None:
         self.program = program
         self._placement = placement
@@ -95,6 +99,7 @@ class Executor:
         self._recorder = recorder
         self._around = around
         self._keep_graphs = keep_graphs
+        self._offloaded = offloaded or InFlight.of_nothing()
         self._operations = iter(program)
         self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
         self._received: dict[Message, Tensors] = {}
@@ -120,6 +125,10 @@ class Executor:
                 self.links.finish(sending.message)
         self.position = None
 
+    def copies(self) -> Iterable[tuple[Pass, Any, Any]]:
+        """The copies to host memory and back of an iteration that has ended, with the marks of their start and end."""
+        return self._offloaded.copies()
+
     def abandon(self) -> None:
         """Let go of what has begun. All ranks of the pipeline do so: what one has sent another has posted a receive for."""
         for message in self._posted:
@@ -129,6 +138,7 @@ class Executor:
             self._at(sending)
             self.links.finish(sending.message)
         self._stages.abandon()
+        self._offloaded.abandon()
         self._posted.clear()
         self._received.clear()
         self._made.clear()
@@ -147,6 +157,10 @@ class Executor:
                 case Wait(Collective() as collective):
                     with self._recorder.wait(collective):
                         self._stages.wait(collective)
+                case Copy(work):
+                    self._start_copy(work)
+                case Wait(Pass() as work):
+                    self._finish_copy(work)
                 case Wait(Message() as message):
                     with self._recorder.wait(message):
                         self._received[message] = self.links.wait(message)
@@ -162,6 +176,17 @@ class Executor:
                     self.links.start()
                     return
 
+    def _start_copy(self, work: Pass) -> None:
+        self._offloaded.start(work)
+        if work.kind is Kind.H2D:
+            self._recorder.reach(work)
+
+    def _finish_copy(self, work: Pass) -> None:
+        with self._recorder.wait(work):
+            self._offloaded.finish(work)
+        if work.kind is Kind.D2H:
+            self._recorder.reach(work)
+
     def _at(self, operation: Operation) -> None:
         self.position = operation
         self.begun += 1
@@ -175,7 +200,9 @@ class Executor:
                 if stage > 0:
                     inputs = self._take(Message(Flow.ACTIVATION, work.microbatch, stage - 1))
                 recomputed = key in self._recomputed
-                outputs = self._stages.forward(work, inputs, keep_graph=not recomputed)
+                with self._offloaded.capturing(work, keeps_graph=not recomputed):
+                    outputs = self._stages.forward(work, inputs, keep_graph=not recomputed)
+                self._offloaded.adopt(work, inputs)
                 if stage < self._last_stage:
                     self._made[Message(Flow.ACTIVATION, work.microbatch, stage)] = outputs
                 if self._keep_graphs:

@@ -25,6 +25,7 @@ from megatron.pipeline.model.slices import Slices
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.model_stages import ModelStages, most_in_flight, per_chunk
+from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.report import RecordFormat
@@ -64,6 +65,7 @@ def run(
     groups_of: Callable[[torch.distributed.ProcessGroup], Groups],
     posting: Posting = Posting.SINGLE,
     settle: Callable[[], Verdict] | None = None,
+    offloading: Offloading | None = None,
     *,
     forward_step_func: Callable[..., Any],
     data_iterator: Iterator[Any] | list[Iterator[Any]] | None,
@@ -92,6 +94,7 @@ def run(
         settle: called where the program validates, if the optimizer step before this iteration is not known to stand: makes
             parameters and gradients what the rest of the iteration needs, and says what becomes of its start. All ranks of
             the pipeline must get the same verdict.
+        offloading: moves what the plan copies to host memory; not needed for plans without copies.
 
     Returns:
         What the loss function reported for every microbatch, on the rank with the last stage; elsewhere, and for an iteration
@@ -174,6 +177,7 @@ def run(
             recorder,
             sync.around,
             keep_graphs=not forward_only,
+            offloaded=_in_flight(offloading, plan, rank, chunks, recorder),
         )
         started(executor)
         executor.begin()
@@ -193,7 +197,7 @@ def run(
                 stages, recorder, executor, embedding = begin()
         with sync:
             executor.finish()
-        recorder.end()
+        recorder.end(executor.copies())
         if reduces_late and not forward_only:
             for index, chunk in enumerate(chunks):
                 per_chunk(config.grad_sync_func, index)(chunk.parameters())
@@ -207,6 +211,22 @@ def run(
                 force_all_reduce=force_all_reduce,
             )
     return stages.reported
+
+
+def _in_flight(
+    offloading: Offloading | None,
+    plan: Plan,
+    rank: int,
+    chunks: Sequence[torch.nn.Module],
+    recorder: Recorder | Unmeasured,
+) -> InFlight | None:
+    """What moves activations to host memory and back in one iteration, if any are to be moved."""
+    if not plan.schedule.has_copies:
+        return None
+    if offloading is None:
+        raise ValueError(f"schedule {plan.schedule.name} copies activations to host memory: say with what (offloading)")
+    staying = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+    return offloading.iteration(plan.programs[rank], staying, recorder.hold)
 
 
 @contextmanager

@@ -33,12 +33,15 @@ class Record:
         waits: in their order, between the passes.
         held: activation bytes at the end of every pass.
         peak_activation_bytes: the most at any moment.
+        copies: to host memory and back, as they were on the way; in ``passes`` they take no time, and stand for the moments at
+            which their memory was freed or allocated.
     """
 
     passes: tuple[Timed, ...]
     waits: tuple[Waited, ...]
     held: tuple[int, ...]
     peak_activation_bytes: int
+    copies: tuple[Timed, ...] = ()
 
 
 class Unmeasured:
@@ -47,13 +50,16 @@ class Unmeasured:
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def wait(self, _: Message | Collective) -> AbstractContextManager[None]:
+    def wait(self, _: Message | Collective | Pass) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def reach(self, _: Pass) -> None:
+        """Nothing to take note of."""
 
     def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
         return []
 
-    def end(self) -> None:
+    def end(self, _: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """Nothing to end."""
 
 
@@ -72,7 +78,8 @@ class Recorder:
 
     def __init__(self, parameters: Iterable[torch.Tensor], count: bool = False) -> None:
         self._passes: list[tuple[Pass, Any, Any, int]] = []
-        self._waits: list[tuple[Message | Collective, Any, Any]] = []
+        self._waits: list[tuple[Message | Collective | Pass, Any, Any]] = []
+        self._copies: list[tuple[Pass, Any, Any]] = []
         self._on_gpu = torch.cuda.is_available()
         self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
         self._peak = 0
@@ -95,18 +102,28 @@ class Recorder:
             self._passes.append((work, start, self._mark(), self._held()))
 
     @contextmanager
-    def wait(self, message: Message | Collective) -> Iterator[None]:
-        """Time a wait for a message or a collective."""
+    def wait(self, message: Message | Collective | Pass) -> Iterator[None]:
+        """Time a wait for a message, a collective or a copy."""
         start = self._mark()
         yield
         self._waits.append((message, start, self._mark()))
+
+    def reach(self, copy: Pass) -> None:
+        """Take note of the place of a copy among the passes, and of what is held there."""
+        now = self._mark()
+        self._passes.append((copy, now, now, self._held()))
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
         """Count tensors that outlive their pass, until the returned objects die."""
         return [self._meter.hold(tensor) for tensor in tensors] if self._meter else []
 
-    def end(self) -> None:
-        """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation."""
+    def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
+        """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation.
+
+        Args:
+            copies: with the marks of their start and end.
+        """
+        self._copies = list(copies)
         if self._on_gpu:
             self._peak = torch.cuda.max_memory_allocated() - self._allocated
         else:
@@ -124,6 +141,7 @@ class Recorder:
             tuple(Waited(message, self._seconds(start), self._seconds(end)) for message, start, end in self._waits),
             tuple(held for *_, held in self._passes),
             self._peak,
+            tuple(Timed(copy, self._seconds(start), self._seconds(end)) for copy, start, end in self._copies),
         )
 
     def _held(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from megatron.pipeline.runtime.device import beside, this_device
 from megatron.pipeline.runtime.recorder import Record, Waited
 from megatron.pipeline.schedule.passes import Pass
-from megatron.pipeline.schedule.program import Collective, Compute, Message, Program, Send, Wait
+from megatron.pipeline.schedule.program import Copy, Program, Send, Wait, pass_of
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 
 _NONE = -1.0  # in place of a message: no more waits
@@ -30,7 +30,8 @@ class Report:
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline(tuple(record.passes for record in self.ranks))
+        copies = tuple(record.copies for record in self.ranks)
+        return Timeline(tuple(record.passes for record in self.ranks), copies if any(copies) else ())
 
     @property
     def peak_activation_bytes(self) -> list[int]:
@@ -74,22 +75,24 @@ class PendingReport:
 
 
 class RecordFormat:
-    """The records of a program as numbers: peak bytes; start, end, bytes of every pass; message, start, end of every wait.
+    """The records of a program as numbers: peak bytes; start, end, bytes of every pass; message or copy, start, end of every wait
+    and of every copy.
 
     Args:
         program: of the rank that was recorded.
     """
 
     def __init__(self, program: Program) -> None:
-        self._works: tuple[Pass, ...] = tuple(one.work for one in program if isinstance(one, Compute))
+        self._works: tuple[Pass, ...] = tuple(work for one in program if (work := pass_of(one)) is not None)
         # Those that may be waited for: to come, or at the end of the iteration to have gone.
-        self._messages: tuple[Message | Collective, ...] = tuple(one.message for one in program if isinstance(one, Wait | Send))
+        self._messages = tuple(one.message for one in program if isinstance(one, Wait | Send))
         self._places = {message: float(place) for place, message in enumerate(self._messages)}
+        self._copies = sum(isinstance(one, Copy) for one in program)
 
     @property
     def length(self) -> int:
         """How many numbers a record is at most."""
-        return 1 + 3 * len(self._works) + 3 * len(self._messages)
+        return 1 + 3 * (len(self._works) + self._copies + len(self._messages))
 
     def encode(self, record: Record, length: int) -> list[float]:
         """A record as that many numbers, from which ``decode`` makes an equal one.
@@ -107,6 +110,9 @@ class RecordFormat:
         numbers = [float(record.peak_activation_bytes)]
         for (_, start, end), held in zip(record.passes, record.held, strict=True):
             numbers += start, end, float(held)
+        for copy, start, end in record.copies:  # what had nothing to move is not among them
+            numbers += self._places[copy], start, end
+        numbers += [_NONE] * 3 * (self._copies - len(record.copies))
         for message, start, end in record.waits:
             numbers += self._places[message], start, end
         return numbers + [_NONE] * (length - len(numbers))
@@ -114,12 +120,18 @@ class RecordFormat:
     def decode(self, numbers: Sequence[float]) -> Record:
         """The record that ``encode`` was given."""
         peak, rows = numbers[0], [numbers[at : at + 3] for at in range(1, len(numbers), 3)]
-        passes, waits = rows[: len(self._works)], rows[len(self._works) :]
+        count, copies = len(self._works), self._copies
+        passes, others = rows[:count], rows[count:]
+        named = [
+            [(self._messages[int(at)], start, end) for at, start, end in part if at != _NONE]
+            for part in (others[:copies], others[copies:])
+        ]
         return Record(
             tuple(Timed(work, start, end) for work, (start, end, _) in zip(self._works, passes, strict=True)),
-            tuple(Waited(self._messages[int(place)], start, end) for place, start, end in waits if place != _NONE),
+            tuple(Waited(*one) for one in named[1]),
             tuple(int(held) for _, _, held in passes),
             int(peak),
+            tuple(Timed(copy, start, end) for copy, start, end in named[0] if isinstance(copy, Pass)),
         )
 
 

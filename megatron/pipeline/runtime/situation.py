@@ -12,6 +12,7 @@ from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
     Join,
+    Message,
     Operation,
     Program,
     Receive,
@@ -66,7 +67,7 @@ class Situation:
             place = "Validate, which waits for the verdict on the last optimizer step"
         elif isinstance(position, (Join, Wait)) and isinstance(position[0], Collective):
             together = True
-        elif isinstance(position, Wait):
+        elif isinstance(position, Wait) and isinstance(position.message, Message):
             peer = next(one.peer for one in program if isinstance(one, Receive) and one.message == position.message)
             needed = next((one.work for one in program[begun:] if isinstance(one, Compute)), None)
             place = f"{place}, for {needed}" if needed else place

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from megatron.pipeline.schedule.passes import Pass
+from megatron.pipeline.schedule.passes import Kind, Pass
 
 
 class Flow(StrEnum):
@@ -97,6 +97,15 @@ class Validate(NamedTuple):
 
     Before it stand forwards and copies alone, and what is sent, received or joined before it is so on all of its ranks.
     """
+
+
+def pass_of(operation: Operation) -> Pass | None:
+    """The pass of the schedule that an operation stands for, if it does: computing, or the place of a copy in the row."""
+    match operation:
+        case Compute(work) | Copy(Pass(Kind.H2D) as work) | Wait(Pass(Kind.D2H) as work):
+            return work
+        case _:
+            return None
 
 
 Operation: TypeAlias = Compute | Send | Receive | Join | Copy | Wait | Validate

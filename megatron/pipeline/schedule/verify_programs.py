@@ -22,6 +22,7 @@ from megatron.pipeline.schedule.program import (
     Send,
     Validate,
     Wait,
+    pass_of,
 )
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
 
@@ -50,21 +51,10 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
     if len(programs) != schedule.ranks:
         raise ScheduleError(f"{len(programs)} programs for {schedule.ranks} ranks; give one program per rank")
     for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
-        computed = [work for operation in program if (work := _stands_for(operation)) is not None]
+        computed = [work for operation in program if (work := pass_of(operation)) is not None]
         for slot, (planned, found) in enumerate(itertools.zip_longest(passes, computed)):
             if planned != found:
                 raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
-
-
-def _stands_for(operation: Operation) -> Pass | None:
-    """The pass of the schedule that an operation stands for."""
-    match operation:
-        case Compute(work):
-            return work
-        case Copy(Pass(Kind.H2D) as work) | Wait(Pass(Kind.D2H) as work):
-            return work
-        case _:
-            return None
 
 
 def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -263,7 +253,7 @@ def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, lis
     computes: list[list[int]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
         for place, operation in enumerate(program):
-            if _stands_for(operation) is not None:
+            if pass_of(operation) is not None:
                 computes[rank].append(place)
             if isinstance(operation, (Validate, Join, Copy, Compute)) or not isinstance(operation.message, Message):
                 continue

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.runtime.profile import measured_costs
+from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Collective, Message
 from megatron.pipeline.schedule.simulate import activation_profile, simulate
 from megatron.pipeline.schedule.timeline import Timeline
@@ -67,7 +68,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         logger.warning("WARNING: no trace in %s (%s); training goes on", path, error.strerror)
 
 
-def _verb(message: Message | Collective, stages: Sequence[int]) -> str:
+def _verb(message: Message | Collective | Pass, stages: Sequence[int]) -> str:
     """A rank that waits for a message which one of its own stages made waits until that has been sent."""
     return "send" if isinstance(message, Message) and message.stage in stages else "wait for"
 

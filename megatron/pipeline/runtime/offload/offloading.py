@@ -1,0 +1,116 @@
+"""What one rank offloads with: for all iterations its lanes and host memory, for each iteration the stores that are in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megatron.pipeline.runtime.offload.activations import Store
+from megatron.pipeline.runtime.offload.handles import Hold
+from megatron.pipeline.runtime.offload.host_memory import HostPool
+from megatron.pipeline.runtime.offload.lanes import Lanes, lanes_for
+from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.program import Copy, Program
+
+SMALLEST = 64 * 2**10  # bytes; starting to copy less takes the host longer than the copy
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to offload.
+
+    Attributes:
+        host_limit: the most host memory that a rank may take, in bytes; None for any amount.
+        smallest: bytes below which a storage stays on the device.
+        bandwidth: bytes a second of each direction that a CPU imitates; None for as fast as it copies.
+    """
+
+    host_limit: int | None = None
+    smallest: int = SMALLEST
+    bandwidth: float | None = None
+
+
+class Offloading:
+    """The lanes and the host memory of one rank, made when they are first needed, and kept."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings = settings
+        self._device = device
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        return lanes_for(self._device, self.settings.bandwidth, self.settings.bandwidth)
+
+    @cached_property
+    def pool(self) -> HostPool:
+        return HostPool(self.settings.host_limit, pinned=self._device.type == "cuda")
+
+    def iteration(self, program: Program, staying: Iterable[torch.Tensor], hold: Hold) -> InFlight:
+        """The stores of one iteration.
+
+        Args:
+            staying: parameters, buffers and whatever else stays on the device.
+            hold: ``Recorder.hold``.
+        """
+        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying), hold)
+
+
+class InFlight:
+    """What is offloaded in one iteration, by microbatch and chunk: everything that a program says about copies."""
+
+    @classmethod
+    def of_nothing(cls) -> InFlight:
+        """For a program without copies."""
+        return cls(Offloading(Settings(), torch.device("cpu")), (), frozenset(), lambda _: [])
+
+    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int], hold: Hold) -> None:
+        self._offloading = offloading
+        self._staying = staying
+        self._hold = hold
+        self._moved = {one.work[1:] for one in program if isinstance(one, Copy)}
+        self._stores: dict[tuple[int, int], Store] = {}
+        self._ended: dict[tuple[int, int], Store] = {}
+
+    def capturing(self, work: Pass, keeps_graph: bool) -> AbstractContextManager[None]:
+        """The context of a forward. One that will be recomputed keeps nothing but its inputs."""
+        if work[1:] not in self._moved:
+            return nullcontext()
+        pool, settings = self._offloading.pool, self._offloading.settings
+        store = Store(self._offloading.lanes, pool, self._staying, self._hold, settings.smallest)
+        self._stores[work[1:]] = store
+        return store.capture() if keeps_graph else nullcontext()
+
+    def adopt(self, work: Pass, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Tensors that the executor keeps between a forward and its backward move as well."""
+        if work[1:] in self._stores:
+            self._stores[work[1:]].adopt(tensors)
+
+    def start(self, copy: Pass) -> None:
+        """Raises: RuntimeError: there is not enough host memory."""
+        store = self._stores[copy[1:]]
+        store.start_offload() if copy.kind is Kind.D2H else store.start_reload()
+
+    def finish(self, copy: Pass) -> None:
+        """Go on once a copy has ended; on a GPU without the host."""
+        if copy.kind is Kind.D2H:
+            self._stores[copy[1:]].finish_offload()
+        else:
+            store = self._ended[copy[1:]] = self._stores.pop(copy[1:])
+            store.finish_reload()
+
+    def abandon(self) -> None:
+        """Give the iteration up."""
+        for store in self._stores.values():
+            store.abandon()
+        self._stores.clear()
+
+    def copies(self) -> Iterator[tuple[Pass, Any, Any]]:
+        """The copies of an iteration that has ended, with the marks of their start and end."""
+        for (microbatch, chunk), store in self._ended.items():
+            for kind, (start, end) in zip((Kind.D2H, Kind.H2D), store.copies, strict=False):
+                yield Pass(kind, microbatch, chunk), start, end
