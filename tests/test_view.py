@@ -257,31 +257,34 @@ def test_what_a_page_cannot_show_is_refused(tmp_path: Path) -> None:
         write_page([Entry("x", Timeline(((Timed(Pass(Kind.F, 1 << 32), 0, 1),),)))], tmp_path / "p.html")
 
 
+def page_says(entry: Entry, script: str, folder: Path) -> Any:
+    """What the page's own model of an entry, ``panel``, makes of an expression."""
+    write_page([entry], folder / "p.html")
+    model = (Path(page.__file__).parent / "web" / "model.js").read_text()
+    read = """
+        const text = require("fs").readFileSync(process.argv[2], "utf8");
+        const data = JSON.parse(text.match(/id="data">(.*?)<\\/script>/s)[1]);
+        Panel.read(data.entries[0], data.kinds).then((panel) => console.log(JSON.stringify(
+    """
+    (folder / "check.js").write_text(f"{model}{read}{script})));")
+    run = ["node", str(folder / "check.js"), str(folder / "p.html")]
+    return json.loads(subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout)
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")
 def test_the_script_reads_what_python_wrote(tmp_path: Path) -> None:
     """Passes, memory and dependencies as the page computes them are those of Python."""
     schedule, costs = recomputed()
     planned = simulate(schedule, costs)
-    write_page([Entry("planned", planned, schedule, costs)], tmp_path / "p.html")
-    folder = Path(page.__file__).parent / "web"
-    script = (
-        (folder / "model.js").read_text()
-        + """
-        const text = require("fs").readFileSync(process.argv[2], "utf8");
-        const data = JSON.parse(text.match(/id="data">(.*?)<\\/script>/s)[1]);
-        Panel.read(data.entries[0], data.kinds).then((panel) => console.log(JSON.stringify({
-          peak: panel.peak,
-          names: [...Array(panel.count).keys()].map((i) => panel.name(i)),
-          links: panel.links(panel.passesOf(3)).map((pair) => pair.map((i) => [panel.rankOf(i), panel.name(i)])),
-          busy: panel.density(1, 0, panel.makespan, 7).reduce((sum, share) => sum + share, 0) * panel.makespan / 7,
-          found: [...Array(panel.count).keys()].every((i) =>
-            panel.at(panel.rankOf(i), (panel.starts[i] + panel.ends[i]) / 2) === i),
-        })));
-    """
-    )
-    (tmp_path / "check.js").write_text(script)
-    run = ["node", str(tmp_path / "check.js"), str(tmp_path / "p.html")]
-    seen = json.loads(subprocess.run(run, capture_output=True, text=True, check=True, timeout=30).stdout)
+    script = """{
+      peak: panel.peak,
+      names: [...Array(panel.count).keys()].map((i) => panel.name(i)),
+      links: panel.links(panel.passesOf(3)).map((pair) => pair.map((i) => [panel.rankOf(i), panel.name(i)])),
+      busy: panel.density(1, 0, panel.makespan, 7).reduce((sum, share) => sum + share, 0) * panel.makespan / 7,
+      found: [...Array(panel.count).keys()].every((i) =>
+        panel.at(panel.rankOf(i), (panel.starts[i] + panel.ends[i]) / 2) === i),
+    }"""
+    seen = page_says(Entry("planned", planned, schedule, costs), script, tmp_path)
     assert seen["peak"] == pytest.approx(max(activation_peaks(schedule, costs)))
     assert seen["names"] == [f"{work.kind}{work.microbatch}" for rank in schedule.passes for work in rank]
     assert seen["busy"] == pytest.approx(sum(end - start for _, start, end in planned.ranks[1]), rel=1e-5)
@@ -294,6 +297,28 @@ def test_the_script_reads_what_python_wrote(tmp_path: Path) -> None:
         for before, needed in schedule.predecessors(rank, work)
     }
     assert {(*needed, *needing) for needed, needing in seen["links"]} == expected
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")
+def test_the_script_knows_copies(tmp_path: Path) -> None:
+    schedule, costs = offloaded()
+    drawn = simulate(schedule, costs)
+    script = """{
+      links: panel.links(panel.passesOf(1)).map((pair) => pair.map((i) => [panel.rankOf(i), panel.name(i)])),
+      copies: [...Array(panel.copies.count).keys()].map((i) => [panel.name(i, panel.copies), panel.copies.ends[i]]),
+      found: ["D2H", "H2D"].map((kind) => panel.copyAt(0, kind, 9)),
+    }"""
+    seen = page_says(Entry("away", drawn, schedule, costs), script, tmp_path)
+    expected = {
+        (before, f"{needed.kind}1", rank, f"{work.kind}1")
+        for rank, passes in enumerate(schedule.passes)
+        for work in passes
+        if work.microbatch == 1
+        for before, needed in schedule.predecessors(rank, work)
+    }
+    assert {(*needed, *needing) for needed, needing in seen["links"]} == expected
+    assert seen["copies"] == [[f"{work.kind}{work.microbatch}", end] for work, _, end in drawn.copies[0]]
+    assert seen["found"] == [next(i for i, one in enumerate(drawn.copies[0]) if one.start <= 9 < one.end), -1]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")

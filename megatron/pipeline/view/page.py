@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_changes, activation_peaks
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.view.style import COLOURS, LIGHTEST, MEANING
 
 _TEMPLATES = Path(__file__).parent / "web"
@@ -90,18 +90,33 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
 
 
 def _encoded(entry: Entry) -> dict[str, Any]:
-    """An entry as JSON takes it. Its passes are columns, rank after rank, in one zlib stream that model.js undoes.
+    """An entry as JSON takes it."""
+    changes: list[float] = []
+    if entry.schedule is not None and entry.costs is not None:
+        changes = [change for rank in activation_changes(entry.schedule, entry.costs) for change in rank]
+    placement, copies = entry.schedule.placement if entry.schedule else None, entry.timeline.copies
+    return {
+        "title": entry.title,
+        "facts": _facts(entry),
+        **_table(entry.title, entry.timeline.ranks, changes),
+        "copies": _table(entry.title, copies) if copies else None,
+        "stages": placement.stages if placement else None,
+        "depth": placement.depth if placement else None,
+        "splits": entry.schedule.splits if entry.schedule else 1,
+        "memory": bool(changes),
+    }
+
+
+def _table(title: str, ranks: Sequence[Sequence[Timed]], changes: Sequence[float] = ()) -> dict[str, Any]:
+    """How many passes every rank has, and all of them as columns, rank after rank, in one zlib stream that model.js undoes.
 
     The columns are starts, ends (float64), changes of memory (float64, if known), microbatches (uint32), chunks (uint16)
     and kinds (uint8, an index into the page's kinds), all little-endian and without padding.
     """
-    passes = [timed for rank in entry.timeline.ranks for timed in rank]
+    passes = [timed for rank in ranks for timed in rank]
     works = [timed.work for timed in passes]
     if any(work.microbatch >= 1 << 32 or work.chunk >= 1 << 16 for work in works):
-        raise ValueError(f"{entry.title}: a page counts microbatches up to {(1 << 32) - 1} and chunks up to {(1 << 16) - 1}")
-    changes: list[float] = []
-    if entry.schedule is not None and entry.costs is not None:
-        changes = [change for rank in activation_changes(entry.schedule, entry.costs) for change in rank]
+        raise ValueError(f"{title}: a page counts microbatches up to {(1 << 32) - 1} and chunks up to {(1 << 16) - 1}")
     columns = (
         ("d", [float(timed.start) for timed in passes]),
         ("d", [float(timed.end) for timed in passes]),
@@ -111,15 +126,8 @@ def _encoded(entry: Entry) -> dict[str, Any]:
         ("B", [_KINDS.index(work.kind) for work in works]),
     )
     packed = b"".join(struct.pack(f"<{len(values)}{code}", *values) for code, values in columns)
-    placement = entry.schedule.placement if entry.schedule else None
     return {
-        "title": entry.title,
-        "facts": _facts(entry),
-        "counts": [len(rank) for rank in entry.timeline.ranks],
-        "stages": placement.stages if placement else None,
-        "depth": placement.depth if placement else None,
-        "splits": entry.schedule.splits if entry.schedule else 1,
-        "memory": bool(changes),
+        "counts": [len(rank) for rank in ranks],
         "columns": base64.b64encode(zlib.compress(packed, level=9)).decode("ascii"),
     }
 

@@ -58,6 +58,16 @@ function describe(panel, rank, pass, kinds) {
   return lines;
 }
 
+/** What is known about a copy on its lane, as lines. */
+function describeCopy(panel, rank, copy, kinds) {
+  const { starts, ends, chunks } = panel.copies;
+  return [
+    `${panel.name(copy, panel.copies)}: ${kinds[panel.copies.kinds[copy]].meaning} of microbatch ${panel.number(copy, panel.copies)}`,
+    `rank ${rank}, chunk ${chunks[copy]}`,
+    `start ${plain(starts[copy])}, end ${plain(ends[copy])}, duration ${plain(ends[copy] - starts[copy])}`,
+  ];
+}
+
 async function main() {
   const data = JSON.parse(byId("data").textContent);
   const { kinds, lightest } = data;
@@ -155,9 +165,11 @@ async function main() {
     const { x, y } = point(event);
     const found = chart.hit(x, y);
     chart.pointer = found;
-    tip.hidden = !found || found.pass < 0;
+    tip.hidden = !found || (found.pass < 0 && found.copy < 0);
     if (!tip.hidden) {
-      tip.textContent = describe(found.panel, found.rank, found.pass, kinds).join("\n");
+      const { panel, rank, pass, copy } = found;
+      const lines = pass < 0 ? describeCopy(panel, rank, copy, kinds) : describe(panel, rank, pass, kinds);
+      tip.textContent = lines.join("\n");
       const left = event.clientX + 14 + tip.offsetWidth > window.innerWidth ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14;
       const top = event.clientY + 14 + tip.offsetHeight > window.innerHeight ? event.clientY - 14 - tip.offsetHeight : event.clientY + 14;
       tip.style.left = Math.max(0, left) + "px";

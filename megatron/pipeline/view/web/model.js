@@ -7,21 +7,11 @@ async function inflate(text) {
   return new Response(stream).arrayBuffer();
 }
 
-/** One schedule or recording: all its passes, rank after rank, in the order they ran. */
-class Panel {
-  static async read(entry, kinds) {
-    return new Panel(entry, kinds, await inflate(entry.columns));
-  }
-
-  constructor(entry, kinds, buffer) {
-    this.title = entry.title;
-    this.kindNames = kinds.map((kind) => kind.name);
-    this.stages = entry.stages; // stages[rank][chunk]; null for a recording, whose placement is not known
-    this.depth = entry.depth; // stages of one model
-    this.splits = entry.splits;
-    this.ranks = entry.counts.length;
-    this.first = [0]; // rank r has the passes first[r] .. first[r + 1] - 1
-    for (const count of entry.counts) this.first.push(this.first.at(-1) + count);
+/** Passes as columns, rank after rank: rank r has first[r] .. first[r + 1] - 1. */
+class Table {
+  constructor(counts, buffer, memory = false) {
+    this.first = [0];
+    for (const count of counts) this.first.push(this.first.at(-1) + count);
     this.count = this.first.at(-1);
     let at = 0;
     const column = (Type) => {
@@ -31,10 +21,37 @@ class Panel {
     };
     this.starts = column(Float64Array);
     this.ends = column(Float64Array);
-    this.changes = entry.memory ? column(Float64Array) : null; // of activation memory, by the pass
+    this.changes = memory ? column(Float64Array) : null; // of activation memory, by the pass
     this.numbers = column(Uint32Array);
     this.chunks = column(Uint16Array);
     this.kinds = column(Uint8Array);
+  }
+
+  /** Make a time 0. */
+  beginAt(origin) {
+    for (let i = 0; i < this.count; i++) {
+      this.starts[i] -= origin;
+      this.ends[i] -= origin;
+    }
+  }
+}
+
+/** One schedule or recording: all its passes in the order they ran. */
+class Panel extends Table {
+  static async read(entry, kinds) {
+    const copies = entry.copies ? new Table(entry.copies.counts, await inflate(entry.copies.columns)) : null;
+    return new Panel(entry, kinds, await inflate(entry.columns), copies);
+  }
+
+  constructor(entry, kinds, buffer, copies) {
+    super(entry.counts, buffer, entry.memory);
+    this.copies = copies; // on their lanes; among the passes they are moments, without length
+    this.title = entry.title;
+    this.kindNames = kinds.map((kind) => kind.name);
+    this.stages = entry.stages; // stages[rank][chunk]; null for a recording, whose placement is not known
+    this.depth = entry.depth; // stages of one model
+    this.splits = entry.splits;
+    this.ranks = entry.counts.length;
     this.#beginAtZero();
     this.#sumMemory();
     this.chunkCount = this.stages ? this.stages[0].length : 1 + this.chunks.reduce((most, chunk) => Math.max(most, chunk), 0);
@@ -43,12 +60,9 @@ class Panel {
   #beginAtZero() {
     let origin = Infinity;
     for (const start of this.starts) origin = Math.min(origin, start);
-    this.makespan = 0;
-    for (let i = 0; i < this.count; i++) {
-      this.starts[i] -= origin;
-      this.ends[i] -= origin;
-      this.makespan = Math.max(this.makespan, this.ends[i]);
-    }
+    this.beginAt(origin);
+    this.copies?.beginAt(origin);
+    this.makespan = this.ends.reduce((most, end) => Math.max(most, end), 0);
   }
 
   /** What its rank holds after each pass has changed it, and the most any rank holds. */
@@ -87,6 +101,15 @@ class Panel {
   at(rank, time) {
     const i = this.after(rank, time);
     return i < this.first[rank + 1] && this.starts[i] <= time ? i : -1;
+  }
+
+  /** The copy of a kind that is on the way at a time, or -1. */
+  copyAt(rank, kind, time) {
+    const { first, starts, ends, kinds } = this.copies;
+    for (let i = first[rank]; i < first[rank + 1]; i++) {
+      if (this.kindNames[kinds[i]] === kind && starts[i] <= time && time < ends[i]) return i;
+    }
+    return -1;
   }
 
   rankOf(i) {
@@ -130,6 +153,7 @@ class Panel {
   links(passes) {
     if (!this.stages) return [];
     const found = new Map(passes.map((i) => [this.kindNames[this.kinds[i]] + this.stageOf(i), i]));
+    const kept = (stage) => found.get("H2D" + stage) ?? found.get("F" + stage);
     const pairs = [];
     for (const [name, i] of found) {
       const kind = name.replace(/\d+$/, "");
@@ -138,11 +162,15 @@ class Panel {
       if (kind === "F") {
         if (stage % this.depth !== 0) needed.push(found.get("F" + (stage - 1)));
       } else if (kind === "R") {
-        needed.push(found.get("F" + stage));
+        needed.push(kept(stage));
       } else if (kind === "W") {
         needed.push(found.get("B" + stage));
+      } else if (kind === "D2H") {
+        needed.push(found.get("F" + stage));
+      } else if (kind === "H2D") {
+        needed.push(found.get("D2H" + stage));
       } else {
-        needed.push(found.get("R" + stage) ?? found.get("F" + stage));
+        needed.push(found.get("R" + stage) ?? kept(stage));
         if ((stage + 1) % this.depth !== 0) needed.push(found.get("B" + (stage + 1)) ?? found.get("BW" + (stage + 1)));
       }
       for (const other of needed) if (other !== undefined) pairs.push([other, i]);
@@ -151,8 +179,8 @@ class Panel {
   }
 
   /** The microbatch of a pass and the letter of its slice: 3, 3a. */
-  number(i) {
-    const number = this.numbers[i];
+  number(i, table = this) {
+    const number = table.numbers[i];
     if (this.splits === 1) return String(number);
     let letters = "";
     for (let slice = number % this.splits; slice >= 0; slice = Math.floor(slice / 26) - 1) {
@@ -162,8 +190,8 @@ class Panel {
   }
 
   /** As people write a pass: F3, or F3.1 where there are several chunks. */
-  name(i) {
-    return this.kindNames[this.kinds[i]] + this.number(i) + (this.chunkCount > 1 ? "." + this.chunks[i] : "");
+  name(i, table = this) {
+    return this.kindNames[table.kinds[i]] + this.number(i, table) + (this.chunkCount > 1 ? "." + table.chunks[i] : "");
   }
 }
 

@@ -6,6 +6,7 @@ const GAP = 14;
 const LABELS = 62;
 const RIGHT = 12;
 const BIN = 3; // width of a column where passes are too narrow to draw each of them
+const LANES = ["D2H", "H2D"]; // copies, below the passes of their rank
 const NARROWEST = 2.5; // width that passes need on average to be drawn one by one
 const INK = "#222222"; // on the passes' own colours, which are the same in the dark
 
@@ -56,6 +57,7 @@ class Chart {
     this.unit = unit;
     this.total = Math.max(...panels.map((panel) => panel.makespan)) || 1;
     this.peak = Math.max(...panels.map((panel) => panel.peak));
+    this.hasLanes = panels.some((panel) => panel.copies);
     this.colours = kinds.map((kind) => kind.colour);
     for (const panel of panels) {
       const chunks = [...Array(panel.chunkCount).keys()];
@@ -77,8 +79,10 @@ class Chart {
     this.right = Math.max(LABELS + 10, width - RIGHT);
     this.theme = theme();
     this.pen = prepare(this.canvas, width, height);
+    this.lane = this.hasLanes ? Math.max(2, Math.round(this.boxHeight * 0.16)) : 0; // the height of one
+    this.lanes = this.hasLanes ? LANES.length * (this.lane + 1) : 0;
     this.strip = this.showMemory && this.peak > 0 ? Math.max(5, Math.round(this.boxHeight * 0.7)) : 0;
-    this.pitch = this.boxHeight + this.strip + (this.boxHeight > 8 ? 2 : 1);
+    this.pitch = this.boxHeight + this.lanes + this.strip + (this.boxHeight > 8 ? 2 : 1);
     let top = AXIS;
     for (const panel of this.panels) {
       panel.top = top + TITLE;
@@ -92,7 +96,8 @@ class Chart {
   fitRows(height) {
     const ranks = this.panels.reduce((sum, panel) => sum + panel.ranks, 0);
     const room = height - AXIS - this.panels.length * (TITLE + GAP);
-    this.boxHeight = Math.max(9, Math.min(26, Math.floor(room / ranks) - 2));
+    const pitch = Math.floor(room / ranks) - 2;
+    this.boxHeight = Math.max(9, Math.min(26, this.hasLanes ? Math.floor(pitch / 1.4) : pitch));
   }
 
   get scale() {
@@ -127,7 +132,9 @@ class Chart {
     if (!panel || y < AXIS || x > this.right) return null;
     const rank = Math.min(panel.ranks - 1, Math.floor((at - panel.top) / this.pitch));
     const time = this.time(x);
-    return { panel, rank, time, pass: x < LABELS ? -1 : panel.at(rank, time) };
+    const lane = panel.copies ? LANES[Math.floor((at - panel.top - rank * this.pitch - this.boxHeight) / (this.lane + 1))] : undefined;
+    const copy = lane && x >= LABELS ? panel.copyAt(rank, lane, time) : -1;
+    return { panel, rank, time, copy, pass: x < LABELS || lane ? -1 : panel.at(rank, time) };
   }
 
   select(panel, pass) {
@@ -168,7 +175,8 @@ class Chart {
       pen.fillRect(this.x(0), y, panel.makespan * this.scale, this.boxHeight);
       if (crowded) this.#columns(panel, rank, y);
       else this.#boxes(panel, rank, y);
-      if (this.strip && panel.peak > 0) this.#memory(panel, rank, y + this.boxHeight + this.strip);
+      if (panel.copies) this.#copies(panel, rank, y + this.boxHeight + 1);
+      if (this.strip && panel.peak > 0) this.#memory(panel, rank, y + this.boxHeight + this.lanes + this.strip);
     }
     if (this.selected?.panel === panel) this.#selection(panel, first, last);
     pen.restore();
@@ -205,10 +213,24 @@ class Chart {
     }
   }
 
+  /** A rank's copies, each kind on a lane of its own. */
+  #copies(panel, rank, top) {
+    const { pen } = this;
+    const { first, starts, ends, kinds, chunks } = panel.copies;
+    pen.fillStyle = this.theme.idle;
+    LANES.forEach((_, lane) => pen.fillRect(this.x(0), top + lane * (this.lane + 1), panel.makespan * this.scale, this.lane));
+    for (let i = first[rank]; i < first[rank + 1]; i++) {
+      if (ends[i] < this.from || starts[i] > this.to) continue;
+      const [x, width] = this.#box(panel.copies, i);
+      pen.fillStyle = panel.shades[kinds[i]][chunks[i]];
+      pen.fillRect(x, top + LANES.indexOf(panel.kindNames[kinds[i]]) * (this.lane + 1), width > 3 ? width - 1 : width, this.lane);
+    }
+  }
+
   /** Where the visible part of a pass begins, and how wide it is. */
-  #box(panel, i) {
-    const x = Math.max(LABELS - 2, this.x(panel.starts[i]));
-    return [x, Math.min(this.right + 2, this.x(panel.ends[i])) - x];
+  #box(table, i) {
+    const x = Math.max(LABELS - 2, this.x(table.starts[i]));
+    return [x, Math.min(this.right + 2, this.x(table.ends[i])) - x];
   }
 
   /** What a rank holds, as bars on the bottom line; of bars too narrow to see, the highest. */
