@@ -51,6 +51,13 @@ def test_k_is_1_where_nobody_says(capsys: pytest.CaptureFixture[str]) -> None:
         assert report(f"{PLAN} --offload full --cost {given}", capsys)["offload"]["k"] == pytest.approx(both / 3)
 
 
+def test_k_counts_what_recomputing_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    planned = report(f"{PLAN} --offload full --cost D2H=1 --recompute all --activation B=1,R=0.25", capsys)
+    assert planned["offload"]["k"] == pytest.approx(2 * 0.25 / 4)
+    assert max(planned["offload"]["moved"]) <= 8 * 0.25
+    assert max(planned["offload"]["moved_share"]) <= 1
+
+
 def test_copies_that_disturb_each_other_move_less(capsys: pytest.CaptureFixture[str]) -> None:
     alone = report(f"{PLAN} --offload full", capsys)
     shared = report(f"{PLAN} --offload full --copy both=0.7,switch=2,shared=0.5", capsys)

@@ -7,12 +7,10 @@ import math
 from typing import Any
 
 from megatron.pipeline.cli.arguments import COPIES
-from megatron.pipeline.cli.costs import share_of
 from megatron.pipeline.cli.summary import plain_table
-from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.passes import Kind, Offload
-from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
@@ -65,7 +63,7 @@ def gain(schedule: Schedule, problem: Problem) -> dict[str, Any]:
     away = moved(schedule, costs)
     return {
         "mode": problem.offload and str(problem.offload),
-        "k": k_of(costs, schedule.placement),
+        "k": k_of(problem),
         "moved": away,
         "moved_share": [part / whole if whole else 0.0 for part, whole in zip(away, allocated, strict=True)],
         "peak_without": activation_peaks(plain, costs),
@@ -75,11 +73,15 @@ def gain(schedule: Schedule, problem: Problem) -> dict[str, Any]:
     }
 
 
-def k_of(costs: Costs, placement: Placement) -> float:
-    """(D2H + H2D) / (F + B + W) of a rank, on average."""
-    work = share_of(costs, placement, lambda stage: stage.total)
-    copies = share_of(costs, placement, StageCosts.moved) * (costs.copies.to_host + costs.copies.to_device)
-    return copies / work if work else 0.0
+def k_of(problem: Problem) -> float:
+    """(D2H + H2D) / (F + B + W) of a rank, on average; R counts where there is one, and what it leaves to be moved."""
+    copies = problem.costs.copies
+    moved = work = 0.0
+    for at, stage in enumerate(problem.costs.stages):
+        again = at in problem.recompute
+        moved += stage.moved(again)
+        work += stage.total + (stage.recompute if again else 0.0)
+    return moved * (copies.to_host + copies.to_device) / work if work else 0.0
 
 
 def _allocated(schedule: Schedule, costs: Costs) -> list[float]:
