@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.pipeline.model.slices import Slices
 from megatron.pipeline.runtime.executor import Executor
@@ -225,7 +225,8 @@ def _in_flight(
         return None
     if offloading is None:
         raise ValueError(f"schedule {plan.schedule.name} copies activations to host memory: say with what (offloading)")
-    staying = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers()))
+    # DDP has a list called ``buffers``.
+    staying = (tensor for chunk in unwrap_model(list(chunks)) for tensor in (*chunk.parameters(), *chunk.buffers()))
     return offloading.iteration(plan.programs[rank], staying, recorder.hold)
 
 

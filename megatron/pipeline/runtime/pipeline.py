@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.runtime import forward_backward
+from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict
+from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Links, Posting
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.report import PendingReport, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
 from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.offload import offload
+from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
@@ -32,6 +35,7 @@ from megatron.pipeline.schedule.verify import verify, verify_programs
 from megatron.pipeline.schedule.vocabulary import postpone, postponed, spread
 
 STOCK = "stock"
+_ROUNDED_UP = 1.25  # host memory is reused for what is up to so much smaller
 _FILE = "file:"
 
 
@@ -49,6 +53,8 @@ class Pipeline:
         posting: how sends and receives are started.
         objective: what an iteration takes: its makespan, or where iterations interlock its span.
         vocabulary: how it is spread over all ranks, if it is; a file says that itself, and must not say something else.
+        offload: how much of the activations goes to host memory; a file may have its own copies, which then stay as they are.
+        settings: how that is done. The host limit is in bytes, as are costs; without costs only the runtime knows what fits.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -65,6 +71,8 @@ class Pipeline:
         posting: Posting = Posting.SINGLE,
         objective: Objective = Objective.MAKESPAN,
         vocabulary: Vocabulary | None = None,
+        offload: Offload | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self.name = schedule
         self.objective = objective
@@ -78,6 +86,8 @@ class Pipeline:
         self._channels: dict[tuple[Any, bool], Channels] = {}
         self._groups: dict[Any, Groups] = {}
         self.vocabulary = vocabulary
+        self.offload = offload
+        self.settings = settings or Settings()
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._iterations = 0  # that have begun, evaluations included
@@ -91,6 +101,8 @@ class Pipeline:
                     f"{schedule} spreads the vocabulary as {self._from_file.vocabulary}, not as {vocabulary}: give one of the two"
                 )
             self.vocabulary = self._from_file.vocabulary
+        if offload and self._from_file and self._from_file.has_copies:
+            raise ValueError(f"{schedule} has copies to host memory of its own, which run as they are: leave offloading out")
         if self.is_stock:
             self.placement: Placement = interleaved(ranks, chunks or 1)
         elif self._from_file:
@@ -116,6 +128,16 @@ class Pipeline:
     def links(self) -> Links | None:
         """What carried the messages of the last iteration; None before the first, and under megatron-core's own schedule."""
         return self._executor.links if self._executor else None
+
+    @cached_property
+    def offloading(self) -> Offloading:
+        """This rank's copy lanes and host memory."""
+        return Offloading(self.settings, this_device())
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any iteration copies activations to host memory."""
+        return bool(self.offload or (self._from_file and self._from_file.has_copies))
 
     @property
     def is_stock(self) -> bool:
@@ -166,7 +188,7 @@ class Pipeline:
             self._iterations += 1
 
         sources = self._channels_of, self._groups_of
-        return forward_backward.run(plan, record, started, *sources, self._posting, self._settle, **kwargs)
+        return forward_backward.run(plan, record, started, *sources, self._posting, self._settle, self.offloading, **kwargs)
 
     @contextmanager
     def validating(self, settle: Callable[[], Verdict]) -> Iterator[None]:
@@ -236,8 +258,8 @@ class Pipeline:
     def plan_again(self, costs: Costs, memory_limit: float | None) -> dict[int, Schedule]:
         """What the family makes of these costs, for every number of microbatches that is planned by now.
 
-        A schedule in use stays where it fits into the limit and what the family makes is not shorter. Nothing changes until
-        ``adopt``; another thread may call this while iterations run.
+        A schedule in use stays where it fits into the limit and what the family makes is not shorter; copies to host memory are
+        always planned anew. Nothing changes until ``adopt``; another thread may call this while iterations run.
 
         Raises:
             ValueError: there is no schedule within the limit.
@@ -259,6 +281,8 @@ class Pipeline:
 
     def _better(self, used: Schedule, costs: Costs, memory_limit: float | None) -> Schedule:
         made = self._plan(used.microbatches, costs, memory_limit)
+        if self.offload:
+            return made
         try:
             verify(used, costs, memory_limit)
         except ValueError:
@@ -267,8 +291,16 @@ class Pipeline:
         return made if lengths[0] < lengths[1] else used
 
     def _plan(self, microbatches: int, costs: Costs | None, limit: float | None) -> Schedule:
-        sizes = self._ranks, microbatches, costs, self._chunks
-        return families.plan(self.name, *sizes, memory_limit=limit, objective=self.objective, vocabulary=self.vocabulary)
+        sizes = self._ranks, microbatches, costs or self.planned_costs, self._chunks
+        return families.plan(
+            self.name,
+            *sizes,
+            memory_limit=limit,
+            objective=self.objective,
+            vocabulary=self.vocabulary,
+            offload=self._offload_within(costs),
+            host_limit=self._host_limit_in(costs),
+        )
 
     def _make_plan(self, microbatches: int, forward_only: bool) -> Plan:
         if self._from_file is None:
@@ -277,7 +309,7 @@ class Pipeline:
             # A file is for one number of microbatches; its placement is all that evaluation needs.
             schedule = self._spread(_forwards_in_order(self._from_file, microbatches))
         elif self._from_file.microbatches == microbatches:
-            schedule = self._spread(self._from_file)
+            schedule = self._offloaded(self._spread(self._from_file))
         else:
             raise ValueError(
                 f"{self.name} is a schedule of {self._from_file.microbatches} microbatches, but an iteration has "
@@ -295,8 +327,11 @@ class Pipeline:
 
     @property
     def planned_costs(self) -> Costs:
-        """What schedules are planned for: measured costs, or equal ones."""
-        return self.costs or uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        """What schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
+        if self.costs:
+            return self.costs
+        costs = uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        return with_equal_copies(costs) if self.offloads else costs
 
     def _channels_of(self, group: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
         """Opened when they are first needed, by all ranks of the world together."""
@@ -311,6 +346,24 @@ class Pipeline:
             return schedule
         roomy = postpone(schedule, postponed(self.vocabulary, schedule.ranks))
         return spread(roomy, self.vocabulary, self.planned_costs)
+
+    def _offloaded(self, schedule: Schedule) -> Schedule:
+        """A file's schedule with copies to host memory, where there are to be some."""
+        mode = self._offload_within(self.costs)
+        if mode is None:
+            return schedule
+        limits = None if self._memory_limit is None else (self._memory_limit,) * schedule.ranks
+        return offload(schedule, self.planned_costs, mode, limits, self._host_limit_in(self.costs))
+
+    def _offload_within(self, costs: Costs | None) -> Offload | None:
+        """How much to offload at these costs: nothing where there is a limit of host memory, and bytes are not known yet."""
+        return None if costs is None and self.settings.host_limit is not None else self.offload
+
+    def _host_limit_in(self, costs: Costs | None) -> float | None:
+        """The limit of host memory in the unit of these costs."""
+        if self.settings.host_limit is None or costs is None or not self.offload:
+            return None
+        return self.settings.host_limit / _ROUNDED_UP
 
     def _groups_of(self, group: torch.distributed.ProcessGroup) -> Groups:
         """Opened when they are first needed, by all ranks of the world together."""

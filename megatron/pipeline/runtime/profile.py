@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -54,11 +54,21 @@ def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report,
         )
         for stage in range(schedule.placement.last_stage + 1)
     ]
+    stages = _as_movable_as_others(stages)
     if schedule.vocabulary is None:
         return Costs(tuple(stages), hop)
     seconds: dict[str, float] = {str(kind): statistics.median(samples[_SHARDS, kind]) for kind in VOCABULARY_KINDS}
     kept = max(0.0, statistics.median(changes[_SHARDS, Kind.S]))
     return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept))
+
+
+def _as_movable_as_others(stages: list[StageCosts]) -> list[StageCosts]:
+    """With stages of which nothing has been moved taken to be like the others, on average."""
+    known = [(stage.movable, stage.activation) for stage in stages if stage.movable is not None]
+    moved, whole = sum(one for one, _ in known), sum(one for _, one in known)
+    if not whole:
+        return stages
+    return [replace(stage, movable=stage.activation * moved / whole) if stage.movable is None else stage for stage in stages]
 
 
 def _where(schedule: Schedule, rank: int, work: Pass) -> int:
@@ -76,6 +86,7 @@ def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts
         weight=seconds.get(Kind.W, half),
         activation=held,
         retained=min(held, max(0.0, held + changed.get(Kind.B, 0.0))),
+        movable=min(held, max(0.0, -changed[Kind.D2H])) if Kind.D2H in changed and Kind.R not in changed else None,
         fused=fused,
         recompute=seconds.get(Kind.R, seconds[Kind.F]),
         checkpoint=kept if Kind.R in changed else 0.0,
@@ -146,7 +157,7 @@ def agree(costs: Costs, hops: Sequence[float]) -> Costs:
     stages = zip(*(one.stages for one, _ in everyone), strict=True)
     all_hops = [seconds for _, found in everyone for seconds in found]
     shards = _median(one.vocabulary for one, _ in everyone)
-    return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards)
+    return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards, costs.copies)
 
 
 def _median(costs: Iterable[_Kind]) -> _Kind:

@@ -6,10 +6,12 @@ Training's numbers stay what they are: the placement does not change, and every 
 from __future__ import annotations
 
 import logging
+import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,13 +20,16 @@ from megatron.core import parallel_state
 
 from megatron.pipeline.runtime import profile
 from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.passes import VOCABULARY_KINDS
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.schedule.verify import rounded_up
 
 _TIMED = 3  # iterations
@@ -102,7 +107,11 @@ def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
     mine = profile.measured_costs(pipeline.schedule_of(counted), timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     hops = profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
-    return profile.agree(mine, hops)
+    costs = profile.agree(mine, hops)
+    if not pipeline.offloads:
+        return costs
+    copies = probe.measure(pipeline.offloading, socket.gethostname(), rank, pipeline.placement.ranks)
+    return replace(costs, copies=copies)
 
 
 def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, Any]:
@@ -142,8 +151,21 @@ def _words(costs: Costs) -> str:
     parts = [f"{kind} {spread([getattr(stage, name) for stage in stages], 1e-3)}" for kind, name in times.items()]
     held, kept = (spread([getattr(stage, name) for stage in stages], _MIB) for name in ("activation", "retained"))
     words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
+    words += _copies_in_words(costs)
     shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]
     return f"{words}; of the vocabulary {', '.join(shares)} ms per rank" if costs.vocabulary.total else words
+
+
+def _copies_in_words(costs: Costs) -> str:
+    copies = costs.copies
+    if not copies.to_host or not copies.to_device:
+        return ""
+    speeds = " and ".join(f"{probe.MARGIN / seconds / 1e9:.4g}" for seconds in (copies.to_host, copies.to_device))
+    shared = f", {copies.shared:.0%} with all {copies.switch} ranks of a machine" if copies.switch > 1 else ""
+    return (
+        f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
+        f"as a tenth slower, k = {costs.k:.3g}"
+    )
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:
@@ -156,7 +178,19 @@ def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None
         kept += f", since the one before held up to {held:.4g} MiB and the limit is {limit / _MIB:.4g} MiB"
     return (
         f"{kept}; predicted {objective} {1e3 * old:.4g} -> {1e3 * new:.4g} ms, bubble {waste:.1%} -> "
-        f"{wastes:.1%}, activations up to {holds:.4g} MiB a rank"
+        f"{wastes:.1%}, activations up to {holds:.4g} MiB a rank{_moves(after, costs)}"
+    )
+
+
+def _moves(schedule: Schedule, costs: Costs) -> str:
+    """How much goes to host memory."""
+    if not schedule.has_copies:
+        return ""
+    bytes_moved, most = max(moved(schedule, costs)) / _MIB, max(host_peaks(schedule, costs)) / _MIB
+    without = max(activation_peaks(without_copies(schedule), costs)) / _MIB
+    return (
+        f" instead of {without:.4g} MiB: up to {bytes_moved:.4g} MiB of a rank go to host memory in an iteration, at most "
+        f"{most:.4g} MiB are there"
     )
 
 

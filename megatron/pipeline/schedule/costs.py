@@ -223,6 +223,13 @@ class Costs:
         return self.stages[stage].moved(recomputed) * self.copies.seconds(kind)
 
     @property
+    def k(self) -> float:
+        """What copying all activations to host memory and back takes, over F + B + W (Wan et al., "PipeOffload", section 3)."""
+        work = sum(stage.total for stage in self.stages)
+        copies = sum(stage.moved() for stage in self.stages) * (self.copies.to_host + self.copies.to_device)
+        return copies / work if work else 0.0
+
+    @property
     def exchange(self) -> float:
         """Seconds of a collective of the vocabulary."""
         return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
@@ -317,6 +324,13 @@ def _copies(row: object) -> CopyCosts:
 
 # Where nobody says, and F, B and W take 1: an output layer that adds a third to a rank's work.
 EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
+
+
+def with_equal_copies(costs: Costs) -> Costs:
+    """Costs with copies as they are taken to be where nobody says: k is 1, and both directions take the same."""
+    work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
+    seconds = work / moved / 2 if moved else 0.0
+    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
 
 
 def is_cost(value: object) -> bool:

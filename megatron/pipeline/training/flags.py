@@ -18,7 +18,7 @@ from megatron.pipeline.training.flag_types import (
 )
 
 PROFILE = "profile"  # in the place of a file with costs: they are measured in this run
-OFF = "off"  # of --vocab-parallel
+OFF = "off"  # of --vocab-parallel and --offload
 TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",
@@ -82,6 +82,21 @@ def _vocabulary(group: argparse._ArgumentGroup) -> None:
         "tokens have in common")  # fmt: skip
     add("--z-loss", type=not_negative, default=0.0, help="with --vocab-parallel: weight of the squared logarithm of the "
         "softmax's denominator, added to the loss")  # fmt: skip
+
+
+def _offload(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--offload", default=OFF, choices=[OFF, "selective", "full"], help="copy activations to host memory where that takes no "
+        "time: full, all that pays; selective, at most half, those that are kept longest")  # fmt: skip
+    add("--offload-profile", action="store_true", help="measure passes, bytes and copies in the first iterations, and plan "
+        "again: --pipeline-costs profile")  # fmt: skip
+    add("--offload-host-memory", type=memory_size, metavar="SIZE", help="the most host memory that a rank may take for it, such "
+        "as 64GiB")  # fmt: skip
+    add("--offload-min-size", type=memory_size, metavar="SIZE", help="tensors below this stay on the device; 64KiB if not given")
+    add("--no-offload-numa-binding", action="store_false", dest="offload_numa_binding", help="leave every rank on all CPUs, "
+        "instead of those next to its GPU")  # fmt: skip
+    add("--offload-cpu-bandwidth", type=positive_float, metavar="GB/S", help="without a GPU: copies take as long as at so many "
+        "GB/s in each direction")  # fmt: skip
 
 
 def _model(group: argparse._ArgumentGroup) -> None:
@@ -396,6 +411,7 @@ def _checkpoint(group: argparse._ArgumentGroup) -> None:
 _GROUPS = {
     "pipeline schedule": _schedule,
     "vocabulary layers": _vocabulary,
+    "activations in host memory": _offload,
     "model": _model,
     "parallel sizes": _parallel,
     "mixture of experts": _experts,

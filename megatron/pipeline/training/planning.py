@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.p2p import Posting
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
-from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform, with_equal_copies
+from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
@@ -79,6 +80,8 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         posting=Posting(args.pipeline_p2p),
         objective=_objective(args),
         vocabulary=vocabulary,
+        offload=_offload(args),
+        settings=_offload_settings(args),
         measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
     )
     placement = pipeline.placement
@@ -97,6 +100,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
             f"schedule with --pipeline-costs {PROFILE}"
         )
     _check_spread(args, pipeline)
+    _check_offload(args, pipeline)
     for microbatches in counts:
         pipeline.check(microbatches)
     return pipeline
@@ -119,6 +123,35 @@ def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
     raise ValueError(
         f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
     )
+
+
+def _offload(args: Namespace) -> Offload | None:
+    return None if args.offload == OFF else Offload(args.offload)
+
+
+def _offload_settings(args: Namespace) -> Settings:
+    bandwidth = args.offload_cpu_bandwidth
+    smallest = SMALLEST if args.offload_min_size is None else args.offload_min_size
+    return Settings(args.offload_host_memory, smallest, bandwidth and bandwidth * 1e9)
+
+
+def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
+    """Refuse schedules and costs that say nothing about copies to host memory."""
+    if not pipeline.offloads:
+        return
+    if pipeline.splits > 1:
+        raise ValueError(
+            f"--offload {args.offload} moves whole microbatches, and --pipeline-schedule {pipeline.name} cuts them into "
+            f"{pipeline.splits} slices, which share their memory: take another schedule, or leave --offload out"
+        )
+    if pipeline.costs and not (pipeline.costs.copies.to_host and pipeline.costs.copies.to_device):
+        raise ValueError(
+            f"--pipeline-costs {args.pipeline_costs} does not say what copies to host memory take, which --offload has to know: "
+            f"measure it under these flags with --offload-profile, or add it, such as {_EXAMPLE}"
+        )
+
+
+_EXAMPLE = '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
 
 
 def _objective(args: Namespace) -> Objective:
@@ -177,7 +210,7 @@ def _best(
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError says that there are too few
         if costs is None:
-            return uniform(placement)
+            return with_equal_copies(uniform(placement))
         if len(costs.stages) != placement.ranks * placement.chunks:
             raise ValueError(f"the costs are for {len(costs.stages)} stages")
         return costs
@@ -190,7 +223,8 @@ def _best(
     ]
     if chunks is not None:
         wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
-    request = Request(ranks, microbatches, costs_of, limit, objective=_objective(args), vocabulary=vocabulary)
+    goal, offload = _objective(args), _offload(args)
+    request = Request(ranks, microbatches, costs_of, limit, objective=goal, vocabulary=vocabulary, offload=offload)
     planned, refused = candidates(request, wanted)
     needs = [refusal.needs for refusal in refused if refusal.needs is not None]
     if not planned and needs:

@@ -27,16 +27,20 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.model.layout import end_in_layers, stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.model.vocabulary.layout import Shards
+from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
+from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.data import Samples, check_data
-from megatron.pipeline.training.flags import OFF
+from megatron.pipeline.training.flags import OFF, PROFILE
 from megatron.pipeline.training.logging import Log
 from megatron.pipeline.training.loop import train
 from megatron.pipeline.training.planning import plan_pipeline
@@ -45,6 +49,8 @@ from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_s
 from megatron.pipeline.training.trace import draw_consecutive, draw_last_trace
 from megatron.pipeline.training.validation import validate
 from megatron.pipeline.tune.balance import heaviest
+
+logger = logging.getLogger(__name__)
 
 _FIRST_WORD = 10  # seconds that rank 0 has to say what is wrong, if it is wrong there as well
 
@@ -119,6 +125,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
                 log.line(_plan_in_words(args, pipeline))
                 if args.post_validation:
                     log.line(f" post-validation: {_WHEN[args.post_validation_when]}")
+                if args.offload != OFF:
+                    log.line(_offload_in_words(args, pipeline))
                 for obstacle in _obstacles(args, pipeline.placement):
                     log.line(f" WARNING: --post-validation: {obstacle}")
             train(args, training, samples, pipeline, log, timers)
@@ -141,6 +149,8 @@ def _world(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
     """All ranks, each on its device, for the time of the training."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if args.offload != OFF and args.offload_numa_binding:
+            logger.info("%s", numa.bind(this_device()))  # before any host memory is allocated
     else:
         torch.set_num_threads(1)  # the ranks of one machine share its cores
     if world_size == 1:  # started without torchrun
@@ -243,6 +253,25 @@ def _shards(args: Namespace) -> str:
     return (
         f"vocabulary spread as {args.vocab_parallel}, {cut.rows} rows on each of {count} ranks: in all {cut.size} tokens, "
         f"{rows - cut.size - masked} rows of padding that count in the softmax, {masked} that do not"
+    )
+
+
+def _offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
+    """How much goes to host memory."""
+    schedule, costs = pipeline.plan(max(microbatch_counts(args))).schedule, pipeline.planned_costs
+    words = f" offload {args.offload}:"
+    if pipeline.costs is None:
+        later = ", until they have been measured" if args.pipeline_costs == PROFILE else ": --offload-profile measures them"
+        if not schedule.has_copies and args.offload_host_memory is not None:
+            return f"{words} nothing until bytes have been measured, to know what fits into host memory"
+        words += f" copies are taken to last as long as passes (k = 1){later};"
+    away, most = max(moved(schedule, costs)), max(host_peaks(schedule, costs))
+    without = max(activation_peaks(without_copies(schedule), costs))
+    unit = (2**20, "MiB") if pipeline.costs else (1, "microbatches")
+    amounts = [f"{amount / unit[0]:.4g}" for amount in (away, most, max(activation_peaks(schedule, costs)), without)]
+    return (
+        f"{words} up to {amounts[0]} {unit[1]} of a rank go to host memory in an iteration, at most {amounts[1]} are there; "
+        f"{amounts[2]} instead of {amounts[3]} on the device"
     )
 
 

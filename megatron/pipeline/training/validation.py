@@ -14,6 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.training.flags import PROFILE
 from megatron.pipeline.training.validation_experts import check_experts, check_prediction
+from megatron.pipeline.training.validation_offload import check_offload
 from megatron.pipeline.training.validation_vocabulary import check_vocabulary
 
 DEFAULT_SPLIT = "969,30,1"
@@ -43,6 +44,7 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_checkpoints(args)
     _check_timeouts(args)
     _check_post_validation(args)
+    check_offload(args)
     _check_outputs(args)
 
 

@@ -1,0 +1,144 @@
+"""How fast activations get to host memory and back on this machine: measured copies, alone, both ways at once, and with the
+neighbours at once."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
+from megatron.pipeline.runtime.offload.offloading import Offloading
+from megatron.pipeline.schedule.costs import CopyCosts
+
+# Copies are planned to take so much longer than measured: a pass that waits for one costs more than a bit of memory.
+MARGIN = 1.1
+
+_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of one copy: a GPU's lane gets up to speed, a CPU's does not take long
+_COPIES = 4  # in a row, of which the first does not count
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What one rank has measured, in seconds per byte: to the host and to the device.
+
+    Attributes:
+        host: the machine that the rank runs on.
+        pipeline_rank: of the rank.
+        alone: with nothing else on the way but the same of ranks with the same pipeline rank.
+        both: with the other direction at the same time.
+        together: with all other ranks in the same direction at the same time.
+    """
+
+    host: str
+    pipeline_rank: int
+    alone: tuple[float, float]
+    both: tuple[float, float]
+    together: tuple[float, float]
+
+
+def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_ranks: int) -> CopyCosts:
+    """What copies cost, in seconds and bytes, with a margin; the same on all ranks. Collective over the world."""
+    probe = _Probe(offloading)
+    alone = both = (0.0, 0.0)
+    for turn in range(pipeline_ranks):
+        torch.distributed.barrier()
+        if turn == pipeline_rank:
+            alone = probe.to_host(), probe.to_device()
+            both = probe.both()
+    found = []
+    for one_way in (probe.to_host, probe.to_device):
+        torch.distributed.barrier()
+        found.append(one_way())
+    torch.distributed.barrier()
+    probe.close()
+    mine = Speeds(host, pipeline_rank, alone, both, (found[0], found[1]))
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return agreed(everyone)
+
+
+def agreed(everyone: Sequence[Speeds]) -> CopyCosts:
+    """One number for each cost: medians over the ranks.
+
+    Ranks on one machine count as behind one switch where every machine has the same number of neighbouring pipeline ranks.
+    Elsewhere copies are taken to be as slow as with all ranks at once.
+    """
+
+    def share(ratios: list[float], least: float) -> float:
+        return min(1.0, max(least, statistics.median(ratios)))
+
+    def ratios(field: str) -> list[float]:
+        pairs = [pair for one in everyone for pair in zip(one.alone, getattr(one, field), strict=True)]
+        return [before / with_others if with_others else 1.0 for before, with_others in pairs]
+
+    switch = _behind_one_switch(everyone)
+    fields = "alone" if switch else "together"
+    to_host, to_device = (statistics.median(getattr(one, fields)[way] for one in everyone) for way in (0, 1))
+    return CopyCosts(
+        to_host=to_host * MARGIN,
+        to_device=to_device * MARGIN,
+        both=share(ratios("both"), 0.5),
+        switch=switch or 1,
+        shared=share(ratios("together"), 1 / switch) if switch else 1.0,
+    )
+
+
+def _behind_one_switch(everyone: Sequence[Speeds]) -> int | None:
+    """How many pipeline ranks each machine has, if they are neighbours and as many everywhere."""
+    by_host: dict[str, set[int]] = {}
+    for one in everyone:
+        by_host.setdefault(one.host, set()).add(one.pipeline_rank)
+    count = len(next(iter(by_host.values())))
+    alike = all(len(ranks) == count and len({rank // count for rank in ranks}) == 1 for ranks in by_host.values())
+    return count if alike else None
+
+
+class _Probe:
+    """Copies of fixed size, in memory that stays allocated."""
+
+    def __init__(self, offloading: Offloading) -> None:
+        self._lanes: Lanes = offloading.lanes
+        device = self._lanes.device
+        size = _BYTES[device.type]
+        self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._pool = offloading.pool
+        self._arenas = [offloading.pool.take(size) for _ in range(2)]
+        self._host = [arena.bytes[:size] for arena in self._arenas]
+        self._size = size
+
+    def to_host(self) -> float:
+        """Seconds per byte."""
+        return self._seconds([self._out() for _ in range(_COPIES)])
+
+    def to_device(self) -> float:
+        return self._seconds([self._back() for _ in range(_COPIES)])
+
+    def both(self) -> tuple[float, float]:
+        tickets = [(self._out(), self._back()) for _ in range(_COPIES)]
+        return self._seconds([one for one, _ in tickets]), self._seconds([other for _, other in tickets])
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            self._pool.give(arena)
+
+    def _out(self) -> Ticket:
+        return self._lanes.to_host([(self._device[0], self._host[0])])
+
+    def _back(self) -> Ticket:
+        return self._lanes.to_device([(self._host[1], self._device[1])])
+
+    def _seconds(self, tickets: Sequence[Ticket]) -> float:
+        for ticket in tickets:
+            ticket.wait()
+        if self._lanes.device.type == "cuda":
+            torch.cuda.synchronize(self._lanes.device)
+        return statistics.median(map(_duration, tickets[1:])) / self._size
+
+
+def _duration(ticket: Ticket) -> float:
+    start, end = ticket.times
+    return float(start.elapsed_time(end) / 1000) if isinstance(start, torch.cuda.Event) else float(end - start)
