@@ -10,7 +10,16 @@ from operator import attrgetter
 from typing import Any
 
 from megatron.pipeline.cli.arguments import COPIES, EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, CopyCosts, Costs, StageCosts, VocabularyCosts, by_name, uniform
+from megatron.pipeline.schedule.costs import (
+    EQUAL_SHARDS,
+    CopyCosts,
+    Costs,
+    StageCosts,
+    VocabularyCosts,
+    by_name,
+    uniform,
+    with_equal_copies,
+)
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 
@@ -55,7 +64,7 @@ def costs_of(
     told_costs = told.get("costs")
     named = {*(told_costs if isinstance(told_costs, dict) else ()), *(options.cost or ())}
     if copies and named.isdisjoint(COPIES) and costs.copies.to_host == costs.copies.to_device == 0:
-        costs = _with_copies(costs, placement)
+        costs = with_equal_copies(costs)
     spread = checked(told.get("vocab_costs", {}), SPREAD) | (options.vocab_cost or {})
     if spread:
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
@@ -139,13 +148,6 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
     to_host, to_device = (cost[name] if name in cost else cost[other] for name, other in (COPIES, COPIES[::-1]))
     moved = share_of(costs, placement, StageCosts.moved) or 1.0
     return replace(costs, copies=replace(costs.copies, to_host=to_host / moved, to_device=to_device / moved))
-
-
-def _with_copies(costs: Costs, placement: Placement) -> Costs:
-    """Costs with k = 1."""
-    work, moved = (share_of(costs, placement, value) for value in (lambda stage: stage.total, StageCosts.moved))
-    seconds = work / 2 / moved if moved else 0.0
-    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
 
 
 def _shared(copies: CopyCosts, given: Numbers) -> CopyCosts:

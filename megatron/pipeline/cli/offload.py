@@ -63,7 +63,7 @@ def gain(schedule: Schedule, problem: Problem) -> dict[str, Any]:
     away = moved(schedule, costs)
     return {
         "mode": problem.offload and str(problem.offload),
-        "k": k_of(problem),
+        "k": costs.k(problem.recompute),
         "moved": away,
         "moved_share": [part / whole if whole else 0.0 for part, whole in zip(away, allocated, strict=True)],
         "peak_without": activation_peaks(plain, costs),
@@ -71,17 +71,6 @@ def gain(schedule: Schedule, problem: Problem) -> dict[str, Any]:
         **({} if problem.host_limit in (None, math.inf) else {"host_limit": problem.host_limit}),
         "span_without": simulate(plain, costs).span,
     }
-
-
-def k_of(problem: Problem) -> float:
-    """(D2H + H2D) / (F + B + W) of a rank, on average; R counts where there is one, and what it leaves to be moved."""
-    copies = problem.costs.copies
-    moved = work = 0.0
-    for at, stage in enumerate(problem.costs.stages):
-        again = at in problem.recompute
-        moved += stage.moved(again)
-        work += stage.total + (stage.recompute if again else 0.0)
-    return moved * (copies.to_host + copies.to_device) / work if work else 0.0
 
 
 def _allocated(schedule: Schedule, costs: Costs) -> list[float]:

@@ -164,7 +164,7 @@ def _copies_in_words(costs: Costs) -> str:
     shared = f", {copies.shared:.0%} with all {copies.switch} ranks of a machine" if copies.switch > 1 else ""
     return (
         f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
-        f"as a tenth slower, k = {costs.k:.3g}"
+        f"as a tenth slower, k = {costs.k():.3g}"
     )
 
 

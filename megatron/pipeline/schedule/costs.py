@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -222,12 +223,16 @@ class Costs:
         """
         return self.stages[stage].moved(recomputed) * self.copies.seconds(kind)
 
-    @property
-    def k(self) -> float:
-        """What copying all activations to host memory and back takes, over F + B + W (Wan et al., "PipeOffload", section 3)."""
-        work = sum(stage.total for stage in self.stages)
-        copies = sum(stage.moved() for stage in self.stages) * (self.copies.to_host + self.copies.to_device)
-        return copies / work if work else 0.0
+    def k(self, recomputed: Set[int] = frozenset()) -> float:
+        """What copying all activations to host memory and back takes, over what passes do (Wan et al., "PipeOffload", section 3).
+
+        Args:
+            recomputed: the stages that run R, which have less to be moved and take longer.
+        """
+        again = [index in recomputed for index in range(len(self.stages))]
+        work = sum(stage.total + stage.recompute * more for stage, more in zip(self.stages, again, strict=True))
+        moved = sum(stage.moved(more) for stage, more in zip(self.stages, again, strict=True))
+        return moved * (self.copies.to_host + self.copies.to_device) / work if work else 0.0
 
     @property
     def exchange(self) -> float:
