@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform
@@ -205,27 +206,61 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     A family that plans for any limit is asked for schedules that hold less and less, the shortest first: offloading one that
     holds less by itself leaves less on the device.
     """
-    family = named(name)
-    given = problem.limits
-    shape = family, problem.placement, problem.costs
-    own = _limits(*shape, None, problem.vocabulary)
-    bases: list[tuple[float, ...] | None] = [own]
-    if given is not None and own is not None and family.memory_is == "default":
-        bases += [tuple(times * limit for limit in given) for times in _TIMES if times * min(given) < min(own)]
-    needs: list[LimitTooLow] = []
-    for limits in bases:
+    family, given = named(name), problem.limits
+    own = _limits(family, problem.placement, problem.costs, None, problem.vocabulary)
+
+    def attempt(limits: tuple[float, ...] | None) -> Schedule:
+        base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
+        made = offload(base, problem.costs, mode, given, problem.host_limit)
+        if given is not None:
+            memory_stays_within(made, problem.costs, given)
+        return made
+
+    if given is None or own is None or family.memory_is != "default":
+        return attempt(own)
+    return _largest(attempt, given, own)
+
+
+def _largest(attempt: Callable[[tuple[float, ...]], Schedule], given: tuple[float, ...], own: tuple[float, ...]) -> Schedule:
+    """What comes of the most memory for a schedule with which an attempt succeeds: its own, or so many times what is given.
+
+    Raises:
+        LimitTooLow: none does.
+    """
+    refused: list[LimitTooLow] = []
+
+    def tried(limits: tuple[float, ...]) -> Schedule | None:
         try:
-            base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
-            made = offload(base, problem.costs, mode, given, problem.host_limit)
-            if given is not None:
-                memory_stays_within(made, problem.costs, given)
-            return made
+            return attempt(limits)
         except LimitTooLow as error:
-            needs.append(error)
-    raise min(needs, key=lambda error: error.least)
+            refused.append(error)
+            return None
+
+    def scaled(times: float) -> tuple[float, ...]:
+        return tuple(times * limit for limit in given)
+
+    made = tried(own)
+    if made is not None:
+        return made
+    low = high = min(own) / min(given) if min(given) else 0.0
+    for times in _TIMES:
+        if times < low:
+            high, low = low, times
+            made = tried(scaled(low))
+            if made is not None:
+                break
+    if made is None:
+        raise min(refused, key=lambda error: error.least)
+    for _ in range(_HALVINGS):
+        middle = math.sqrt(low * high)
+        more = tried(scaled(middle))
+        low, high = (low, middle) if more is None else (middle, high)
+        made = more or made
+    return made
 
 
 _TIMES = (12, 8, 6, 4, 3, 2, 1.5, 1)  # a schedule's own memory over what is left of it on the device
+_HALVINGS = 2  # of the step between two of them
 
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
