@@ -3,11 +3,11 @@
 Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization". Passes keep their order, and
 so, with the costs at hand, their times. Copies to the host run as early as they can, copies back as late as they can; what is
 gone from the device in between is what offloading saves. What could not be back in time, behind those needed first, does
-not pay and stays. What is worth most says the lifespan, from the end of F to the start of the backward, since both the memory
-that a copy frees and the time it takes on its lane grow with its bytes.
+not pay and stays.
 
-Every rank is planned by itself. It tries the longest lifespans first, as many as the mode allows, and takes the number of them
-with which it holds least; within a memory limit, the smallest number that is enough.
+Every rank is planned by itself. It ranks what could go in two ways: what takes the fewest copies to lower the peak, and the
+longest lifespans, from the end of F to the start of the backward, first. Of either it tries the first few, as many as the mode
+allows, and takes the number of them with which it holds least; within a memory limit, the smallest number that is enough.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def offload(
             f"{schedule.name} cuts microbatches into {schedule.splits} slices, which share the memory of a microbatch: take a "
             "schedule without slices to offload it"
         )
-    ranks = [_Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
+    ranks = [Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
     sizes = [size for rank in ranks for size in rank.sizes.tolist()]
     if host_limit is not None and sizes and host_limit < min(sizes) * (1 - _SLACK):
         raise ValueError(
@@ -128,18 +128,26 @@ class _Plan:
         return order % max(1, count), slots[order], order >= count
 
 
-class _Rank:
-    """One rank's row, with the times at which its passes run, and what could be offloaded: its candidates, by their F."""
+class Rank:
+    """One rank's row, with the times at which its passes run, and what could be offloaded: its candidates, by their F.
+
+    Attributes:
+        starts, ends: of every slot of the row.
+        during: what is held during every slot while nothing is away.
+        works, sizes: F of every candidate, and how much a copy moves.
+        made, needed: for each of them, the slot of its F, and of the pass that needs what F keeps.
+        to_host, to_device: seconds that its copies take with everything else on the way.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs, rank: int, row: Sequence[Timed]) -> None:
         self._passes = schedule.passes[rank]
-        self._starts, self._ends = (np.array([timed[at] for timed in row], dtype=np.float64) for at in (1, 2))
+        self.starts, self.ends = (np.array([timed[at] for timed in row], dtype=np.float64) for at in (1, 2))
         self._slack = _SLACK * (
-            1 + (self._ends[-1] if row else 0)
+            1 + (self.ends[-1] if row else 0)
         )  # starts and ends are sums of the same numbers in another order
         levels = np.cumsum(activation_changes(schedule, costs)[rank])
         self._before = np.concatenate(([0.0], levels))  # every slot
-        self._during = np.maximum(levels, self._before[:-1])
+        self.during = np.maximum(levels, self._before[:-1])
         stages = schedule.placement.stages[rank]
         slots = {work: slot for slot, work in enumerate(self._passes)}
         again = {work[1:] for work in self._passes if work.kind is Kind.R}
@@ -160,30 +168,48 @@ class _Rank:
             sizes.append(size)
             taken.append([costs.copy_seconds(stages[work.chunk], kind, recomputed) for kind in (Kind.D2H, Kind.H2D)])
         self.sizes: Floats = np.array(sizes, dtype=np.float64)
-        self._made, self._needed = np.array(made, dtype=np.int64), np.array(needed, dtype=np.int64)
+        self.made, self.needed = np.array(made, dtype=np.int64), np.array(needed, dtype=np.int64)
         seconds = np.array(taken, dtype=np.float64).reshape(-1, 2) / costs.copies.slowest
-        self._to_host, self._to_device = seconds[:, 0], seconds[:, 1]
+        self.to_host, self.to_device = seconds[:, 0], seconds[:, 1]
 
     def best(self, mode: Offload, limit: float | None, host_limit: float | None) -> _Plan:
-        """The plan with which this rank holds least; within the limit, if any is, the one that moves least."""
+        """The plan with which this rank holds least; where some are within the limit, the first of those that moves few."""
         nothing = self._plan(np.array([], dtype=np.int64))
         if not self.works:
             return nothing
-        lifespans = self._starts[self._needed] - self._ends[self._made]
-        order = np.argsort(-lifespans, kind="stable")
-        order = order[lifespans[order] >= (self._to_host + self._to_device)[order] * (1 - _SLACK)]
-        if mode is Offload.SELECTIVE:
-            order = order[np.cumsum(self.sizes[order]) <= self.sizes.sum() / 2 * (1 + _SLACK)]
+        lifespans = self.starts[self.needed] - self.ends[self.made]
+        pays = lifespans >= (self.to_host + self.to_device) * (1 - _SLACK)
         best, least = nothing, self._peak(nothing)
         fits = self._within(host_limit)
-        for number in _numbers(len(order)):
-            if limit is not None and least <= limit * (1 + _SLACK):
-                break
-            plan = self._in_time(order[:number], fits)
-            peak = self._peak(plan)
-            if peak < least * (1 - _SLACK):
-                best, least = plan, peak
+        longest = np.argsort(-lifespans, kind="stable")
+        for order in (self._covering(pays), longest[pays[longest]]):
+            chosen = order
+            if mode is Offload.SELECTIVE:
+                chosen = order[np.cumsum(self.sizes[order]) <= self.sizes.sum() / 2 * (1 + _SLACK)]
+            for number in _numbers(len(chosen)):
+                if limit is not None and least <= limit * (1 + _SLACK):
+                    break
+                plan = self._in_time(chosen[:number], fits)
+                peak = self._peak(plan)
+                if peak < least * (1 - _SLACK):
+                    best, least = plan, peak
         return best
+
+    def _covering(self, pays: NDArray[np.bool_]) -> Ints:
+        """What pays, one after another, so that few of them lower the peak.
+
+        Each time, of those that could be away in the first slot in which most is held, the one that could be so longest from then
+        on: the fewest there are to cover all such slots, if all are of one size and no lane is busy.
+        """
+        freed = np.searchsorted(self.starts, self.ends[self.made] + self.to_host - self._slack)
+        allocated = np.searchsorted(self.ends, self.starts[self.needed] - self.to_device + self._slack, side="right")
+        held, left, order = self.during.copy(), pays & (freed < allocated), []
+        while len(which := np.flatnonzero(left & (freed <= (top := held.argmax())) & (top < allocated))):
+            one = which[allocated[which].argmax()]
+            held[freed[one] : allocated[one]] -= self.sizes[one]
+            left[one] = False
+            order.append(one)
+        return np.array(order, dtype=np.int64)
 
     def _within(self, host_limit: float | None) -> Callable[[Ints], bool]:
         """Whether what is chosen fits into host memory."""
@@ -192,8 +218,8 @@ class _Rank:
 
         def fits(chosen: Ints) -> bool:
             held = np.zeros(len(self._passes) + 1)
-            np.add.at(held, self._made[chosen], self.sizes[chosen])
-            np.add.at(held, self._needed[chosen], -self.sizes[chosen])
+            np.add.at(held, self.made[chosen], self.sizes[chosen])
+            np.add.at(held, self.needed[chosen], -self.sizes[chosen])
             return bool(np.cumsum(held).max(initial=0) <= host_limit * (1 + _SLACK))
 
         return fits
@@ -213,12 +239,12 @@ class _Rank:
 
     def _plan(self, chosen: Ints) -> _Plan:
         """Where the copies of what is chosen stand: to the host as early as can be, back as late as can be."""
-        ends = _one_after_another(self._ends[self._made[chosen]], self._to_host[chosen])
-        back = chosen[np.argsort(self._needed[chosen], kind="stable")][::-1]
+        ends = _one_after_another(self.ends[self.made[chosen]], self.to_host[chosen])
+        back = chosen[np.argsort(self.needed[chosen], kind="stable")][::-1]
         latest = np.empty(len(self.works))
-        latest[back] = -_one_after_another(-self._starts[self._needed[back]], self._to_device[back])
-        freed = np.maximum(np.searchsorted(self._starts, ends - self._slack), self._made[chosen] + 1)
-        allocated = np.minimum(np.searchsorted(self._ends, latest[chosen] + self._slack, side="right"), self._needed[chosen])
+        latest[back] = -_one_after_another(-self.starts[self.needed[back]], self.to_device[back])
+        freed = np.maximum(np.searchsorted(self.starts, ends - self._slack), self.made[chosen] + 1)
+        allocated = np.minimum(np.searchsorted(self.ends, latest[chosen] + self._slack, side="right"), self.needed[chosen])
         return _Plan(chosen, freed, allocated, ends, latest[chosen])
 
     def _peak(self, plan: _Plan) -> float:
@@ -227,7 +253,7 @@ class _Rank:
         at_places = (self._before[slots] + np.cumsum(changes)).max(initial=0)
         away = np.zeros(len(self._passes) + 1)
         np.add.at(away, slots, changes)
-        return float(max(at_places, (self._during + np.cumsum(away)[:-1]).max(initial=0)))
+        return float(max(at_places, (self.during + np.cumsum(away)[:-1]).max(initial=0)))
 
     def with_copies(self, plan: _Plan) -> tuple[Pass, ...]:
         """The row with the copies of a plan."""

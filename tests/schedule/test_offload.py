@@ -1,0 +1,474 @@
+"""Activations in host memory: offloading anything breaks no rule, takes no time, and holds less; and how much less it can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedule_strategies import costs_of, parse, schedules
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.schedule.exact_offload import MOST_CANDIDATES, least_peak
+from megatron.pipeline.schedule.jitter import expected
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.offload import host_peaks, moved, offload
+from megatron.pipeline.schedule.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.schedule.placement import Placement, linear
+from megatron.pipeline.schedule.problem import LimitTooLow
+from megatron.pipeline.schedule.program import Compute, Copy, Operation, Program, Wait
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.transform import recompute, without_copies
+from megatron.pipeline.schedule.verify import ScheduleError, verify, verify_programs
+from megatron.pipeline.schedule.vocabulary import spread
+
+FULL, SELECTIVE = Offload.FULL, Offload.SELECTIVE
+
+
+# --- anything -----------------------------------------------------------------------------------------------------------
+
+
+def as_floats(costs: Costs) -> Costs:
+    """Costs that JSON can hold."""
+    stages = [
+        StageCosts(*(None if (value := getattr(stage, field.name)) is None else float(value) for field in fields(stage)))  # type: ignore[arg-type]
+        for stage in costs.stages
+    ]
+    return replace(costs, stages=tuple(stages), hop=float(costs.hop))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
+    """Any schedule, some stages of which run their forwards again, the vocabulary spread or not, and any costs."""
+    schedule = draw(schedules())
+    costs = as_floats(draw(costs_of(schedule.placement)))
+    stages = [
+        replace(
+            stage,
+            recompute=draw(st.sampled_from([0.0, 1.0])),
+            checkpoint=stage.activation * draw(st.sampled_from([0.0, 0.25])),
+            movable=draw(st.sampled_from([None, None, 0.0, 0.5])),
+        )
+        for stage in costs.stages
+    ]
+    stages = [one if one.movable is None else replace(one, movable=one.movable * one.activation) for one in stages]
+    seconds = st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0])
+    switch = draw(st.integers(1, 3))
+    copies = CopyCosts(
+        draw(seconds), draw(seconds), draw(st.sampled_from([1, 1, 0.75])), switch, draw(st.sampled_from([1, 1 / switch]))
+    )
+    costs = replace(costs, stages=tuple(stages), copies=copies)
+    schedule = recompute(schedule, draw(st.sets(st.integers(0, schedule.placement.last_stage), max_size=3)))
+    if schedule.ranks > 1 and (vocabulary := draw(st.none() | st.sampled_from(list(Vocabulary)))):
+        costs = replace(costs, vocabulary=VocabularyCosts(1, 0.5, 0, 0.5, 0.25))
+        schedule = spread(schedule, vocabulary, costs)
+    return schedule, costs
+
+
+def in_host_memory(copies: Sequence[Any], sizes: dict[Pass, float]) -> float:
+    """The most that a rank has in host memory, by the times of its copies."""
+    steps = [(one.start, sizes[one.work]) if one.work.kind is Kind.D2H else (one.end, -sizes[one.work]) for one in copies]
+    return max(itertools.accumulate(change for _, change in sorted(steps)), default=0.0)
+
+
+def sizes_of(schedule: Schedule, costs: Costs, rank: int) -> dict[Pass, float]:
+    """What every D2H and H2D that this rank could have moves."""
+    return {
+        Pass(kind, work.microbatch, work.chunk): costs.stages[schedule.placement.stage(rank, work.chunk)].moved(
+            schedule.recomputes(rank, work)
+        )
+        for work in schedule.passes[rank]
+        if work.kind is Kind.F
+        for kind in (Kind.D2H, Kind.H2D)
+    }
+
+
+@settings(max_examples=120)
+@given(cases(), st.sampled_from(list(Offload)), st.none() | st.sampled_from([0.3, 0.6]))
+def test_offloading_anything(case: tuple[Schedule, Costs], mode: Offload, share: float | None) -> None:
+    plain, costs = case
+    sizes = [sizes_of(plain, costs, rank) for rank in range(plain.ranks)]
+    movable = [sum(own.values()) / 2 for own in sizes]
+    host_limit = None if share is None else max([share * max(movable), *itertools.chain(*(own.values() for own in sizes))])
+    schedule = offload(plain, costs, mode, host_limit=host_limit)
+    verify(schedule)
+    for each in (schedule, schedule.forward_only()):
+        verify_programs(each, lower(each, costs))
+    verify(schedule.forward_only(), forward_only=True)
+    assert without_copies(schedule).passes == plain.passes
+
+    before, after = simulate(plain, costs), simulate(schedule, costs)
+    assert after.span == pytest.approx(before.span, rel=1e-9, abs=1e-9)
+    assert after.makespan == pytest.approx(before.makespan, rel=1e-9, abs=1e-9)
+    peaks = activation_peaks(schedule, costs)
+    for rank, (peak, whole) in enumerate(zip(peaks, activation_peaks(plain, costs), strict=True)):
+        away = any(work.kind.is_copy for work in schedule.passes[rank])
+        assert peak < whole if away else peak == whole, "what saves nothing is left out"
+
+    verify(schedule, costs, [peak * (1 + 1e-9) for peak in peaks])
+    held, away_in_all = host_peaks(schedule, costs), moved(schedule, costs)
+    for rank in range(schedule.ranks):
+        copies = after.copies[rank] if after.copies else ()
+        assert in_host_memory(copies, sizes[rank]) <= held[rank] * (1 + 1e-9)
+        assert held[rank] <= away_in_all[rank] * (1 + 1e-9)
+        assert away_in_all[rank] == pytest.approx(sum(sizes[rank][one.work] for one in copies if one.work.kind is Kind.D2H))
+        assert away_in_all[rank] <= movable[rank] * (0.5 if mode is SELECTIVE else 1) * (1 + 1e-9)
+        assert host_limit is None or held[rank] <= host_limit * (1 + 1e-9)
+
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert Timeline.from_json(after.to_json()) == after
+    assert Costs.from_json(costs.to_json()) == costs
+    if not costs.copies.disturb_each_other:
+        found = expected(schedule, costs, 0, draws=1)
+        assert (found.span, found.makespan) == pytest.approx((after.span, after.makespan))
+
+
+@settings(max_examples=40)
+@given(cases(), st.sampled_from([0, 0.5, 1]))
+def test_a_limit_is_kept_where_it_can_be(case: tuple[Schedule, Costs], between: float) -> None:
+    """With the limit anywhere between what is held with all that pays on the way and with nothing."""
+    plain, costs = case
+    whole = activation_peaks(plain, costs)
+    least = activation_peaks(offload(plain, costs, FULL), costs)
+    limits = [low + between * (high - low) for low, high in zip(least, whole, strict=True)]
+    schedule = offload(plain, costs, FULL, limits)
+    assert all(peak <= limit * (1 + 1e-9) for peak, limit in zip(activation_peaks(schedule, costs), limits, strict=True))
+    assert between < 1 or schedule == plain, "no more is moved than the limit asks for"
+
+
+@pytest.mark.parametrize("name", [name for name in families.FAMILIES if name != "seq-1f1b"])
+def test_every_family(name: str) -> None:
+    ranks = 4
+    costs = replace(uniform(families.placement(name, ranks), hop=0.05), copies=CopyCosts(0.4, 0.4))
+    schedule = families.plan(name, ranks, 10, costs, offload=FULL)
+    verify(schedule)
+    verify_programs(schedule, lower(schedule, costs))
+    plain = families.plan(name, ranks, 10, costs)
+    assert simulate(schedule, costs).span == pytest.approx(simulate(plain, costs).span, rel=1e-9)
+    assert sum(activation_peaks(schedule, costs)) < sum(activation_peaks(plain, costs))
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(1, 1, 1), (1, 3, 7), (3, 2, 1), (3, 4, 7), (5, 3, 3), (7, 2, 7)])
+@pytest.mark.parametrize("name", ["interleaved", "gis-h", "zb-auto"])
+def test_any_number_of_ranks_chunks_and_microbatches(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+    if name != "zb-auto" and chunks == 1:
+        chunks = 2
+    costs = replace(uniform(families.placement(name, ranks, chunks)), copies=CopyCosts(0.5, 0.5))
+    schedule = families.plan(name, ranks, microbatches, costs, chunks, offload=FULL)
+    verify(schedule)
+    plain = without_copies(schedule)
+    assert simulate(schedule, costs).span == pytest.approx(simulate(plain, costs).span, rel=1e-9)
+    assert max(activation_peaks(schedule, costs)) <= max(activation_peaks(plain, costs))
+
+
+# --- a few that can be seen through -------------------------------------------------------------------------------------
+
+
+FAST = CopyCosts(1, 1)
+
+
+def one_rank(row: str, copies: CopyCosts = FAST, **stage: Any) -> tuple[Schedule, Costs]:
+    passes = parse(row)
+    costs = Costs((StageCosts(**{"forward": 1.0, "backward": 1.0, "weight": 1.0} | stage),), copies=copies)
+    return Schedule("own", linear(1), 1 + max(work.microbatch for work in passes[0]), passes), costs
+
+
+def text(schedule: Schedule) -> str:
+    return " ".join(str(work).removesuffix(".0") for work in schedule.passes[0])
+
+
+LINE = "F0 F1 F2 F3 BW3 BW2 BW1 BW0"
+
+
+def test_the_longest_lifespan_goes() -> None:
+    """To the host as early as can be, back as late as can be."""
+    plain, costs = one_rank("F0 F1 F2 BW2 BW1 BW0")
+    assert text(offload(plain, costs, FULL)) == "F0 F1 D2H0 F2 BW2 H2D0 BW1 BW0"
+    assert moved(offload(plain, costs, FULL), costs) == host_peaks(offload(plain, costs, FULL), costs) == [1]
+    # Nothing is moved where it could not be back in time, or where nothing can be moved.
+    for slow in (replace(costs, copies=CopyCosts(4, 4)), replace(costs, stages=(replace(costs.stages[0], movable=0.0),))):
+        assert offload(plain, slow, FULL) == plain
+    # A copy may end as a pass starts, and start as one ends.
+    plain, costs = one_rank("F0 F1 F2 F3 BW3 BW2 BW1 BW0", CopyCosts(2, 4))
+    assert text(offload(plain, costs, FULL)) == "F0 F1 F2 D2H0 F3 BW3 H2D0 BW2 BW1 BW0"
+
+
+def test_what_runs_again_moves_its_checkpoint() -> None:
+    row = "F0 F1 F2 F3 R0 BW0 R1 BW1 R2 BW2 R3 BW3"
+    plain, costs = one_rank(row, CopyCosts(1, 1), recompute=1.0, checkpoint=0.5)
+    schedule = offload(plain, costs, FULL)
+    verify(schedule)
+    assert moved(schedule, costs)[0] and max(moved(schedule, costs)) <= 2
+    for work, after in itertools.pairwise([work for work in schedule.passes[0] if work[1:] == (3, 0)]):
+        assert (work.kind, after.kind) != (Kind.R, Kind.H2D), "R needs it"
+
+
+def test_host_memory_is_what_is_away_at_once() -> None:
+    """Two that are away one after the other fit where two at once do not."""
+    plain, costs = one_rank(f"{LINE} F4 F5 F6 F7 BW7 BW6 BW5 BW4", CopyCosts(0.25, 0.25))
+    free = offload(plain, costs, FULL)
+    assert host_peaks(free, costs)[0] > 1
+    tight = offload(plain, costs, FULL, host_limit=1)
+    assert host_peaks(tight, costs) == [1] and moved(tight, costs)[0] > 1
+
+
+def test_copies_are_planned_with_everything_else_on_the_way() -> None:
+    plain = families.plan("interleaved", 4, 8)
+    costs = replace(uniform(plain.placement), copies=CopyCosts(0.5, 0.5, both=0.5))
+    slower = replace(costs, copies=CopyCosts(1, 1))
+    assert offload(plain, costs, FULL) == offload(plain, slower, FULL)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: offload(*offloaded(), FULL), "own has copies to host memory already: offload the schedule without them"),
+        (
+            lambda: families.plan("seq-1f1b", 4, 8, offload=FULL),
+            "seq-1f1b cuts microbatches into 2 slices, which share the memory of a microbatch: take a schedule without",
+        ),
+        (
+            lambda: offload(*one_rank(LINE), FULL, host_limit=0.5),
+            "host memory limit of 0.5 a rank has no room for one microbatch of a chunk, which takes 1 or more: raise it",
+        ),
+        (lambda: families.plan("1f1b", 4, 8, offload=FULL, host_limit=0), "a limit of host memory must be above 0, got 0"),
+        (lambda: families.plan("1f1b", 4, 8, host_limit=1), "a limit of host memory needs offloading, and there is none"),
+    ],
+)
+def test_what_cannot_be_offloaded_says_so(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- the rules ----------------------------------------------------------------------------------------------------------
+
+
+def offloaded() -> tuple[Schedule, Costs]:
+    return one_rank("F0 F1 D2H0 F2 D2H1 H2D0 BW0 H2D1 BW1 BW2")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("F0 D2H1 F1 H2D1 BW0 BW1", "rank 0: D2H1.0 runs before F1.0; it must run after it"),
+        ("F0 F1 H2D1 D2H1 BW0 BW1", "rank 0: H2D1.0 runs before D2H1.0; it must run after it"),
+        ("F0 F1 D2H1 BW0 BW1 H2D1", "rank 0: BW1.0 runs before H2D1.0; it must run after it"),
+        ("F0 F1 D2H1 B0 W0 B1 H2D1 W1", "rank 0: B1.0 runs before H2D1.0; it must run after it"),
+        ("F0 F1 D2H1 BW0 R1 H2D1 BW1", "rank 0: R1.0 runs before H2D1.0; it must run after it"),
+        ("F0 F1 D2H1 BW0 BW1", "rank 0: H2D1.0 is missing; add it"),
+        ("F0 F1 BW0 H2D1 BW1", "rank 0: D2H1.0 is missing; add it"),
+        ("F0 F1 D2H1 D2H1 H2D1 BW0 BW1", "rank 0: D2H1.0 runs twice; remove one"),
+        ("F0 F1 D2H1 H2D1 H2D1 BW0 BW1", "rank 0: H2D1.0 runs twice; remove one"),
+        ("F0 F1 D2H7.0 H2D7.0 BW0 BW1", "rank 0: D2H7.0 is of an unknown microbatch; they are 0..1"),
+        ("F0 F1 D2H1.1 H2D1.1 BW0 BW1", "rank 0: D2H1.1 is of an unknown chunk; they are 0..0"),
+    ],
+)
+def test_a_broken_rule_is_named(row: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as broken:
+        verify(Schedule("own", linear(1), 2, parse(row)))
+    assert str(broken.value) == message
+
+
+def test_copies_have_no_place_in_an_evaluation() -> None:
+    with pytest.raises(ScheduleError, match=r"rank 0: D2H0.0 does not belong to a schedule of forwards only; remove it"):
+        verify(Schedule("own", linear(1), 2, parse("F0 F1 D2H0 H2D0")), forward_only=True)
+
+
+def test_a_copy_back_allocates_at_its_place() -> None:
+    schedule, costs = one_rank("F0 D2H0 F1 H2D0 BW0 BW1")
+    verify(schedule, costs, 2)
+    with pytest.raises(ScheduleError, match=r"rank 0: H2D0.0 brings the activation memory of own to 2, above the limit of 1.5"):
+        verify(schedule, costs, 1.5)
+
+
+AWAY, BACK = Pass(Kind.D2H, 0), Pass(Kind.H2D, 0)
+
+
+def same(one: object, other: object) -> bool:
+    """Operations are tuples: a Copy and a Wait of one pass are equal."""
+    return type(one) is type(other) and one == other
+
+
+def put(program: Program, what: Operation, before: Operation) -> Program:
+    """A program with one operation before another."""
+    rest = tuple(one for one in program if not same(one, what))
+    place = next(place for place, one in enumerate(rest) if same(one, before))
+    return (*rest[:place], what, *rest[place:])
+
+
+def without(program: Program, what: Operation) -> Program:
+    return tuple(one for one in program if not same(one, what))
+
+
+TO_HOST = "D2H0.0 needs, in this order: Compute F0.0, Copy D2H0.0, Wait D2H0.0"
+TO_DEVICE = "H2D0.0 needs, in this order: Wait D2H0.0, Copy H2D0.0, Wait H2D0.0, Compute BW0.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: put(p, Wait(AWAY), Compute(Pass(Kind.F, 1))), "pass 1 of the program is D2H0.0, of the schedule F1.0"),
+        (lambda p: put(p, Copy(BACK), Compute(Pass(Kind.F, 2))), "pass 3 of the program is H2D0.0, of the schedule F2.0"),
+        (lambda p: without(p, Wait(AWAY)), "pass 2 of the program is F2.0, of the schedule D2H0.0"),
+        (lambda p: without(p, Copy(BACK)), "of the schedule H2D0.0"),
+        (lambda p: put(p, Copy(AWAY), Compute(Pass(Kind.F, 0))), TO_HOST),
+        (lambda p: put(p, Copy(AWAY), Compute(Pass(Kind.F, 2))), TO_HOST),
+        (lambda p: without(p, Copy(AWAY)), TO_HOST),
+        (lambda p: put(p, Wait(BACK), Copy(BACK)), TO_DEVICE),
+        (lambda p: put(p, Wait(BACK), Compute(Pass(Kind.BW, 2))), TO_DEVICE),
+        (lambda p: without(p, Wait(BACK)), TO_DEVICE),
+        (lambda p: (*p, Copy(AWAY)), "rank 0: Copy D2H0.0 comes twice; remove one"),
+        (lambda p: (*p, Wait(BACK)), "rank 0: Wait H2D0.0 comes twice; remove one"),
+        (lambda p: (*p, Copy(Pass(Kind.D2H, 2))), "rank 0: Copy D2H2.0, which the schedule does not have; remove it"),
+        (lambda p: (*p, Wait(Pass(Kind.H2D, 2))), "rank 0: Wait H2D2.0, which the schedule does not have; remove it"),
+    ],
+)
+def test_a_broken_rule_of_programs_is_named(change: Callable[[Program], Program], message: str) -> None:
+    schedule, costs = offloaded()
+    (program,) = lower(schedule, costs)
+    verify_programs(schedule, (program,))
+    with pytest.raises(ScheduleError) as broken:
+        verify_programs(schedule, (change(program),))
+    assert message in str(broken.value)
+
+
+def test_copies_to_the_host_start_in_the_order_of_their_forwards() -> None:
+    schedule, costs = one_rank("F0 F1 F2 D2H0 D2H1 H2D0 BW0 H2D1 BW1 BW2")
+    (program,) = lower(schedule, costs)
+    late = put(program, Copy(AWAY), Wait(AWAY))
+    with pytest.raises(ScheduleError) as broken:
+        verify_programs(schedule, (late,))
+    assert "rank 0: Copy D2H1.0 starts where its lane has D2H0.0; they start in the order of F" in str(broken.value)
+
+
+# --- against the least there is -----------------------------------------------------------------------------------------
+
+
+def exactly(schedule: Schedule, costs: Costs, mode: Offload = FULL, host_limit: float | None = None) -> float:
+    """The least peak of the first rank, which no plan goes below."""
+    found = least_peak(schedule, costs, 0, mode, host_limit, seconds=20)
+    assert found.proven and found.bound == found.value
+    assert found.value <= activation_peaks(offload(schedule, costs, mode, host_limit=host_limit), costs)[0]
+    return found.value
+
+
+def test_the_least_peak_of_what_can_be_seen_through() -> None:
+    assert exactly(*one_rank("F0 F1 F2 BW2 BW1 BW0")) == 2
+    assert exactly(*one_rank("F0 F1 F2 BW2 BW1 BW0", CopyCosts(4, 4))) == 3, "nothing would be back in time"
+    assert exactly(*one_rank("F0 F1 F2 BW2 BW1 BW0", CopyCosts(1, 1), movable=0.25)) == 2.75
+    assert exactly(*one_rank("F0 F1 F2 BW2 BW1 BW0", CopyCosts(1, 1), movable=0.0)) == 3, "nothing can go"
+    assert exactly(*one_rank(LINE, CopyCosts(0, 0))) == 1
+    assert exactly(*one_rank(LINE, CopyCosts(0, 0)), SELECTIVE) == 2
+    assert exactly(*one_rank(LINE, CopyCosts(0, 0)), host_limit=1) == 3
+    assert exactly(*one_rank("F0 F1 F2 BW2 BW1 BW0", CopyCosts(0.3337, 1.00073))) == 2, "not on a grid of simple fractions"
+
+
+@pytest.mark.parametrize("mode", Offload)
+@pytest.mark.parametrize("k", [0.5, 1.0, 1.5])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("gis-h", 2)])
+def test_no_plan_holds_less_than_the_least_there_is(name: str, chunks: int, k: float, mode: Offload) -> None:
+    """And on these, planned by the rule of the longest lifespan, none holds more."""
+    schedule, costs = families.plan(name, 4, 6, chunks=chunks), with_k(k, families.placement(name, 4, chunks))
+    planned = activation_peaks(offload(schedule, costs, mode), costs)
+    for rank in range(4):
+        found = least_peak(schedule, costs, rank, mode)
+        assert found.proven and found.value == pytest.approx(planned[rank])
+
+
+def test_what_cannot_be_searched_is_refused() -> None:
+    schedule = families.plan("interleaved", 2, MOST_CANDIDATES // 2 + 1)
+    with pytest.raises(ValueError, match=rf"152 microbatches of a chunk .* at most {MOST_CANDIDATES} are not; take fewer chunks"):
+        least_peak(schedule, with_k(1, schedule.placement), 0)
+
+
+# --- how much less it can be --------------------------------------------------------------------------------------------
+
+
+def with_k(k: float, placement: Placement) -> Costs:
+    """F = B = W, and a copy there and back that takes k times as long as they do."""
+    return replace(uniform(placement), copies=CopyCosts(1.5 * k, 1.5 * k))
+
+
+def reached(
+    name: str, ranks: int, chunks: int, ks: Sequence[float], mode: Offload, limit: float | None = None
+) -> tuple[float, list[float]]:
+    """The largest peak of a rank, in chunks, without offloading and, at the same span, with it at every k."""
+    placement = families.placement(name, ranks, chunks)
+    plain = families.plan(name, ranks, 4 * ranks, uniform(placement), chunks, limit)
+    left = []
+    for k in ks:
+        costs = with_k(k, placement)
+        schedule = offload(plain, costs, mode)
+        assert simulate(schedule, costs).span == pytest.approx(simulate(plain, costs).span, rel=1e-9), (
+            "at most 1 % more is wanted"
+        )
+        left.append(max(activation_peaks(schedule, costs)) * chunks)
+    return max(activation_peaks(plain, uniform(placement))) * chunks, left
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 2), (2, 4), (4, 2), (4, 4), (8, 2), (8, 4)])
+def test_what_is_left_does_not_grow_with_the_pipeline(ranks: int, chunks: int) -> None:
+    """PO-F: of the p*v chunks that the whole model has, no more than a few are left however large p and v are: O(M/(v p)).
+
+    Measured with k = 0.5 and 1, from zb-auto with room for p/2 microbatches.
+    """
+    measured = {(2, 2): 2, (2, 4): 4, (4, 2): 3, (4, 4): 5, (8, 2): 5, (8, 4): 6}
+    before, (half, whole) = reached("zb-auto", ranks, chunks, (0.5, 1.0), FULL, limit=max(1.0, ranks / 2))
+    assert before <= max(ranks, 2) * chunks / 2 + 1e-9
+    assert half <= whole <= measured[ranks, chunks]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "measured"), [(8, 2, (5, 5, 5)), (8, 4, (8, 8, 9))])
+def test_half_of_everything_is_enough_for_slow_copies(ranks: int, chunks: int, measured: tuple[float, ...]) -> None:
+    """PO-H: where 1 < k <= 2, about (1 + 2/v)/8 of what interleaved 1F1B holds, p(v+1) - 1 chunks.
+
+    From zb-auto with room for p/2 microbatches; its span is 10 % (v = 2) and 3 % (v = 4) above that of interleaved 1F1B.
+    """
+    _, left = reached("zb-auto", ranks, chunks, (1.25, 1.5, 2.0), SELECTIVE, limit=ranks / 2)
+    assert all(peak <= known for peak, known in zip(left, measured, strict=True))
+    assert max(left) <= 1.35 * (1 + 2 / chunks) / 8 * (ranks * (chunks + 1) - 1)
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 8), (4, 4), (4, 8), (8, 2), (8, 4), (8, 8)])
+def test_full_offload_of_interleaved_with_fast_copies(ranks: int, chunks: int) -> None:
+    """With k <= 1/2 a copy to the host is over before the next F is: what is left of p(v+1)-1 chunks is 3, or 2 of short ones."""
+    before, (after,) = reached("interleaved", ranks, chunks, (0.5,), FULL)
+    assert before == ranks * (chunks + 1) - 1 and after <= 3
+
+
+def test_a_limit_is_of_what_is_left_on_the_device() -> None:
+    costs = with_k(0.25, families.placement("zb-auto", 3, 4))
+
+    def planned(limit: float, mode: Offload | None = FULL) -> tuple[float, float]:
+        schedule = families.plan("zb-auto", 3, 7, costs, 4, limit, offload=mode)
+        return simulate(schedule, costs).span, max(activation_peaks(schedule, costs))
+
+    span, peak = planned(1.4)
+    assert peak <= 1.4
+    assert span < planned(1.4, None)[0], "in the same room on the device"
+    with pytest.raises(LimitTooLow) as refused:
+        planned(0.3)
+    least = refused.value.least
+    assert 0.3 < least < 1, "one microbatch is what is needed without offloading"
+    assert planned(least)[1] <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["v-auto", "v-half", "v-min", "gis", "gis-h", "1f1b", "interleaved"])
+def test_every_family_within_a_limit(name: str) -> None:
+    """A name stands for the schedule that is offloaded: within what that can do, the limit is kept, and below it is refused."""
+    costs = with_k(0.5, families.placement(name, 4))
+    most = max(activation_peaks(families.plan(name, 4, 12, costs), costs))
+    least = max(activation_peaks(families.plan(name, 4, 12, costs, offload=FULL), costs))
+    for limit in (least, (least + most) / 2, most):
+        schedule = families.plan(name, 4, 12, costs, memory_limit=limit, offload=FULL)
+        assert max(activation_peaks(schedule, costs)) <= limit * (1 + 1e-9)
+    with pytest.raises(LimitTooLow, match=r"raise the limit to|give at least") as refused:
+        families.plan(name, 4, 12, costs, memory_limit=0.1, offload=FULL)
+    families.plan(name, 4, 12, costs, memory_limit=refused.value.least, offload=FULL)
