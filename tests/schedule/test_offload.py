@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.offload import host_peaks, moved, offload
 from megatron.pipeline.schedule.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.placement import Placement, linear
+from megatron.pipeline.schedule.placement import Placement, interleaved, linear
 from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.program import Compute, Copy, Operation, Program, Wait
 from megatron.pipeline.schedule.schedule import Schedule
@@ -103,6 +103,7 @@ def test_offloading_anything(case: tuple[Schedule, Costs], mode: Offload, share:
         verify_programs(each, lower(each, costs))
     verify(schedule.forward_only(), forward_only=True)
     assert without_copies(schedule).passes == plain.passes
+    assert offload(plain.forward_only(), costs, mode, host_limit=host_limit) == plain.forward_only()
 
     before, after = simulate(plain, costs), simulate(schedule, costs)
     assert after.span == pytest.approx(before.span, rel=1e-9, abs=1e-9)
@@ -217,6 +218,16 @@ def test_host_memory_is_what_is_away_at_once() -> None:
     assert host_peaks(free, costs)[0] > 1
     tight = offload(plain, costs, FULL, host_limit=1)
     assert host_peaks(tight, costs) == [1] and moved(tight, costs)[0] > 1
+
+
+def test_what_is_too_large_leaves_room_for_the_rest() -> None:
+    """The activations of the first chunk live longest, but neither the host nor half of all has room for one."""
+    large, small = StageCosts(1, 1, 1, activation=100), StageCosts(1, 1, 1, activation=1)
+    costs = Costs((large, small, small), copies=CopyCosts(0, 0))
+    plain = Schedule("own", interleaved(1, 3), 1, parse("F0.0 F0.1 F0.2 BW0.2 BW0.1 BW0.0"))
+    for mode, host_limit in ((FULL, 2), (SELECTIVE, None)):
+        schedule = offload(plain, costs, mode, host_limit=host_limit)
+        assert moved(schedule, costs) == [1] and activation_peaks(schedule, costs) == [101]
 
 
 def test_copies_are_planned_with_everything_else_on_the_way() -> None:

@@ -178,14 +178,14 @@ class Rank:
         if not self.works:
             return nothing
         lifespans = self.starts[self.needed] - self.ends[self.made]
-        pays = lifespans >= (self.to_host + self.to_device) * (1 - _SLACK)
+        most = self.sizes.sum() / 2 if mode is Offload.SELECTIVE else np.inf
+        room = min(most, np.inf if host_limit is None else host_limit) * (1 + _SLACK)
+        pays = (lifespans >= (self.to_host + self.to_device) * (1 - _SLACK)) & (self.sizes <= room)
         best, least = nothing, self._peak(nothing)
         fits = self._within(host_limit)
         longest = np.argsort(-lifespans, kind="stable")
         for order in (self._covering(pays), longest[pays[longest]]):
-            chosen = order
-            if mode is Offload.SELECTIVE:
-                chosen = order[np.cumsum(self.sizes[order]) <= self.sizes.sum() / 2 * (1 + _SLACK)]
+            chosen = order[np.cumsum(self.sizes[order]) <= most * (1 + _SLACK)]
             for number in _numbers(len(chosen)):
                 if limit is not None and least <= limit * (1 + _SLACK):
                     break
@@ -225,7 +225,7 @@ class Rank:
         return fits
 
     def _in_time(self, order: Ints, fits: Callable[[Ints], bool]) -> _Plan:
-        """What is left of a choice, longest lifespans first, without those that would be late back or have no room."""
+        """What is left of a choice, in the order of its worth, without those that would be late back or have no room."""
         while not fits(order):
             order = order[: len(order) - max(1, len(order) // 16)]
         while True:
