@@ -21,14 +21,15 @@ from torch.distributed import pipelining
 from megatron.pipeline import patches
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict, run
 from megatron.pipeline.runtime.groups import new_group
+from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.runtime.p2p import Channels, Posting
 from megatron.pipeline.runtime.pipeline import STOCK
-from megatron.pipeline.runtime.recorder import Unmeasured
+from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
@@ -185,6 +186,10 @@ class Ours:
         objective: what it is planned for; by default the shortest time from the first pass on any rank to the last on any.
         costs: of stages, and of a vocabulary that is spread; by default of equal stages.
         vocabulary: how it is spread, if it is.
+        offload: how much goes to host memory, if anything does, and with what.
+
+    Attributes:
+        record: makes what measures an iteration, or does not.
     """
 
     def __init__(
@@ -194,8 +199,11 @@ class Ours:
         objective: Objective = Objective.MAKESPAN,
         costs: Costs | None = None,
         vocabulary: Vocabulary | None = None,
+        offload: tuple[Offload, Offloading] | None = None,
     ) -> None:
         self.name, self._megatron = name, megatron
+        self.record: Callable[[], Recorder | Unmeasured] = Unmeasured
+        mode, offloading = offload or (None, None)
         name, _, posting = name.partition("/")
         family, _, memory = name.partition("@")
         ranks, microbatches = megatron.ranks, megatron.microbatches
@@ -203,17 +211,25 @@ class Ours:
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
         self.schedule = families.plan(
-            family, ranks, microbatches, costs, memory_limit=limit, objective=objective, vocabulary=vocabulary
+            family,
+            ranks,
+            microbatches,
+            costs,
+            memory_limit=limit,
+            objective=objective,
+            vocabulary=vocabulary,
+            offload=mode,
         )
         plan = Plan(self.schedule, lower(self.schedule, costs))
         self._forward_backward = partial(
             run,
             plan,
-            Unmeasured,
+            lambda: self.record(),  # noqa: PLW0108 - whichever it is then
             lambda _: None,
             lambda *_: megatron.channels,
             lambda _: megatron.shards,
             Posting(posting or "single"),
+            offloading=offloading,
         )
         self.model = megatron.stages(self.schedule.placement, costs, vocabulary)
 

@@ -1,0 +1,458 @@
+"""What does offloading cost on one device, and what does it save there? One rank's program, replayed with all its passes.
+
+    python benchmarks/offload.py                                                    # a GPU: 4096 and 8192 wide, up to 16384 long
+    python benchmarks/offload.py --schedule gis-h --pp 8 --microbatches 16          # another program
+    python benchmarks/offload.py --cpu-bandwidth 0.1                                # a CPU: small layers, copies at 0.1 GB/s
+
+Layers are megatron-core's, with torch's fused attention; embedding and output layer are left out. Of a schedule of ``--pp`` ranks
+one rank's row runs in our executor. Messages of other ranks are there at once, and what is sent is dropped, so the rank never
+stands still: copies have only its own passes to hide behind, and are planned for that. First iterations measure passes and bytes,
+a probe the copies, as in training (``--offload-profile``); at these costs the row is offloaded. Then every round runs one
+iteration of each, so that whatever disturbs the machine disturbs all of them.
+
+Reported are medians of the rounds' times and of their ratios to the same row without offload, then of one recorded iteration: how
+fast its copies were, how long passes waited for them, and the peak of memory above what lay there before. On a GPU that is the
+allocator's, which messages and work space are part of; on a CPU it counts what is saved for backward. "Planned" is the peak of
+the row at the measured bytes.
+
+Where CUDA_DEVICE_MAX_CONNECTIONS is 1, as tensor parallelism wants it, all streams share one queue: copies may then keep passes
+waiting behind them. The title says so where it is set. This has not been measured on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from rich.console import Console
+from rich.table import Table
+
+from megatron.pipeline import patches
+from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.offload import numa, probe
+from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
+from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.profile import measured_costs
+from megatron.pipeline.runtime.recorder import Record, Recorder, Unmeasured
+from megatron.pipeline.runtime.report import Report
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.offload import moved, offload
+from megatron.pipeline.schedule.passes import Kind, Offload, Pass
+from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.schedule.program import Collective, Message, Program, Send
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks
+
+OFF = "off"
+MODES = (OFF, *map(str, Offload))
+PROFILED = 3  # iterations that time passes
+WARM = 2  # rounds that do not count: host memory is allocated in them
+
+
+class Attention(torch.nn.Module):
+    """torch's causal attention in place of megatron-core's own, which keeps the scores of all pairs of tokens."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """All are [tokens, batch, heads, size]; returns [tokens, batch, heads * size]."""
+        query, key, value = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+
+class Chunk(MegatronModule):
+    """Transformer layers, one after the other."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        spec = get_gpt_layer_local_spec()
+        spec.submodules.self_attention.submodules.core_attention = Attention
+        layers = (build_module(spec, config=config, layer_number=1 + number) for number in range(config.num_layers))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden, _ = layer(hidden, attention_mask=None)
+        return hidden
+
+
+def build(hidden: int, layers: int, dtype: torch.dtype) -> DistributedDataParallel:
+    """A chunk whose weight gradients are accumulated in float32, and may wait for W."""
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=max(1, hidden // 128),
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        deallocate_pipeline_outputs=True,
+    )
+    chunk = Chunk(config)
+    split_weights(chunk)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, delay_wgrad_compute=True)
+    return DistributedDataParallel(config, ddp, chunk)
+
+
+class Layers:
+    """What passes compute: chunks, between an embedding and a gradient of the output that are always the same."""
+
+    def __init__(self, chunks: list[DistributedDataParallel], placement: Placement, rank: int, hidden: torch.Tensor) -> None:
+        self._chunks, self._placement, self._rank = chunks, placement, rank
+        self._embedding = hidden.detach().requires_grad_()
+        self._gradient = hidden.detach()
+
+    def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
+        received = self._embedding.clone() if inputs[0] is None else inputs[0]
+        with nullcontext() if keep_graph else torch.no_grad():
+            outputs: Tensors = [self._chunks[work.chunk](received)]
+        if self._is_last(work):
+            self.release(outputs)  # to an output layer
+        return outputs
+
+    def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
+        return self.forward(work, inputs, keep_graph=True)
+
+    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
+        if self._is_last(work):
+            gradients = [self._gradient.clone()]  # W may keep it
+        chunk = self._chunks[work.chunk]
+        return schedules.backward_step(inputs, outputs, gradients, ModelType.encoder_or_decoder, chunk.config)
+
+    def release(self, outputs: Tensors) -> None:
+        schedules.deallocate_output_tensor(outputs[0], deallocate_pipeline_outputs=True)
+
+    def run_shard(self, work: Pass) -> None:
+        raise AssertionError("no vocabulary is spread here")
+
+    def join(self, collective: Collective) -> None:
+        raise AssertionError("no vocabulary is spread here")
+
+    def wait(self, collective: Collective) -> None:
+        raise AssertionError("no vocabulary is spread here")
+
+    def abandon(self) -> None:
+        """Nothing is held between passes."""
+
+    def _is_last(self, work: Pass) -> bool:
+        return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
+
+
+class NoOthers(Links):
+    """Links to ranks that are not there: every message arrives when it is waited for, in memory of its own."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self._hidden = hidden.detach()
+        self._buffers: dict[Message, torch.Tensor] = {}
+
+    def receive(self, message: Message, peer: int) -> None:
+        self._buffers[message] = torch.empty_like(self._hidden)
+
+    def wait(self, message: Message) -> Tensors:
+        return [self._buffers.pop(message).copy_(self._hidden).requires_grad_()]
+
+    def send(self, message: Message, peer: int, tensors: Tensors, when_sent: Callable[[], None]) -> None:
+        when_sent()
+
+    def start(self) -> None:
+        """Nothing is batched."""
+
+    def sweep(self) -> None:
+        """Nothing is on its way."""
+
+    def finish(self, message: Message) -> None:
+        """Nothing is on its way."""
+
+    def unsent(self) -> list[Send]:
+        return []
+
+
+class Replay:
+    """One rank of a schedule.
+
+    For plans the rank's row is a schedule of its own: one rank that never waits for another. Its copies are then put into the
+    whole schedule, for a program with all messages.
+
+    Args:
+        schedule: of all ranks, without copies.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, chunks: list[DistributedDataParallel], hidden: torch.Tensor) -> None:
+        self._schedule, self._rank, self._chunks, self._hidden = schedule, rank, chunks, hidden
+        self._stages = Layers(chunks, schedule.placement, rank, hidden)
+        self._programs: dict[str, Program] = {}
+        placement = interleaved(1, schedule.placement.chunks)
+        self.rows = {OFF: replace(schedule, placement=placement, passes=(schedule.passes[rank],))}
+        self.use(OFF, self.rows[OFF], with_equal_copies(uniform(placement)))
+
+    def use(self, mode: str, row: Schedule, costs: Costs) -> None:
+        """Run this row from now on where the mode is asked for; the costs are those of its chunks."""
+        self.rows[mode] = row
+        passes = list(self._schedule.passes)
+        passes[self._rank] = row.passes[0]
+        whole = replace(self._schedule, passes=tuple(passes))
+        alike = replace(costs, stages=costs.stages[:1] * (whole.placement.last_stage + 1))
+        self._programs[mode] = lower(whole, alike)[self._rank]
+
+    def run(self, mode: str, offloading: Offloading, recorder: Recorder | Unmeasured) -> None:
+        """One iteration, which on a GPU has not ended yet."""
+        program = self._programs[mode]
+        staying = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
+        executor = Executor(
+            program,
+            self._schedule.placement,
+            self._rank,
+            self._stages,
+            NoOthers(self._hidden),
+            recorder,
+            lambda _: nullcontext(),
+            offloaded=offloading.iteration(program, staying, recorder.hold),
+        )
+        executor.begin()
+        executor.finish()
+        recorder.end(executor.copies())
+
+    def seconds(self, mode: str, offloading: Offloading) -> float:
+        """Of one iteration that nothing measures."""
+        self._prepare()
+        gc.disable()  # as timeit does
+        start = time.perf_counter()
+        self.run(mode, offloading, Unmeasured())
+        _synchronize()
+        took = time.perf_counter() - start
+        gc.enable()
+        return took
+
+    def record(self, mode: str, offloading: Offloading, count: bool = False) -> Record:
+        self._prepare()
+        parameters = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
+        recorder = Recorder(parameters, count)
+        self.run(mode, offloading, recorder)
+        return recorder.record()
+
+    def costs(self, offloading: Offloading) -> Costs:
+        """What passes and copies of this row cost, in seconds and bytes, measured as ``replan`` does."""
+        self.seconds(OFF, offloading)
+        timed = [Report((self.record(OFF, offloading),)) for _ in range(PROFILED)]
+        plain = self.rows[OFF]
+        equal = with_equal_copies(uniform(plain.placement))
+        self.use(Offload.FULL, offload(plain, equal, Offload.FULL), equal)  # to learn how much of what is kept can move
+        counted = Report((self.record(Offload.FULL, offloading, count=True),))
+        copies = probe.measure(offloading, socket.gethostname(), 0, 1)
+        return replace(measured_costs(plain, timed, counted), copies=copies)
+
+    def _prepare(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        gc.collect()
+        _synchronize()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@dataclass
+class Found:
+    """What was measured of one mode.
+
+    Attributes:
+        seconds: of every round.
+        record: of one iteration more.
+        host: bytes of host memory that it had in use at most.
+    """
+
+    seconds: list[float]
+    record: Record
+    host: int
+
+
+def measure(replay: Replay, offloading: Offloading, costs: Costs, rounds: int) -> dict[str, Found]:
+    """Iterations of all modes, in turn."""
+    plain = replay.rows[OFF]
+    for offloaded in Offload:
+        replay.use(offloaded, offload(plain, costs, offloaded), costs)
+    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    for turn in range(WARM + rounds):
+        for mode, times in seconds.items():
+            took = replay.seconds(mode, offloading)
+            if turn >= WARM:
+                times.append(took)
+    found = {}
+    for mode, times in seconds.items():
+        offloading.pool.most_in_use = 0
+        record = replay.record(mode, offloading)
+        found[mode] = Found(times, record, offloading.pool.most_in_use)
+    return found
+
+
+def speed(record: Record, kind: Kind, costs: Costs) -> str:
+    """Bytes moved over the time that copies of a kind were on the way, in GB/s."""
+    copies = [copy for copy in record.copies if copy.work.kind is kind]
+    took = sum(copy.end - copy.start for copy in copies)
+    size = sum(costs.stages[copy.work.chunk].moved() for copy in copies)
+    return f"{size / took / 1e9:.3g}" if took else "-"
+
+
+def table(title: str, replay: Replay, costs: Costs, found: dict[str, Found]) -> Table:
+    made = Table(title=title)
+    for column in (
+        "offload",
+        "ms",
+        "to off",
+        "moved",
+        "D2H GB/s",
+        "H2D GB/s",
+        "waited ms",
+        "host MiB",
+        "peak MiB",
+        "planned",
+        "apart",
+    ):
+        made.add_column(column, justify="left" if column == "offload" else "right")
+    for mode, one in found.items():
+        row = replay.rows[mode]
+        ratio = statistics.median(mine / plain for mine, plain in zip(one.seconds, found[OFF].seconds, strict=True))
+        waited = sum(wait.end - wait.start for wait in one.record.waits if isinstance(wait.message, Pass))
+        peak, (planned,) = one.record.peak_activation_bytes, activation_peaks(row, costs)
+        made.add_row(
+            mode,
+            f"{1e3 * statistics.median(one.seconds):.2f}",
+            f"{ratio:.4f}",
+            f"{share_moved(row, costs):.1%}",
+            *(speed(one.record, kind, costs) for kind in (Kind.D2H, Kind.H2D)),
+            f"{1e3 * waited:.2f}",
+            f"{one.host / 2**20:.2f}",
+            f"{peak / 2**20:.2f}",
+            f"{planned / 2**20:.2f}",
+            f"{100 * (peak / planned - 1):+.2f}%",
+        )
+    return made
+
+
+def share_moved(row: Schedule, costs: Costs) -> float:
+    """Of all that forwards of a row allocate."""
+    return moved(row, costs)[0] / (row.microbatches * sum(stage.activation for stage in costs.stages))
+
+
+def words(replay: Replay, costs: Costs) -> str:
+    """What was measured before, and where k is above 1 what that leaves on the device."""
+    stage, copies = costs.stages[0], costs.copies
+    passes = "/".join(f"{1e3 * seconds:.2f}" for seconds in (stage.forward, stage.backward, stage.weight))
+    gigabytes = " and ".join(f"{probe.MARGIN / seconds / 1e9:.3g}" for seconds in (copies.to_host, copies.to_device))
+    line = (
+        f"k = {costs.k():.2f}: F/B/W of a chunk {passes} ms; F keeps {stage.activation / 2**20:.1f} MiB, of which "
+        f"{stage.moved() / 2**20:.1f} can move, and {stage.retained / 2**20:.1f} are kept until W; copies alone {gigabytes} GB/s "
+        f"to host memory and back, of which {copies.both:.0%} remain with both at once, planned as a tenth slower"
+    )
+    if costs.k() <= 1:
+        return line
+    parts = ", ".join(
+        f"{mode} {share_moved(replay.rows[mode], costs):.1%} ({moved(replay.rows[mode], costs)[0] / 2**20:.0f} MiB)"
+        for mode in Offload
+    )
+    return (
+        f"{line}.\nWith k above 1 passes are too short to hide all copies: in an iteration {parts} of the activations are moved"
+    )
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192] if cuda else [256])
+    parser.add_argument("--seq", type=int, nargs="+", default=[4096, 8192, 16384] if cuda else [256])
+    parser.add_argument("--layers-per-chunk", type=int, default=1)
+    parser.add_argument("--schedule", default="interleaved")
+    parser.add_argument("--pp", type=int, default=4)
+    parser.add_argument("--chunks", type=int, help="of a rank; by default the schedule's own number")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=0, help="of --pp, the one whose program runs")
+    parser.add_argument("--iterations", type=int, default=10, help="of each mode, that count")
+    parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's lanes")
+    options = parser.parse_args()
+    if options.device == "cpu" and cuda:
+        parser.error(
+            "this machine has a GPU, on which passes would be timed: for the CPU hide it, CUDA_VISIBLE_DEVICES= python .."
+        )
+    if options.device == "cuda" and not cuda:
+        parser.error("there is no GPU: leave --device out, or give cpu")
+    if not 0 <= options.rank < options.pp:
+        parser.error(f"--rank {options.rank} is none of --pp {options.pp} ranks, which count from 0")
+    schedule = families.plan(options.schedule, options.pp, options.microbatches, chunks=options.chunks)
+    if schedule.placement.replicas > 1 or schedule.splits > 1:
+        parser.error(f"{options.schedule} holds the model twice or cuts microbatches into slices: take another schedule")
+
+    patches.install()
+    torch.set_num_threads(1)
+    if cuda:
+        torch.cuda.set_device(0)
+    device, dtype = this_device(), torch.bfloat16 if cuda else torch.float32
+    console = Console(width=150)
+    console.print(numa.bind(device), highlight=False)
+    torch.distributed.init_process_group("nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    for hidden, seq in itertools.product(options.hidden, options.seq):
+        # One after another: nothing of a configuration is left when the next one begins.
+        for line in configuration(schedule, hidden, seq, device, dtype, options):
+            console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+    torch.distributed.destroy_process_group()
+
+
+def configuration(
+    schedule: Schedule, hidden: int, seq: int, device: torch.device, dtype: torch.dtype, options: argparse.Namespace
+) -> list[Table | str]:
+    """Everything about one size of layers."""
+    chunks = [build(hidden, options.layers_per_chunk, dtype).to(device) for _ in range(schedule.placement.chunks)]
+    message = torch.randn(seq, 1, hidden, device=device).to(dtype)
+    offloading = Offloading(Settings(bandwidth=None if device.type == "cuda" else options.cpu_bandwidth * 1e9), device)
+    replay = Replay(schedule, options.rank, chunks, message)
+    costs = replay.costs(offloading)
+    found = measure(replay, offloading, costs, options.iterations)
+    name = f"CPU, one thread, load {os.getloadavg()[0]:.1f}"
+    if device.type == "cuda":
+        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+        name = f"{torch.cuda.get_device_name()}, CUDA_DEVICE_MAX_CONNECTIONS {queues}"
+    title = (
+        f"hidden {hidden}, {seq} tokens, {options.layers_per_chunk} layers a chunk, {str(dtype).removeprefix('torch.')}; rank "
+        f"{options.rank} of {schedule.name} on {schedule.ranks} ranks with {schedule.placement.chunks} chunks, "
+        f"{schedule.microbatches} microbatches;\n{name}, median of {options.iterations} iterations"
+    )
+    return [table(title, replay, costs, found), words(replay, costs)]
+
+
+if __name__ == "__main__":
+    main()
