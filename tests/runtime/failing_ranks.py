@@ -17,18 +17,26 @@ import tiny_gpt
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.runtime.offload.host_memory import HostPool
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
 
 RANKS, FAILING_MICROBATCH, TIMEOUT = 4, 3, 4.0
 
 
-def main(how: str, failing_rank: int, vocabulary: str = "off") -> None:
-    """Fail while a microbatch's data is read, or in S where the vocabulary is spread."""
+def main(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "off") -> None:
+    """Fail while a microbatch's data is read, or in S where the vocabulary is spread; with offload while copies are under way, or
+    for want of host memory."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # as in training, where it is noted
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    run = tiny_gpt.Run("zb-h1", pp=torch.distributed.get_world_size(), flags=("--vocab-parallel", vocabulary))
+    schedule, flags = "zb-h1", f"--vocab-parallel {vocabulary}"
+    if offload != "off":  # copies of 100 kB, which take a tenth of a second
+        schedule, flags = (
+            "interleaved",
+            f"--num-layers 8 --offload {offload} --offload-min-size 1KiB --offload-cpu-bandwidth 1e-3",
+        )
+    run = tiny_gpt.Run(schedule, pp=torch.distributed.get_world_size(), flags=tuple(flags.split()))
     run.step(0)
     tokens = run._tokens
     fails = torch.distributed.get_rank() == failing_rank
@@ -44,6 +52,9 @@ def main(how: str, failing_rank: int, vocabulary: str = "off") -> None:
         shard = unwrap_model(run.chunks[0]).vocabulary.output
         shard.register_forward_pre_hook(lambda *_: fail(how, next(numbers)))
 
+    if fails and how == "poor":
+        run.pipeline.offloading.__dict__["pool"] = HostPool(limit=4096, pinned=False)
+
     def situation() -> Situation:
         return replace(run.pipeline.situation, place=f"{run.pipeline.situation.place} after iteration 1")
 
@@ -58,7 +69,7 @@ def main(how: str, failing_rank: int, vocabulary: str = "off") -> None:
 def fail(how: str, microbatch: int) -> None:
     if how == "slow":
         time.sleep(TIMEOUT / 4)
-    elif microbatch == FAILING_MICROBATCH:
+    elif microbatch == FAILING_MICROBATCH and how != "poor":
         if how == "raise":
             raise RuntimeError("out of luck")
         if how == "kill":
@@ -68,12 +79,12 @@ def fail(how: str, microbatch: int) -> None:
         time.sleep(60)
 
 
-def rank_alone(rank: int, port: int, stderr: Path, how: str, failing_rank: int, vocabulary: str) -> None:
+def rank_alone(rank: int, port: int, stderr: Path, how: str, failing_rank: int, *more: str) -> None:
     """One of ``RANKS`` processes without a launcher, which writes its errors to the end of a file."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with stderr.open("a") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
-    main(how, failing_rank, vocabulary)
+    main(how, failing_rank, *more)
 
 
 if __name__ == "__main__":

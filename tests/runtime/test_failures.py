@@ -21,10 +21,10 @@ from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Compute, Wait
 
 
-def fail(directory: Path, how: str, failing: int, vocabulary: str = "off") -> tuple[list[int | None], str]:
+def fail(directory: Path, how: str, failing: int, *more: str) -> tuple[list[int | None], str]:
     """Exit codes and errors of 4 ranks that no launcher ends. Rank 0 keeps the rendezvous store."""
     port, stderr = free_port(), directory / "stderr"
-    ranks = [forked(rank_alone, rank, port, stderr, how, failing, vocabulary) for rank in range(RANKS)]
+    ranks = [forked(rank_alone, rank, port, stderr, how, failing, *more) for rank in range(RANKS)]
     for rank, process in enumerate(ranks):
         if (how, rank) != ("stop", failing):
             process.join(timeout=60)
@@ -98,6 +98,26 @@ def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: s
     for rank, code in enumerate(codes):
         assert code != 0
         if rank != 2 or how not in ("stop", "kill"):
+            assert re.fullmatch(message, reason(stderr, rank))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("kill", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        (
+            "poor",
+            r"rank 2 failed in Copy D2H\d\.\d after iteration 1: RuntimeError: offloaded activations need .* of host memory on "
+            r"this rank \(.* are in use, .* more were asked for\), and the limit is .*: raise --offload-host-memory, .*",
+        ),
+    ],
+)
+def test_the_culprit_while_copies_are_under_way(tmp_path: Path, how: str, message: str) -> None:
+    codes, stderr = fail(tmp_path, how, 2, "off", "full")
+    for rank, code in enumerate(codes):
+        assert code != 0
+        if rank != 2 or how != "kill":
             assert re.fullmatch(message, reason(stderr, rank))
 
 
