@@ -35,7 +35,7 @@ from megatron.pipeline.schedule.verify import verify, verify_programs
 from megatron.pipeline.schedule.vocabulary import postpone, postponed, spread
 
 STOCK = "stock"
-_ROUNDED_UP = 1.25  # host memory is reused for what is up to so much smaller
+ROUNDED_UP = 1.25  # host memory is reused for what is up to so much smaller
 _FILE = "file:"
 
 
@@ -363,7 +363,7 @@ class Pipeline:
         """The limit of host memory in the unit of these costs."""
         if self.settings.host_limit is None or costs is None or not self.offload:
             return None
-        return self.settings.host_limit / _ROUNDED_UP
+        return self.settings.host_limit / ROUNDED_UP
 
     def _groups_of(self, group: torch.distributed.ProcessGroup) -> Groups:
         """Opened when they are first needed, by all ranks of the world together."""

@@ -21,12 +21,13 @@ from megatron.core import parallel_state
 from megatron.pipeline.runtime import profile
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.offload import probe
-from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
+from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
 from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.passes import VOCABULARY_KINDS
-from megatron.pipeline.schedule.problem import LimitTooLow, Objective
+from megatron.pipeline.schedule.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transform import without_copies
@@ -122,6 +123,9 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
     except LimitTooLow as error:
         needs = rounded_up(error.least / _MIB)
         return {"error": f"it needs {needs}MiB on a rank, and the limit is {(limit or 0) / _MIB:g}MiB"}
+    except HostLimitTooLow as error:
+        needs, host_limit = rounded_up(ROUNDED_UP * error.least / _MIB), (pipeline.settings.host_limit or 0) / _MIB
+        return {"error": f"one microbatch of a chunk takes {needs}MiB of host memory, and {LIMIT_FLAG} is {host_limit:g}MiB"}
     except Exception as error:
         return {"error": f"planning failed: {type(error).__name__}: {error}"}
     return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}

@@ -13,7 +13,7 @@ allows, and takes the number of them with which it holds least; within a memory 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.lanes import returning
 from megatron.pipeline.schedule.passes import Kind, Offload, Pass
+from megatron.pipeline.schedule.problem import HostLimitTooLow
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_changes, simulate
 from megatron.pipeline.schedule.timeline import Timed
@@ -54,7 +55,8 @@ def offload(
         host_limit: the most that a rank may have in host memory, in the costs' unit of memory.
 
     Raises:
-        ValueError: the schedule has copies already or cuts microbatches into slices, or nothing at all fits into the host limit.
+        ValueError: the schedule has copies already or cuts microbatches into slices.
+        HostLimitTooLow: nothing at all fits into the host limit.
     """
     if schedule.has_copies:
         raise ValueError(f"{schedule.name} has copies to host memory already: offload the schedule without them")
@@ -66,9 +68,10 @@ def offload(
     ranks = [Rank(schedule, costs, rank, row) for rank, row in enumerate(simulate(schedule, costs).ranks)]
     sizes = [size for rank in ranks for size in rank.sizes.tolist()]
     if host_limit is not None and sizes and host_limit < min(sizes) * (1 - _SLACK):
-        raise ValueError(
+        raise HostLimitTooLow(
             f"a host memory limit of {host_limit:g} a rank has no room for one microbatch of a chunk, which takes "
-            f"{rounded_up(min(sizes))} or more: raise it, or leave offloading out"
+            f"{rounded_up(min(sizes))} or more: raise it, or leave offloading out",
+            min(sizes),
         )
     rows = tuple(
         one.with_copies(one.best(mode, None if limits is None else limits[rank], host_limit)) for rank, one in enumerate(ranks)
@@ -142,9 +145,8 @@ class Rank:
     def __init__(self, schedule: Schedule, costs: Costs, rank: int, row: Sequence[Timed]) -> None:
         self._passes = schedule.passes[rank]
         self.starts, self.ends = (np.array([timed[at] for timed in row], dtype=np.float64) for at in (1, 2))
-        self._slack = _SLACK * (
-            1 + (self.ends[-1] if row else 0)
-        )  # starts and ends are sums of the same numbers in another order
+        # Starts and ends are sums of the same numbers in another order.
+        self._slack = _SLACK * (1 + (self.ends[-1] if row else 0))
         levels = np.cumsum(activation_changes(schedule, costs)[rank])
         self._before = np.concatenate(([0.0], levels))  # every slot
         self.during = np.maximum(levels, self._before[:-1])
@@ -182,14 +184,14 @@ class Rank:
         room = min(most, np.inf if host_limit is None else host_limit) * (1 + _SLACK)
         pays = (lifespans >= (self.to_host + self.to_device) * (1 - _SLACK)) & (self.sizes <= room)
         best, least = nothing, self._peak(nothing)
-        fits = self._within(host_limit)
         longest = np.argsort(-lifespans, kind="stable")
         for order in (self._covering(pays), longest[pays[longest]]):
-            chosen = order[np.cumsum(self.sizes[order]) <= most * (1 + _SLACK)]
+            chosen = self._with_room(order, host_limit)
+            chosen = chosen[np.cumsum(self.sizes[chosen]) <= most * (1 + _SLACK)]
             for number in _numbers(len(chosen)):
                 if limit is not None and least <= limit * (1 + _SLACK):
                     break
-                plan = self._in_time(chosen[:number], fits)
+                plan = self._in_time(chosen[:number])
                 peak = self._peak(plan)
                 if peak < least * (1 - _SLACK):
                     best, least = plan, peak
@@ -211,23 +213,20 @@ class Rank:
             order.append(one)
         return np.array(order, dtype=np.int64)
 
-    def _within(self, host_limit: float | None) -> Callable[[Ints], bool]:
-        """Whether what is chosen fits into host memory."""
+    def _with_room(self, order: Ints, host_limit: float | None) -> Ints:
+        """What fits into host memory beside all that comes before it: from its F to the pass that needs it back."""
         if host_limit is None:
-            return lambda chosen: True
+            return order
+        held, kept = np.zeros(len(self._passes)), []
+        for one in order.tolist():
+            there = held[self.made[one] : self.needed[one]]
+            if there.max() + self.sizes[one] <= host_limit * (1 + _SLACK):
+                there += self.sizes[one]
+                kept.append(one)
+        return np.array(kept, dtype=np.int64)
 
-        def fits(chosen: Ints) -> bool:
-            held = np.zeros(len(self._passes) + 1)
-            np.add.at(held, self.made[chosen], self.sizes[chosen])
-            np.add.at(held, self.needed[chosen], -self.sizes[chosen])
-            return bool(np.cumsum(held).max(initial=0) <= host_limit * (1 + _SLACK))
-
-        return fits
-
-    def _in_time(self, order: Ints, fits: Callable[[Ints], bool]) -> _Plan:
-        """What is left of a choice, in the order of its worth, without those that would be late back or have no room."""
-        while not fits(order):
-            order = order[: len(order) - max(1, len(order) // 16)]
+    def _in_time(self, order: Ints) -> _Plan:
+        """What is left of a choice, in the order of its worth, without those that would be late back."""
         while True:
             plan = self._plan(np.sort(order))
             late = plan.chosen[(plan.allocated < plan.freed) | (plan.called < plan.gone - self._slack)]

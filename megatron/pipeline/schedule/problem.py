@@ -38,6 +38,18 @@ class LimitTooLow(ValueError):
         self.least = least
 
 
+class HostLimitTooLow(ValueError):
+    """A limit of host memory has no room for anything.
+
+    Attributes:
+        least: the limit that has room for one copy, in the costs' unit.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 @dataclass(frozen=True)
 class Problem:
     """One instance of pipeline scheduling: families plan it, ``bound`` and ``exact`` say how well it can be done.

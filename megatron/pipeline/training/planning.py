@@ -11,14 +11,14 @@ from pathlib import Path
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.p2p import Posting
-from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
+from megatron.pipeline.runtime.pipeline import ROUNDED_UP, STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
 from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform, with_equal_copies
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import LimitTooLow, Objective
+from megatron.pipeline.schedule.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
@@ -44,6 +44,12 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
     costs = None if args.pipeline_costs in (None, PROFILE) else _read_costs(args.pipeline_costs)
     try:
         return _plan(args, costs, measure)
+    except HostLimitTooLow as error:
+        mib = MEMORY_UNITS["MiB"]
+        raise ValueError(
+            f"--offload-host-memory {args.offload_host_memory / mib:g}MiB is too little: one microbatch of a chunk takes "
+            f"{rounded_up(ROUNDED_UP * error.least / mib)}MiB or more, as sizes are rounded up: raise it, or leave --offload out"
+        ) from None
     except LimitTooLow as error:
         text = args.pipeline_memory_limit
         if text is None:

@@ -44,6 +44,6 @@ def check_offload(args: Namespace) -> None:
         args.pipeline_costs = PROFILE
     if args.offload != OFF and args.offload_host_memory is not None and args.pipeline_costs is None:
         raise ValueError(
-            f"--offload-host-memory {args.offload_host_memory} bytes: how much would fit is known once bytes are: give "
-            "--offload-profile, or --pipeline-costs FILE with what a run before has measured"
+            f"--offload-host-memory {args.offload_host_memory / 2**20:g}MiB: how much fits is known once activations have "
+            "been measured: give --offload-profile, or --pipeline-costs FILE with what a run before has measured"
         )
