@@ -35,11 +35,11 @@ class Ran(NamedTuple):
     arenas: list[int]
 
 
-def run(schedule: str, flags: str, iterations: int, evaluates: tuple[int, ...] = (), **sizes: Any) -> Ran:
+def run(schedule: str, flags: str, iterations: int, others: tuple[int, ...] = (), **sizes: Any) -> Ran:
     """Train on this rank of the pool. What has not been copied yet is not a number, in host memory as on the device.
 
     Args:
-        evaluates: between iterations there are evaluations with these numbers of microbatches.
+        others: between iterations there is an evaluation, and another iteration, with each of these numbers of microbatches.
     """
     import torch
     from megatron.core import parallel_state
@@ -57,16 +57,15 @@ def run(schedule: str, flags: str, iterations: int, evaluates: tuple[int, ...] =
     with patch.object(activations, "_blank", poisoned), patch.dict(pipeline.offloading.__dict__, pool=pool):
         for iteration in range(iterations):
             steps.append(trained.step(iteration))
-            for trained.microbatches in evaluates:
-                steps.append(trained.step(iteration, forward_only=True))
+            for trained.microbatches in others:
+                steps += [trained.step(iteration, forward_only=True), trained.step(10 + iteration)]
             trained.microbatches = microbatches
             arenas.append(pool.allocations)
     assert pool.in_use == 0
-    report, plan = pipeline.report(), pipeline.plan(microbatches)
+    report = pipeline.report()
     assert report is not None
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    planned = sum(work.kind.is_copy for work in plan.schedule.passes[rank])
-    return Ran(steps, planned, len(report.ranks[rank].copies), arenas)
+    record = report.ranks[parallel_state.get_pipeline_model_parallel_rank()]
+    return Ran(steps, sum(work.kind.is_copy for work, _, _ in record.passes), len(record.copies), arenas)
 
 
 def moving_all(schedule: Schedule) -> Schedule:
@@ -181,9 +180,9 @@ def test_whole_matrix(pool: Pool, tmp_path: Path, schedule: str, flags: str) -> 
     check(pool, tmp_path, schedule, 2, 4, ALL, flags)
 
 
-def test_evaluations(pool: Pool, tmp_path: Path) -> None:
-    """They move nothing, whatever their number of microbatches, and leave what does."""
-    check(pool, tmp_path, "v-half", 2, 5, FULL, evaluates=(5, 1, 7))
+def test_other_numbers_of_microbatches(pool: Pool, tmp_path: Path) -> None:
+    """Of iterations, which move as much as they can, and of evaluations, which move nothing."""
+    check(pool, tmp_path, "v-half", 2, 5, FULL, others=(5, 1, 7))
 
 
 LARGE = "--num-layers 8 --hidden-size 64 --seq-length 64"

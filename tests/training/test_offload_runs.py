@@ -141,6 +141,11 @@ def test_a_file_with_copies(pool: Pool, data: str, tmp_path: Path) -> None:
     assert "has copies to host memory of its own, which run as they are: leave offloading out" in refusal(
         f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --offload full"
     )
+    assert "no passes of a spread vocabulary, which come first: plan it with both (mpipe plan --vocab-parallel 2" in refusal(
+        f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --vocab-parallel 2"
+    )
+    args, _, pipeline = program.prepare(f"{MODEL} {run} --pipeline-schedule file:{tmp_path}/moving.json".split(), world_size=2)
+    assert program._offload_in_words(args, pipeline).startswith(" offload as the file says: ")
 
 
 def costs_file(path: Path, copies: CopyCosts) -> Path:
@@ -200,3 +205,23 @@ def test_too_little_host_memory(pool: Pool, data: str, tmp_path: Path) -> None:
     assert moves(flags)
     errors = pool.run(2, train, flags)
     assert any("raise --offload-host-memory, or offload less" in error for error in errors), errors
+
+
+def test_the_log_says_what_host_memory_is_for() -> None:
+    flags = f"{MODEL} --mock-data {TWO} --pipeline-schedule"
+    words = {}
+    for name in ("zb-v", "1f1b"):
+        args, _, pipeline = program.prepare(f"{flags} {name} --offload full".split(), world_size=2)
+        words[name] = program._offload_in_words(args, pipeline)
+    assert "2 microbatches of a rank go to host memory in an iteration, at most 1.5 are there; on the device" in words["zb-v"]
+    assert "; nothing goes to host memory: no copy there and back would be in time" in words["1f1b"]
+
+
+def test_planning_again_within_too_little_host_memory() -> None:
+    from megatron.pipeline.runtime.replan import _plan
+
+    flags = f"{MODEL} --mock-data {TWO} --pipeline-schedule zb-v --offload full --offload-profile --offload-host-memory 1MiB"
+    _, _, pipeline = program.prepare(flags.split(), world_size=2)
+    costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, activation=MIB),) * 4, copies=FAST)
+    found = _plan(pipeline, costs, None)
+    assert found["error"] == "one microbatch of a chunk takes 1.25MiB of host memory, and --offload-host-memory is 1MiB"

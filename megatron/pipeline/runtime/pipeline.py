@@ -101,6 +101,11 @@ class Pipeline:
                     f"{schedule} spreads the vocabulary as {self._from_file.vocabulary}, not as {vocabulary}: give one of the two"
                 )
             self.vocabulary = self._from_file.vocabulary
+        if vocabulary and self._from_file and self._from_file.has_copies and not self._from_file.vocabulary:
+            raise ValueError(
+                f"{schedule} has copies to host memory and no passes of a spread vocabulary, which come first: plan it with both "
+                f"(mpipe plan --vocab-parallel {vocabulary} --offload ..), or leave --vocab-parallel out"
+            )
         if offload and self._from_file and self._from_file.has_copies:
             raise ValueError(f"{schedule} has copies to host memory of its own, which run as they are: leave offloading out")
         if self.is_stock:

@@ -22,15 +22,14 @@ from megatron.pipeline.runtime import profile
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
+from megatron.pipeline.runtime.offload.words import in_words
 from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
 from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.passes import VOCABULARY_KINDS
 from megatron.pipeline.schedule.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.schedule.verify import rounded_up
 
 _TIMED = 3  # iterations
@@ -94,6 +93,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
         + _change(before[m], schedule, costs, limit, pipeline.objective)
+        + (f"; {in_words(schedule, costs, in_bytes=True)}" if pipeline.offload else "")
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
@@ -182,19 +182,7 @@ def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None
         kept += f", since the one before held up to {held:.4g} MiB and the limit is {limit / _MIB:.4g} MiB"
     return (
         f"{kept}; predicted {objective} {1e3 * old:.4g} -> {1e3 * new:.4g} ms, bubble {waste:.1%} -> "
-        f"{wastes:.1%}, activations up to {holds:.4g} MiB a rank{_moves(after, costs)}"
-    )
-
-
-def _moves(schedule: Schedule, costs: Costs) -> str:
-    """How much goes to host memory."""
-    if not schedule.has_copies:
-        return ""
-    bytes_moved, most = max(moved(schedule, costs)) / _MIB, max(host_peaks(schedule, costs)) / _MIB
-    without = max(activation_peaks(without_copies(schedule), costs)) / _MIB
-    return (
-        f" instead of {without:.4g} MiB: up to {bytes_moved:.4g} MiB of a rank go to host memory in an iteration, at most "
-        f"{most:.4g} MiB are there"
+        f"{wastes:.1%}, activations up to {holds:.4g} MiB a rank"
     )
 
 

@@ -29,13 +29,12 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.offload import numa
+from megatron.pipeline.runtime.offload.words import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
-from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.config import microbatch_counts
@@ -73,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return 2
     _configure_logging(args, rank)
-    with _world(args, rank, world_size):
+    with _world(args, rank, world_size, binds=pipeline.offloads and args.offload_numa_binding):
         run(args, tokenizer, pipeline)
     return 0
 
@@ -125,7 +124,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
                 log.line(_plan_in_words(args, pipeline))
                 if args.post_validation:
                     log.line(f" post-validation: {_WHEN[args.post_validation_when]}")
-                if args.offload != OFF:
+                if pipeline.offloads:
                     log.line(_offload_in_words(args, pipeline))
                 for obstacle in _obstacles(args, pipeline.placement):
                     log.line(f" WARNING: --post-validation: {obstacle}")
@@ -145,11 +144,15 @@ def _configure_logging(args: Namespace, rank: int) -> None:
 
 
 @contextmanager
-def _world(args: Namespace, rank: int, world_size: int) -> Iterator[None]:
-    """All ranks, each on its device, for the time of the training."""
+def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator[None]:
+    """All ranks, each on its device, for the time of the training.
+
+    Args:
+        binds: each to the CPUs next to its GPU.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        if args.offload != OFF and args.offload_numa_binding:
+        if binds:
             logger.info("%s", numa.bind(this_device()))  # before any host memory is allocated
     else:
         torch.set_num_threads(1)  # the ranks of one machine share its cores
@@ -259,20 +262,13 @@ def _shards(args: Namespace) -> str:
 def _offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
     """How much goes to host memory."""
     schedule, costs = pipeline.plan(max(microbatch_counts(args))).schedule, pipeline.planned_costs
-    words = f" offload {args.offload}:"
+    words = f" offload {'as the file says' if args.offload == OFF else args.offload}:"
     if pipeline.costs is None:
         later = ", until they have been measured" if args.pipeline_costs == PROFILE else ": --offload-profile measures them"
         if not schedule.has_copies and args.offload_host_memory is not None:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
-    away, most = max(moved(schedule, costs)), max(host_peaks(schedule, costs))
-    without = max(activation_peaks(without_copies(schedule), costs))
-    unit = (2**20, "MiB") if pipeline.costs else (1, "microbatches")
-    amounts = [f"{amount / unit[0]:.4g}" for amount in (away, most, max(activation_peaks(schedule, costs)), without)]
-    return (
-        f"{words} up to {amounts[0]} {unit[1]} of a rank go to host memory in an iteration, at most {amounts[1]} are there; "
-        f"{amounts[2]} instead of {amounts[3]} on the device"
-    )
+    return f"{words} {in_words(schedule, costs, in_bytes=pipeline.costs is not None)}"
 
 
 def _obstacles(args: Namespace, placement: Placement) -> list[str]:
