@@ -106,7 +106,7 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
     """Without and with offload, the same."""
     tp, cp = (2 if f"--{kind}-parallel-size 2" in flags else 1 for kind in ("tensor-model", "context"))
     sizes = {"pp": pp, "tp": tp, "cp": cp, "microbatches": microbatches, "iterations": 3, **more}
-    ranks = 4 if flags and pp == 2 else pp
+    ranks = 4 if "-parallel-size" in flags or "-optimizer" in flags else pp
     plain, moving = schedule, schedule
     if how == ALL:
         vocabulary = flags.partition("--vocab-parallel ")[2] or None
@@ -124,18 +124,18 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
         assert all(len(set(one.arenas)) == 1 for one in found), "nothing is allocated after the first iteration"
 
 
-SIZES = [
-    ("1f1b", 4, 8, FULL),
+SIZES: list[Any] = [
+    pytest.param("1f1b", 4, 8, FULL, marks=WHOLE),
     ("interleaved", 2, 3, SELECTIVE),
     ("gis-h", 4, 6, FULL),
     ("zb-h1", 2, 1, ALL),
-    ("zb-h1", 4, 4, SELECTIVE),
+    pytest.param("zb-h1", 4, 4, SELECTIVE, marks=WHOLE),
     ("zb-h2", 4, 7, FULL),
     ("zb-auto", 4, 8, FULL),
-    ("zb-auto", 2, 2, ALL),
+    pytest.param("zb-auto", 2, 2, ALL, marks=WHOLE),
     ("zb-v", 2, 4, FULL),
     ("v-half", 4, 8, SELECTIVE),
-    ("v-auto", 4, 3, FULL),
+    pytest.param("v-auto", 4, 3, FULL, marks=WHOLE),
     ("v-auto", 4, 5, f"{FULL} --pipeline-memory-limit 0.5"),
     ("zb-v", 4, 5, ALL),
 ]
@@ -146,13 +146,13 @@ def test_schedules(pool: Pool, tmp_path: Path, schedule: str, pp: int, microbatc
     check(pool, tmp_path, schedule, pp, microbatches, how)
 
 
-LAYOUTS = [
+LAYOUTS: list[Any] = [
     ("zb-v", ALL, DROPOUT),
     ("interleaved", FULL, f"{DROPOUT} {CHECKPOINTS}"),
     (RECOMPUTED, ALL, DROPOUT),
-    ("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective"),
+    pytest.param("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective", marks=WHOLE),
     ("v-half", FULL, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --swiglu"),
-    ("interleaved", ALL, "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights"),
+    pytest.param("interleaved", ALL, "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights", marks=WHOLE),
     ("zb-v", FULL, "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm"),
     ("1f1b", ALL, "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss"),
     ("zb-h2", ALL, "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"),
@@ -173,7 +173,7 @@ def test_layouts_and_settings(pool: Pool, tmp_path: Path, schedule: str, how: st
     ("schedule", "flags"),
     product(
         ["1f1b", "interleaved", "gis-h", "zb-h2", "zb-auto", "zb-v", "v-half", "v-min", "1f1b-v", RECOMPUTED],
-        [flags for _, _, flags in LAYOUTS],
+        [case.values[-1] if hasattr(case, "values") else case[-1] for case in LAYOUTS],
     ),
 )
 def test_whole_matrix(pool: Pool, tmp_path: Path, schedule: str, flags: str) -> None:

@@ -37,7 +37,7 @@ def refusal(flags: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("ties", ["", "--untie-embeddings-and-output-weights"])
+@pytest.mark.parametrize("ties", ["", pytest.param("--untie-embeddings-and-output-weights", marks=pytest.mark.whole)])
 def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Path, ties: str) -> None:
     """With ramp-up, evaluations and checkpoints, from one schedule with offload to the next and to one without."""
     around = "--rampup-batch-size 4 2 12 --eval-interval 2 --eval-iters 2 --use-distributed-optimizer --clip-grad 0"
@@ -60,7 +60,7 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.005",
+        "--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.02",
         "--pipeline-schedule interleaved --offload full --fp16 --initial-loss-scale 256 --use-distributed-optimizer",
     ],
 )
@@ -71,7 +71,7 @@ def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:
     assert moves(f"{run} {flags}", 6)
     schedule, _, offload = flags.partition(" --offload full")
     plain = pool.run(
-        2, injected_runs.train, f"{run} {schedule} {offload.replace('--offload-cpu-bandwidth 0.005', '')}", injections
+        2, injected_runs.train, f"{run} {schedule} {offload.replace('--offload-cpu-bandwidth 0.02', '')}", injections
     )
     found = pool.run(2, injected_runs.train, f"{run} {flags} {SMALL} {injected_runs.POST}", injections)
     for (told, digests, counts), (expected, same, _) in zip(found, plain, strict=True):
