@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 
 _FIRST_WORD = 10  # seconds that rank 0 has to say what is wrong, if it is wrong there as well
 
+_ONE_QUEUE = (
+    " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes then queue behind copies to and from host memory that have to wait; "
+    "leave it out, or set it to 8, where neither tensor nor context parallelism needs it"
+)
+
 _WHEN = {
     "measured": "synchronous steps at first, to know what they cost; ahead from there on where that pays",
     "always": "every step is taken ahead, unless something else than the next iteration follows it",
@@ -126,6 +131,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
                     log.line(f" post-validation: {_WHEN[args.post_validation_when]}")
                 if pipeline.offloads:
                     log.line(_offload_in_words(args, pipeline))
+                if pipeline.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
+                    log.line(_ONE_QUEUE)
                 for obstacle in _obstacles(args, pipeline.placement):
                     log.line(f" WARNING: --post-validation: {obstacle}")
             train(args, training, samples, pipeline, log, timers)
