@@ -122,19 +122,19 @@ def test_a_small_output_does_not_keep_its_own_graph(lanes: ThreadLanes) -> None:
 
 def test_an_arena_a_little_too_large_serves() -> None:
     pool = HostPool(None, pinned=False)
-    large = pool.take(100 << 20)
-    assert large.size == large.bytes.numel() == 100 << 20
+    large = pool.take(96 << 20)
+    assert large.size == large.bytes.numel() == 96 << 20
     assert large.bytes.data_ptr() % 4096 == 0
     pool.give(large)
     assert pool.take(85 << 20) is large
-    smaller = pool.take(90 << 20)
+    smaller = pool.take(88 << 20)
     assert smaller is not large
     pool.give(large)
     pool.give(smaller)
     assert pool.take(85 << 20) is smaller
     assert pool.take(70 << 20) is not large
     assert rounded(1) == 4096
-    assert rounded((2 << 20) + 1) == 4 << 20
+    assert all(size <= rounded(size) <= 1.125 * size for size in (2**15, 10**6, (2 << 20) + 1, 10**9))
 
 
 def test_beyond_the_limit() -> None:
@@ -144,7 +144,7 @@ def test_beyond_the_limit() -> None:
     assert pool.allocated == 12 << 20
     middle = pool.take(6 << 20)  # in place of the one that is idle
     assert pool.allocated == pool.in_use == 10 << 20
-    with pytest.raises(RuntimeError, match=r"need 0\.020 GiB .* limit is 0\.016 GiB .*: raise --offload-host-memory"):
+    with pytest.raises(RuntimeError, match=r"need 20 MiB .* limit is 16 MiB.*: raise --offload-host-memory"):
         pool.take(10 << 20)
     pool.give(small)
     pool.give(middle)
@@ -165,9 +165,9 @@ def test_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     pool = HostPool(None, pinned=True)
-    arena = pool.take(3 << 20)
+    arena = pool.take((4 << 20) - 5)
     assert pinned == {arena.bytes.data_ptr(): 4 << 20}
-    with pytest.raises(RuntimeError, match=r"pin 0\.008 GiB .*out of memory.* 0\.004 GiB .*ulimit -l.*--offload-host-memory"):
+    with pytest.raises(RuntimeError, match=r"pin 8 MiB .*out of memory.* 4 MiB .*ulimit -l.*--offload-host-memory"):
         pool.take(8 << 20)
     assert pool.in_use == pool.allocated == 4 << 20
     del arena

@@ -142,3 +142,25 @@ def test_what_stays_is_what_it_was(lanes: ThreadLanes) -> None:
 
 class Subclass(torch.Tensor):
     pass
+
+
+def test_what_is_discarded_and_made_again_stays(lanes: ThreadLanes) -> None:
+    """As by megatron-core's CheckpointWithoutOutput: a storage is emptied once it is saved, and filled before its backward."""
+    weight = torch.randn(64, 64, requires_grad=True)
+    store = Store(lanes, HostPool(None, pinned=False), frozenset(), lambda _: [], smallest=1)
+    with store.capture():
+        hidden = torch.randn(64, 64) @ weight
+        middle = torch.tanh(hidden)
+        loss = (middle * middle.exp()).sum()
+    kept, storage = middle.detach().clone(), middle.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    store.start_offload()
+    store.finish_offload()
+    store.start_reload()
+    store.finish_reload()
+    storage.resize_(size)
+    storage.copy_(kept.untyped_storage())
+    loss.backward()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+    assert store.bytes

@@ -146,7 +146,7 @@ class Rank:
         self._passes = schedule.passes[rank]
         self.starts, self.ends = (np.array([timed[at] for timed in row], dtype=np.float64) for at in (1, 2))
         # Starts and ends are sums of the same numbers in another order.
-        self._slack = _SLACK * (1 + (self.ends[-1] if row else 0))
+        self._slack = _SLACK * self.ends[-1] if row else 0.0
         levels = np.cumsum(activation_changes(schedule, costs)[rank])
         self._before = np.concatenate(([0.0], levels))  # every slot
         self.during = np.maximum(levels, self._before[:-1])

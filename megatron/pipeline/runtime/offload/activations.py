@@ -93,7 +93,8 @@ class Store:
             RuntimeError: there is not enough host memory.
         """
         self._expect(_Where.HERE)
-        blocks = list(self._blocks.values())
+        # What has been discarded since it was saved, to be made again before backward reads it, stays what it is.
+        blocks = [block for block in self._blocks.values() if block.is_whole]
         total = 0
         for block in blocks:
             block.start = total
@@ -110,10 +111,12 @@ class Store:
         self._expect(_Where.LEAVING)
         if self._moving:
             self._tickets[-1].wait()
+        leaving = set(self._moving)
         for reference in self._views:
             view = reference()
-            if view is not None:
+            if view is not None and view.block in leaving:
                 view.leave()
+        self._adopted = [(tensor, view) for tensor, view in self._adopted if view.block in leaving]
         for tensor, _ in self._adopted:
             tensor.data = torch.empty(1, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
         for block in self._moving:
@@ -124,7 +127,7 @@ class Store:
     def start_reload(self) -> None:
         """Allocate memory on the device, for as much as is still needed, and start copying back."""
         self._expect(_Where.AWAY)
-        self._moving = list(self._blocks.values())
+        self._moving = [block for block in self._blocks.values() if block.is_away]
         self._arriving = [_blank(block.nbytes, self._lanes.device) for block in self._moving]
         if self._moving:
             sources = [self._in_arena(block) for block in self._moving]

@@ -22,6 +22,15 @@ class Block:
         self.nbytes = whole.numel()
         self.start = 0  # in the arena
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the storage still has its size: upstream's ``CheckpointWithoutOutput`` empties storages that it makes again."""
+        return self._bytes is not None and self._bytes.untyped_storage().nbytes() == self.nbytes
+
+    @property
+    def is_away(self) -> bool:
+        return self._bytes is None
+
     def leave(self) -> None:
         self._bytes = None
         self.held = []

@@ -8,8 +8,7 @@ import torch
 
 LIMIT_FLAG = "--offload-host-memory"
 _PAGE = 4096
-_LARGE = 2 << 20  # what is larger is rounded up to a multiple of this, so that sizes repeat
-_SLACK = 1.25  # how much larger than needed an arena may be
+_SLACK = 1.2  # how much larger than needed an arena may be
 
 
 class Arena:
@@ -40,7 +39,7 @@ class Arena:
 
 class HostPool:
     """Arenas by size, reused. Where sizes repeat nothing is allocated any more, and where they vary an arena serves that is up
-    to a quarter larger than needed.
+    to a fifth larger than needed.
 
     Args:
         limit: bytes that may be allocated, those of idle arenas included; None for no limit.
@@ -88,8 +87,8 @@ class HostPool:
         if self._limit is not None:
             if self.in_use + size > self._limit:
                 raise RuntimeError(
-                    f"offloaded activations need {_gib(self.in_use + size)} of host memory on this rank "
-                    f"({_gib(self.in_use)} are in use, {_gib(size)} more were asked for), and the limit is {_gib(self._limit)}: "
+                    f"offloaded activations need {_mib(self.in_use + size)} of host memory on this rank "
+                    f"({_mib(self.in_use)} are in use, {_mib(size)} more were asked for), and the limit is {_mib(self._limit)}: "
                     f"raise {LIMIT_FLAG}, or offload less"
                 )
             while self.allocated + size > self._limit:  # what is idle has another size
@@ -101,8 +100,8 @@ class HostPool:
 
 
 def rounded(nbytes: int) -> int:
-    """The size of the arena that is allocated for ``nbytes``."""
-    unit = _LARGE if nbytes > _LARGE else _PAGE
+    """The size of the arena that is allocated for ``nbytes``: at most an eighth more, or whole pages, so that sizes repeat."""
+    unit = max(_PAGE, 1 << max(0, (nbytes // 8).bit_length() - 1))
     return -(-max(nbytes, 1) // unit) * unit
 
 
@@ -111,8 +110,8 @@ def _pin(memory: torch.Tensor, before: int) -> None:
     error = cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error):
         raise RuntimeError(
-            f"CUDA refused to pin {_gib(memory.numel())} of host memory for offloaded activations: "
-            f"{cuda.cudaGetErrorString(error)}. This rank has pinned {_gib(before)} by now. Allow more locked memory "
+            f"CUDA refused to pin {_mib(memory.numel())} of host memory for offloaded activations: "
+            f"{cuda.cudaGetErrorString(error)}. This rank has pinned {_mib(before)} by now. Allow more locked memory "
             "(ulimit -l unlimited; in a container, its memlock limit), give the machine's ranks less with "
             f"{LIMIT_FLAG}, or offload less"
         )
@@ -123,5 +122,5 @@ def _unpin(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.3f} GiB ({nbytes} bytes)"
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.4g} MiB"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.schedule.costs import CopyCosts
@@ -54,7 +55,6 @@ def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_rank
         torch.distributed.barrier()
         found.append(one_way())
     torch.distributed.barrier()
-    probe.close()
     mine = Speeds(host, pipeline_rank, alone, both, (found[0], found[1]))
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
@@ -98,16 +98,15 @@ def _behind_one_switch(everyone: Sequence[Speeds]) -> int | None:
 
 
 class _Probe:
-    """Copies of fixed size, in memory that stays allocated."""
+    """Copies of fixed size, in memory of their own: a limit is for activations."""
 
     def __init__(self, offloading: Offloading) -> None:
         self._lanes: Lanes = offloading.lanes
         device = self._lanes.device
         size = _BYTES[device.type]
         self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._pool = offloading.pool
-        self._arenas = [offloading.pool.take(size) for _ in range(2)]
-        self._host = [arena.bytes[:size] for arena in self._arenas]
+        self._arenas = [Arena(size, pinned=device.type == "cuda") for _ in range(2)]
+        self._host = [arena.bytes for arena in self._arenas]
         self._size = size
 
     def to_host(self) -> float:
@@ -120,10 +119,6 @@ class _Probe:
     def both(self) -> tuple[float, float]:
         tickets = [(self._out(), self._back()) for _ in range(_COPIES)]
         return self._seconds([one for one, _ in tickets]), self._seconds([other for _, other in tickets])
-
-    def close(self) -> None:
-        for arena in self._arenas:
-            self._pool.give(arena)
 
     def _out(self) -> Ticket:
         return self._lanes.to_host([(self._device[0], self._host[0])])
