@@ -125,10 +125,10 @@ def test_the_report_and_the_table_of_k(capsys: pytest.CaptureFixture[str]) -> No
     rows = {line.split("  ")[1]: line for line in told.splitlines() if line.startswith("  ")}
     assert {"memory", "host memory", "moved", "k", "without"} <= rows.keys()
     assert "the span is then 28.5, and this one 0.0% longer" in rows["without"]
-    table = told[told.index("hidden ") :].splitlines()
-    assert table[1].split() == "4096 1.70 1.46 1.15 0.80 2.42 2.09 1.64 1.14".split()
+    rows_of_k = [line.split() for line in told.splitlines() if line.startswith("4096 ")]
+    assert rows_of_k == ["4096 1.70 1.46 1.15 0.80".split(), "4096 2.42 2.09 1.64 1.14".split()]
     assert "How to read it: up to 1" in told
-    assert "hidden " not in text(PLAN, capsys)
+    assert "A100" not in text(PLAN, capsys)
 
 
 def test_compare_says_what_each_moved(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,3 +179,20 @@ def test_a_damaged_file_is_named(offload: object, tmp_path: Path, capsys: pytest
     assert main(["simulate", str(file)]) == 2
     err = capsys.readouterr().err
     assert "own.json" in err and err.count("\n") == 1
+
+
+def test_a_file_is_offloaded_below_what_it_was_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name that stands for an amount of memory is no limit of the user's."""
+    path = str(tmp_path / "plain.json")
+    assert main(["plan", "--schedule", "v-half", "--pp", "4", "--microbatches", "8", "-o", path]) == 0
+    capsys.readouterr()
+    assert main(["simulate", path, "--offload", "full", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert max(data["peak_activation"]) < max(data["offload"]["peak_without"])
+    assert "memory_limit" not in data
+
+
+def test_a_limit_that_host_memory_stands_in_the_way_of(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "plan --schedule interleaved --pp 4 --microbatches 8 --offload full --memory-limit 3 --host-memory-limit 1"
+    assert main(words.split()) == 2
+    assert "or raise the limit of host memory, 1" in capsys.readouterr().err

@@ -199,7 +199,9 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
         schedule, mode, host_limit = without_copies(schedule), asked, options.host_memory_limit
     costs = costs_of(options, schedule.placement, told, copies=bool(mode) or schedule.has_copies)
     costs = with_shards(costs, schedule.vocabulary)
-    limit = _number(told, "memory_limit") if options.memory_limit is None else options.memory_limit
+    limit = options.memory_limit
+    if limit is None and not asked:  # offloaded, it is to hold less than what it was planned for
+        limit = _number(told, "memory_limit")
     objective = vars(options).get("objective") or told.get("objective", "span")
     if objective not in list(Objective):
         raise ValueError(f"objective must be one of {', '.join(Objective)}, got {objective!r}")

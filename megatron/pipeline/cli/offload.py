@@ -20,8 +20,9 @@ from megatron.pipeline.tune.offload import HIDDEN_SIZES, MACHINES, SEQUENCE_LENG
 _READ = """\
 k by hidden size and sequence length, of models whose heads share 8 groups: the time in which a layer's activations are copied to
 host memory and back, over the time of its F, B and W. A100: 220 TFLOP/s and 15 GB/s either way; H100: 440 and 21.
-How to read it: up to 1 --offload full costs no time, up to 2 selective does, which moves half. Norms, activation functions and
-dropout are made again here; where F keeps what they put out as well, k is about 1.75 times as much."""
+How to read it: up to 1 --offload full can move everything, up to 2 half of it; above that, what there is time for. A plan is
+never longer with offload: a larger k saves less. A k is said by --cost D2H=..,H2D=.., each k/2 of F + B + W. Norms, activation
+functions and dropout are made again here; where F keeps what they put out as well, k is about 1.75 times as much."""
 
 
 def wanted(options: argparse.Namespace) -> Offload | None:
@@ -88,10 +89,10 @@ def _allocated(schedule: Schedule, costs: Costs) -> list[float]:
 
 def k_table() -> str:
     """k over hidden size and sequence length, and how to read it."""
-    heads = [
-        "hidden",
-        *(f"{name} {seq}" if seq == SEQUENCE_LENGTHS[0] else str(seq) for name in MACHINES for seq in SEQUENCE_LENGTHS),
-    ]
-    tables = [grid(machine) for machine in MACHINES.values()]
-    cells = [[str(hidden), *(f"{k:.2f}" for table in tables for k in table[row])] for row, hidden in enumerate(HIDDEN_SIZES)]
-    return f"{plain_table(heads, cells)}\n\n{_READ}"
+    tables = []
+    for name, machine in MACHINES.items():
+        cells = [[str(hidden), *(f"{k:.2f}" for k in row)] for hidden, row in zip(HIDDEN_SIZES, grid(machine), strict=True)]
+        tables.append(
+            f"k, {name}, by hidden size and sequence length\n{plain_table(['hidden', *map(str, SEQUENCE_LENGTHS)], cells)}"
+        )
+    return "\n\n".join([*tables, _READ])

@@ -35,7 +35,7 @@ from megatron.pipeline.schedule.verify import verify, verify_programs
 from megatron.pipeline.schedule.vocabulary import postpone, postponed, spread
 
 STOCK = "stock"
-ROUNDED_UP = 1.25  # host memory is reused for what is up to so much smaller
+ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller, by so much
 _FILE = "file:"
 
 

@@ -93,7 +93,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
         + _change(before[m], schedule, costs, limit, pipeline.objective)
-        + (f"; {in_words(schedule, costs, in_bytes=True)}" if pipeline.offload else "")
+        + (f"; {_moves(pipeline, schedule, costs)}" if pipeline.offload else "")
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
@@ -170,6 +170,10 @@ def _copies_in_words(costs: Costs) -> str:
         f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
         f"as a tenth slower, k = {costs.k():.3g}"
     )
+
+
+def _moves(pipeline: Pipeline, schedule: Schedule, costs: Costs) -> str:
+    return in_words(schedule, costs, in_bytes=True, limited=pipeline.settings.host_limit is not None)
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:

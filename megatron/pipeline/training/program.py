@@ -275,7 +275,8 @@ def _offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
         if not schedule.has_copies and args.offload_host_memory is not None:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
-    return f"{words} {in_words(schedule, costs, in_bytes=pipeline.costs is not None)}"
+    limited = args.offload_host_memory is not None
+    return f"{words} {in_words(schedule, costs, pipeline.costs is not None, limited)}"
 
 
 def _obstacles(args: Namespace, placement: Placement) -> list[str]:

@@ -8,7 +8,7 @@ import torch
 
 LIMIT_FLAG = "--offload-host-memory"
 _PAGE = 4096
-_SLACK = 1.2  # how much larger than needed an arena may be
+_SLACK = 1.125  # how much larger than needed an arena may be
 
 
 class Arena:
@@ -39,7 +39,7 @@ class Arena:
 
 class HostPool:
     """Arenas by size, reused. Where sizes repeat nothing is allocated any more, and where they vary an arena serves that is up
-    to a fifth larger than needed.
+    to an eighth larger than needed.
 
     Args:
         limit: bytes that may be allocated, those of idle arenas included; None for no limit.

@@ -11,14 +11,16 @@ from megatron.pipeline.schedule.transform import without_copies
 _MIB = 2**20
 
 
-def in_words(schedule: Schedule, costs: Costs, in_bytes: bool) -> str:
+def in_words(schedule: Schedule, costs: Costs, in_bytes: bool, limited: bool) -> str:
     """How much goes to host memory, and what that leaves on the device: of all ranks, and of the one that gains most.
 
     Args:
         in_bytes: the costs' unit of memory; else it is a microbatch of a rank.
+        limited: there is a limit of host memory.
     """
     if not schedule.has_copies:
-        return "nothing goes to host memory: no copy there and back would be in time and make a rank's peak lower"
+        within = " within --offload-host-memory" if limited else ""
+        return f"nothing goes to host memory: no copy there and back would be in time{within} and make a rank's peak lower"
     unit, name = (_MIB, "MiB") if in_bytes else (1, "microbatches")
     held, without = activation_peaks(schedule, costs), activation_peaks(without_copies(schedule), costs)
     best = max(range(schedule.ranks), key=lambda rank: without[rank] - held[rank])

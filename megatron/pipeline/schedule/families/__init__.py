@@ -213,7 +213,11 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
         base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
         made = offload(base, problem.costs, mode, given, problem.host_limit)
         if given is not None:
-            memory_stays_within(made, problem.costs, given)
+            try:
+                memory_stays_within(made, problem.costs, given)
+            except LimitTooLow as error:
+                more = f"; or raise the limit of host memory, {problem.host_limit:g}" if problem.host_limit else ""
+                raise LimitTooLow(f"{error}{more}", error.least) from None
         return made
 
     if given is None or own is None or family.memory_is != "default":
