@@ -1,5 +1,7 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
 # make compare  the same model under megatron-core's own 1F1B, our 1F1B, ZB-H1 and V-Half: one table, one picture
+# make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
+# make versions train with every release of megatron-core that the patches are made for; ARGS=--tests: and test
 # make test     all tests, or some: make test ARGS=tests/schedule
 # make test-all all tests, and every schedule in every layout: hours
 # make setup    only what these share: .venv with all that is needed
@@ -31,7 +33,7 @@ export OMP_NUM_THREADS := 1
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup train compare test test-all clean
+.PHONY: setup train compare versions slurm test test-all clean
 
 setup: $(ready)
 
@@ -44,6 +46,12 @@ train: $(ready) $(DATA_PATH).idx
 compare: $(ready) $(DATA_PATH).idx
 	$(venv) scripts/compare.py --ranks $(RANKS) --output runs/compare -- \
 		--config $(CONFIG) --data-path $(DATA_PATH) --clip-grad 0 $(ARGS)
+
+versions: $(ready)
+	$(venv) scripts/check_core_versions.py $(ARGS)
+
+slurm: $(ready)
+	scripts/slurm/local_cluster.sh
 
 test: $(ready)
 	$(venv) -m pytest $(or $(ARGS),tests)

@@ -13,7 +13,7 @@ setup(
     package_data={"megatron.pipeline.view": ["web/*"]},
     install_requires=[
         "torch>=2.11,<2.14",
-        "megatron-core==0.16.1",
+        "megatron-core>=0.14,<0.17",  # releases that scripts/check_core_versions.py trains with
         "numpy>=1.26,<3",
         "numba>=0.61,<0.70",  # compiles the planner's inner loops
         "ortools~=9.11",  # exact optima of small instances

@@ -1,19 +1,52 @@
 """The upstream symbols that this package replaces, one file per upstream module. Nothing else touches megatron.core.
 
-Every file names the symbols, the reason, and the versions it knows; ``upstream.require`` refuses others with a clear error.
-``install()`` applies all of them; it is safe to call more than once.
+Every file names the symbols and the reason; ``upstream.require`` checks that they are there, and warns of versions that are not
+tested. ``older_releases`` adds what older releases lack. ``install()`` applies all of them; it is safe to call more than once.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.pipeline.launch.run import Run
 
 
 def install() -> None:
     """Apply every patch. Call it first thing in a program, before a model is built or a process group exists.
 
     Raises:
-        RuntimeError: megatron-core is missing, or its version is not one that the patches know.
+        RuntimeError: megatron-core is missing, or has no symbol of a name that a patch relies on.
     """
-    from megatron.pipeline.patches import cpu, moe_experts, moe_utils, schedules, tensor_parallel_layers
+    from megatron.pipeline.patches import older_releases, upstream
 
-    for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules):
-        patch.install()
+    with upstream.missing_names_explained():
+        older_releases.install()  # the others are written for the newest release
+        from megatron.pipeline.patches import cpu, moe_experts, moe_utils, schedules, tensor_parallel_layers
+
+        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules):
+            patch.install()
+
+
+def install_training(run: Run) -> None:
+    """Apply the patches of ``megatron.training``, after those of ``install``.
+
+    Args:
+        run: what upstream's functions are to call.
+
+    Raises:
+        RuntimeError: a symbol is unknown.
+    """
+    from megatron.pipeline.patches import (
+        datasets_utils,
+        training_arguments,
+        training_cpu,
+        training_initialize,
+        training_training,
+        training_utils,
+    )
+
+    datasets_utils.install()
+    training_cpu.install()
+    for patch in (training_arguments, training_utils, training_initialize, training_training):
+        patch.install(run)

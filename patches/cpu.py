@@ -9,8 +9,6 @@ Upstream allocates with ``device="cuda"``, asks ``torch.cuda`` for devices, stre
   the only two replacements that reach beyond megatron.core;
 - gives the token dispatcher of a mixture of experts the sizes of an all-to-all as numbers;
 - switches off torch.compile, which upstream applies to small functions at import and which needs a C++ compiler here.
-
-Known versions: see ``upstream.KNOWN_VERSIONS``.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def install() -> None:
     """Redirect megatron.core to the CPU if there is no GPU; do nothing otherwise, or when it is done already.
 
     Raises:
-        RuntimeError: megatron-core's version or one of the symbols below is unknown.
+        RuntimeError: one of the symbols below is unknown.
     """
     if torch.cuda.is_available() or getattr(torch.Tensor.cuda, "__module__", None) == __name__:
         return
@@ -67,7 +65,7 @@ def install() -> None:
         torch._dynamo.config.disable = True
     for name in _LATE_MODULES:
         importlib.import_module(name)
-    view = _cpu_view_of_torch()
+    view = view_of_torch()
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = view  # type: ignore[attr-defined]
@@ -76,7 +74,7 @@ def install() -> None:
     _numbers_of_tokens()
 
 
-def _cpu_view_of_torch() -> types.ModuleType:
+def view_of_torch() -> types.ModuleType:
     """A module that is torch, but for ``cuda`` and the factories that take ``device=``."""
     view = _Module("torch", torch)
     for name in ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"):

@@ -3,8 +3,6 @@
 ``gg``: the module's view of the package grouped_gemm. Its ``ops.gmm`` becomes one that makes the weight gradient a task of W,
 and that works without the package too. ``GroupedMLP.forward`` uses it for a microbatch without tokens as well.
 ``GroupedMLP`` gains ``register_wgrad_accumulation_and_reduce_hooks``, as the linears do (``tensor_parallel_layers.py``).
-
-Known versions: see ``upstream.KNOWN_VERSIONS``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ def install() -> None:
     """Replace the grouped product, once.
 
     Raises:
-        RuntimeError: megatron-core's version or one of its symbols is unknown.
+        RuntimeError: one of upstream's symbols is unknown.
     """
     experts = upstream.require(
         "megatron.core.transformer.moe.experts", ("gg.ops", "gg.assert_grouped_gemm_is_available", "GroupedMLP.forward")

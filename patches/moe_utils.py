@@ -2,8 +2,6 @@
 
 ``te_general_gemm``: upstream asks whether it is None, but does not define it without Transformer Engine, so that every router
 fails. Here it is None, and the router multiplies by torch.
-
-Known versions: see ``upstream.KNOWN_VERSIONS``.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ def install() -> None:
     """Define the name where it is missing.
 
     Raises:
-        RuntimeError: megatron-core's version or one of its symbols is unknown.
+        RuntimeError: one of upstream's symbols is unknown.
     """
     utils = upstream.require("megatron.core.transformer.moe.moe_utils", ("RouterGatingLinearFunction.forward",))
     if not hasattr(utils, "te_general_gemm"):

@@ -5,8 +5,6 @@ them reaches every caller, however it imported the getter. ``use`` puts another 
 ``forward_step``, ``backward_step``: upstream's schedules look these up as well; ``record`` measures them, for comparison.
 ``set_current_microbatch``: upstream tells the layers of a chunk. Here the chunk itself hears it too, which may have no layers
 and yet draws dropout masks, for the embedding.
-
-Known versions: see ``upstream.KNOWN_VERSIONS``. Importing this file refuses others with a RuntimeError.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@
 look up at call time. It behaves as upstream's for every weight that was not prepared for splitting.
 ``ColumnParallelLinear`` and ``RowParallelLinear`` gain ``register_wgrad_accumulation_and_reduce_hooks``, the method by
 which megatron-core's DDP lets a module say when a delayed weight gradient is there (Transformer Engine's modules have it).
-
-Known versions: see ``upstream.KNOWN_VERSIONS``.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ def install() -> None:
     """Replace the linear autograd function, once.
 
     Raises:
-        RuntimeError: megatron-core's version or one of its symbols is unknown.
+        RuntimeError: one of upstream's symbols is unknown.
     """
     layers = upstream.require(
         "megatron.core.tensor_parallel.layers",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-LAUNCHER = Path(__file__).parent.parent / "pretrain_gpt.py"
+PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
 _WARM_UP = 2  # iterations that are slower than the rest
 
 
@@ -37,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(width=max(150, Console().width))  # a cut-off digit would hide what the table is for
     runs = []
     for schedule in args.schedules:
-        console.print(f"{schedule}: training {args.iterations} iterations on {args.ranks} ranks")
+        where = f"under {args.launcher}" if args.launcher else f"on {args.ranks} ranks"
+        console.print(f"{schedule}: training {args.iterations} iterations {where}", markup=False, highlight=False)
         log = Path(args.output) / schedule.replace("/", "_") / "log.txt"
         code = _train(schedule, log, args)
         if code:
@@ -73,6 +75,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--schedules", nargs="+", default=["stock", "1f1b", "zb-h1", "v-half"], help="the first is the reference")
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine")
+    parser.add_argument(
+        "--launcher",
+        metavar="COMMAND",
+        help="runs what follows it on every rank, on any number of machines, with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR "
+        "and MASTER_PORT set; instead of --ranks",
+    )
     parser.add_argument("--output", default="runs/compare", metavar="DIR", help="metrics, logs, traces and the picture")
     args = parser.parse_args(argv[:end])
     args.flags = list(argv[end + 1 :])
@@ -80,14 +88,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _train(schedule: str, log: Path, args: argparse.Namespace) -> int:
-    """Run one schedule with torchrun on a free port; its output goes to a file."""
+    """Run one schedule, with torchrun on a free port unless there is a launcher; its output goes to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for old in (*log.parent.glob("iteration_*"), *log.parent.glob("metrics.jsonl")):
         old.unlink()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    command += [str(LAUNCHER), *args.flags, "--pipeline-schedule", schedule]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    start = [*shlex.split(args.launcher), sys.executable] if args.launcher else torchrun
+    command = [*start, str(PROGRAM), *args.flags, "--pipeline-schedule", schedule]
     command += ["--metrics", str(log.parent / "metrics.jsonl"), "--pipeline-trace", str(log.parent)]
-    command += ["--exit-interval", str(args.iterations), "--log-interval", str(args.iterations), "--eval-iters", "0"]
+    command += ["--exit-interval", str(args.iterations), "--log-interval", "1", "--eval-iters", "0"]
     with log.open("w") as file:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
@@ -114,14 +123,14 @@ def _table(runs: list[Run]) -> Table:
 
 
 def _draw(runs: list[Run], path: Path) -> None:
-    from megatron.pipeline.training.trace import read_last_trace
+    from megatron.pipeline.training.trace import read_median_trace
     from megatron.pipeline.view.picture import draw
 
     timelines = {}
     for run in runs:
-        trace = read_last_trace(str(run.traces))
-        if trace:
-            timelines[run.schedule] = trace[1]
+        timeline = read_median_trace(str(run.traces), _WARM_UP)
+        if timeline:
+            timelines[run.schedule] = timeline
     draw(timelines, path, unit="s")
 
 

@@ -131,6 +131,9 @@ class _environment:
 
 
 def _serve(connection: Connection, stacks: str) -> None:
+    from megatron.pipeline.patches import older_releases
+
+    older_releases.install()  # before a test's module imports what only newer releases have
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         gc.freeze()

@@ -29,9 +29,14 @@ DOCUMENTS = [
     "docs/own_schedules.md",
     "docs/vocabulary.md",
     "docs/offload.md",
+    "docs/architecture.md",
+    "docs/numerics.md",
+    "docs/memory.md",
+    "docs/clusters.md",
 ]
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)
+_PLACE = re.compile(r"`([\w/.]+\.py)`(?:[ :,]+`([A-Za-z_][\w.]*)`)?")  # a file, and what it has: `runtime/p2p.py` `Links.send`
 _LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
@@ -128,6 +133,18 @@ def test_links_lead_somewhere(path: str) -> None:
         if heading:
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
             assert heading in [re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings], heading
+
+
+@pytest.mark.parametrize("path", ["docs/architecture.md", "docs/numerics.md"])
+def test_what_is_named_is_there(path: str) -> None:
+    """Files of the package or the repository, and functions, classes, methods or constants in them."""
+    places = _PLACE.findall((ROOT / path).read_text(encoding="utf-8"))
+    assert len(places) > 20
+    for file, name in places:
+        found = [folder / file for folder in (ROOT, ROOT / "megatron/pipeline") if (folder / file).exists()]
+        assert found, file
+        for part in name.split(".") if name and not name.endswith(".py") else []:
+            assert re.search(rf"^ *(def|class) {part}\b|^{part}\b.* = ", found[0].read_text(encoding="utf-8"), re.M), (file, name)
 
 
 def test_measured_tables_are_what_the_benchmark_measures() -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, linear, v
-from megatron.pipeline.tune import gpt, offload
+from megatron.pipeline.tune import activations, gpt, offload
 from megatron.pipeline.tune.balance import balanced_layers, heaviest
-from megatron.pipeline.tune.estimate import Device, estimate, parameter_bytes
+from megatron.pipeline.tune.estimate import Device, estimate
 from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.tune.parameters import parameter_bytes
 
 K = 1024
 
@@ -31,8 +32,8 @@ def test_closed_forms(seq: int) -> None:
     narayanan = 72 * length * seq * h * h * (1 + seq / (6 * h) + rows / (12 * length * h))
     assert gpt.training_operations(given) == pytest.approx(narayanan)
     assert gpt.output_in_layers(given) == pytest.approx(rows / (12 * h + 2 * seq))
-    assert gpt.layer_activation(given) == 34 * seq * h
-    assert given.layer_weights(given.stored_ffn) == 12 * h * h
+    assert activations.layer_activation(given) == 34 * seq * h
+    assert given.layer_weights == 12 * h * h
 
 
 PUBLISHED = {32: 4, 64: 3, 128: 2, 256: 0}  # layers of the last of 8 stages, by thousands of rows

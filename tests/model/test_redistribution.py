@@ -9,6 +9,7 @@ from pool import Pool
 
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.training import program
+from megatron.pipeline.training.words import plan_in_words
 
 MODEL = (
     "--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq-length 2048 --micro-batch-size 1 --lr 1e-2 --mock-data "
@@ -21,7 +22,7 @@ def layers(flags: str) -> tuple[list[int], str]:
     """Of every stage, and what the log says about it."""
     args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=8)
     numbers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
-    return numbers, program._plan_in_words(args, pipeline)
+    return numbers, plan_in_words(args, pipeline)[0]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,23 +11,39 @@ import torch
 from pool import Pool
 
 
-def unknown_version(version: str) -> str:
+def version_as(version: str) -> str:
+    """What rank 0 is told when a patch looks at upstream's schedules, in two of its symbols, of a version."""
+    import logging
+
     import megatron.core
     from megatron.pipeline.patches import upstream
 
-    known, megatron.core.__version__ = megatron.core.__version__, version
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    real, megatron.core.__version__ = megatron.core.__version__, version
+    upstream._version.cache_clear()
+    upstream.logger.addHandler(handler)
     try:
-        with pytest.raises(RuntimeError) as error:
-            upstream.require("megatron.core.pipeline_parallel.schedules", ())
+        for _ in range(2):
+            upstream.require("megatron.core.pipeline_parallel.schedules", ("forward_step", "backward_step"))
     finally:
-        megatron.core.__version__ = known
-    return str(error.value)
+        upstream.logger.removeHandler(handler)
+        megatron.core.__version__ = real
+        upstream._version.cache_clear()
+    return "\n".join(told)
 
 
-def test_unknown_version_is_refused(pool: Pool) -> None:
-    message = pool.run(1, unknown_version, "0.99.0")[0]
-    assert "0.99.0" in message
-    assert "pip install megatron-core==0.16.1" in message
+def test_unknown_version_is_told_with_what_was_checked(pool: Pool) -> None:
+    message, other_rank = pool.run(2, version_as, "0.99.0")
+    assert not other_rank
+    assert message.count("not tested with megatron-core 0.99.0, but with the releases 0.14, 0.15, 0.16") == 1
+    assert "megatron.core.pipeline_parallel.schedules has forward_step, backward_step" in message
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.14.0", True), ("0.15.3", True), ("0.16.0rc0", False), ("0.1.4", False)])
+def test_versions_that_are_tested(version: str, known: bool, pool: Pool) -> None:
+    assert bool(pool.run(1, version_as, version)[0]) is not known
 
 
 def missing_symbol() -> str:
@@ -37,7 +55,77 @@ def missing_symbol() -> str:
 
 
 def test_missing_symbol_is_named(pool: Pool) -> None:
-    assert "no_such.thing" in pool.run(1, missing_symbol)[0]
+    message = pool.run(1, missing_symbol)[0]
+    assert "no_such.thing" in message
+    assert "pip install 'megatron-core~=0.16.0'" in message
+
+
+def as_an_older_release() -> list[Any]:
+    """What a release has that lacks everything of ``older_releases``, and whose schedules finalise gradients by older names."""
+    from megatron.core import distributed, optimizer_param_scheduler, process_groups_config
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.pipeline.patches import older_releases
+
+    given: list[Any] = []
+
+    def finalize(model: Any, num_tokens: Any = None, grad_finalize_pgs: Any = None) -> None:
+        given.append((model, num_tokens, grad_finalize_pgs))
+
+    def schedule(*, model: Any, forward_only: bool) -> str:
+        if not forward_only:
+            model.config.finalize_model_grads_func([model], 5, grad_finalize_pgs="groups")
+        return "done"
+
+    removed = [
+        (process_groups_config, "ProcessGroupCollection"),
+        (optimizer_param_scheduler, "get_canonical_lr_for_logging"),
+        (gpt_layer_specs, "get_gpt_decoder_layer_specs"),
+    ]
+    kept = {name: vars(schedules)[name] for name in vars(schedules) if name.startswith("forward_backward_")}
+    real = [getattr(*place) for place in removed], distributed.finalize_model_grads
+    for place in removed:
+        delattr(*place)
+    distributed.finalize_model_grads = finalize
+    for name in kept:
+        setattr(schedules, name, schedule)
+    try:
+        for _ in range(2):
+            older_releases.install()
+        model = torch.nn.Module()
+        model.config = config = SimpleNamespace(finalize_model_grads_func=distributed.finalize_model_grads)  # type: ignore[assignment]
+        config.finalize_model_grads_func([model], pg_collection="mine")
+        results = [schedules.forward_backward_no_pipelining(model=model, forward_only=only) for only in (True, False)]
+        rate = optimizer_param_scheduler.get_canonical_lr_for_logging([{"lr": 1, "is_decoupled_lr": True}, {"lr": 2}])
+        group = process_groups_config.ProcessGroupCollection()
+        group.tp = "any"
+        with pytest.raises(ValueError, match=r"force_all_reduce needs megatron-core 0\.16"):
+            distributed.finalize_model_grads([model], force_all_reduce=True)
+        return [
+            results,
+            rate,
+            [(tokens, groups) for _, tokens, groups in given],
+            gpt_layer_specs.get_gpt_decoder_layer_specs is not None,
+        ]
+    finally:
+        for place, value in zip(removed, real[0], strict=True):
+            setattr(*place, value)
+        distributed.finalize_model_grads = real[1]
+        for name, value in kept.items():
+            setattr(schedules, name, value)
+
+
+def test_older_releases_get_what_they_lack(pool: Pool) -> None:
+    """Whatever release is installed: an older one is imitated."""
+    assert pool.run(1, as_an_older_release)[0] == [["done", "done"], 2, [(None, "mine"), (5, "groups")], True]
+
+
+def test_tokenizers_that_a_release_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.pipeline.training import tokenizer
+
+    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"NullTokenizer needs megatron-core 0\.15 or later.* or take ByteLevelTokenizer"):
+        tokenizer.build_tokenizer(Namespace(tokenizer_type="NullTokenizer", vocab_size=8))
 
 
 def installed_twice() -> list[bool]:

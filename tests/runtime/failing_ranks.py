@@ -6,6 +6,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,6 +64,7 @@ def main(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "o
         if fails and how == "slow":
             time.sleep(1.5 * TIMEOUT)  # outside the iteration, where the others wait already: as in a save
         run.step(1)
+    assert "board" not in {thread.name for thread in threading.enumerate()}, "it would abort a process that ends now"
     torch.distributed.destroy_process_group()
 
 

@@ -8,6 +8,8 @@ import pytest
 import tiny_gpt
 from pool import Pool
 
+from megatron.pipeline.runtime.vocabulary import noting
+
 EXACT = 1e-5  # relative: the softmax's sums, and the gradients', are made of shards
 WHOLE = pytest.mark.whole
 LOW = 2e-2  # in 16 bits, where losses of different summation orders drift apart
@@ -111,3 +113,18 @@ def evaluated(schedule: str, flags: tuple[str, ...]) -> list[float | None]:
         found.append(run.step(iteration, forward_only=True)[0])
         run.microbatches = 6
     return found
+
+
+def test_batches_are_read_from_what_can_only_say_what_is_next() -> None:
+    class Counting:
+        def __init__(self) -> None:
+            self.last = 0
+
+        def __next__(self) -> int:
+            self.last += 1
+            if self.last > 2:
+                raise StopIteration
+            return self.last
+
+    noted: list[int] = []
+    assert list(noting(Counting(), noted)) == noted == [1, 2]  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.pipeline.training.arguments import flags, parse
+from megatron.pipeline.training.arguments import flags, parse, with_config
 from megatron.pipeline.training.validation import batch_sizes, validate
 
 BASE = (
@@ -196,3 +197,12 @@ def test_configs_of_the_repository(path: Path) -> None:
     ranks = yaml.safe_load(path.read_text())["pipeline-model-parallel-size"]
     args = parse(["--config", str(path), "--data-path", "A"])
     validate(args, ranks)
+
+
+def test_false_in_a_file_switches_off_what_is_on(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    parser.add_argument("--fused", action=argparse.BooleanOptionalAction, default=True)
+    (tmp_path / "flags.yaml").write_text("fused: false")
+    tokens = with_config(parser, ["--config", str(tmp_path / "flags.yaml")])
+    assert parser.parse_args(tokens).fused is False

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron.pipeline.schedule.placement import linear, v
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.validation import validate
@@ -101,3 +102,12 @@ def test_saved_without_the_optimizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="was saved with --no-save-optim"):
         checkpoint.check(flags(f"--load {tmp_path}"))
     checkpoint.check(flags(f"--load {tmp_path} --no-load-optim"))
+
+
+def test_what_an_older_release_cannot_read_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    for more in ("--use-distributed-optimizer --untie-embeddings-and-output-weights", ""):
+        with pytest.raises(ValueError, match=r"a checkpoint .*needs megatron-core 0\.15 or later"):
+            checkpoint.check_release(flags(more), v(2))
+    for more, placement in (("", linear(2)), ("--untie-embeddings-and-output-weights", v(2))):
+        checkpoint.check_release(flags(more), placement)

@@ -18,6 +18,7 @@ from training.test_replanning import Joined
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts
 from megatron.pipeline.training import program
+from megatron.pipeline.training.words import offload_in_words
 
 TWO = "--pipeline-model-parallel-size 2 --num-layers 8"
 SMALL = "--offload-min-size 1KiB"
@@ -145,7 +146,7 @@ def test_a_file_with_copies(pool: Pool, data: str, tmp_path: Path) -> None:
         f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --vocab-parallel 2"
     )
     args, _, pipeline = program.prepare(f"{MODEL} {run} --pipeline-schedule file:{tmp_path}/moving.json".split(), world_size=2)
-    assert program._offload_in_words(args, pipeline).startswith(" offload as the file says: ")
+    assert offload_in_words(args, pipeline).startswith(" offload as the file says: ")
 
 
 def costs_file(path: Path, copies: CopyCosts) -> Path:
@@ -212,7 +213,7 @@ def test_the_log_says_what_host_memory_is_for() -> None:
     words = {}
     for name in ("zb-v", "1f1b"):
         args, _, pipeline = program.prepare(f"{flags} {name} --offload full".split(), world_size=2)
-        words[name] = program._offload_in_words(args, pipeline)
+        words[name] = offload_in_words(args, pipeline)
     assert "2 microbatches of a rank go to host memory in an iteration, at most 1.5 are there; on the device" in words["zb-v"]
     assert "; nothing goes to host memory: no copy there and back would be in time" in words["1f1b"]
 

@@ -14,6 +14,7 @@ from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.passes import Kind, Vocabulary
 from megatron.pipeline.training import program
+from megatron.pipeline.training.words import plan_in_words
 
 MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
@@ -107,7 +108,7 @@ def test_chunks_need_two_ranks() -> None:
     ("flags", "layers"),
     [
         ("--num-layers 7", [2, 2, 2, 1]),
-        ("--num-layers 10", [2, 3, 3, 2]),
+        ("--num-layers 10", [3, 3, 2, 2]),
         ("--num-layers 10 --num-layers-in-first-pipeline-stage 1", [1, 3, 3, 3]),
         ("--num-layers 9 --decoder-first-pipeline-num-layers 2 --num-layers-in-last-pipeline-stage 1", [2, 3, 3, 1]),
         ("--num-layers 7 --account-for-embedding-in-pipeline-split", [1, 2, 2, 2]),
@@ -165,7 +166,7 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
 def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
     flags = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 99 --vocab-parallel 2 {flags}"
     args, _, pipeline = program.prepare(flags.split(), world_size=2)
-    assert words in program._plan_in_words(args, pipeline)
+    assert words in plan_in_words(args, pipeline)[0]
 
 
 def test_stock_takes_chunks() -> None:
@@ -280,3 +281,18 @@ def test_costs_may_leave_out_what_follows(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text('{"stages": [{"forward": 1, "backward": 2, "weight": 1}, {"forward": 1, "backward": 1, "weight": 1}]}')
     program.prepare(f"{MODEL} --pipeline-costs {path}".split(), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--pipeline-schedule zb-v --num-layers 20", [5, 5, 5, 5]),
+        ("--pipeline-schedule v-min --num-layers 22", [5, 5, 6, 6]),
+        ("--pipeline-schedule zb-h1 --num-layers 6", [1, 2, 2, 1]),
+        ("--pipeline-schedule zb-v --num-layers 18 --account-for-embedding-in-pipeline-split", [3, 5, 5, 5]),
+    ],
+)
+def test_layers_left_over_go_to_the_lightest_ranks(flags: str, layers: list[int]) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} {flags} --pipeline-model-parallel-size 4".split(), world_size=4)
+    stages = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
+    assert [sum(stages[stage] for stage in row) for row in pipeline.placement.stages] == layers

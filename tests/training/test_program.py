@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline.training import program
+from megatron.pipeline.training.words import obstacles
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 MODEL = (
@@ -82,7 +83,7 @@ def test_launcher_exits_with_2() -> None:
 )
 def test_what_keeps_ranks_waiting_in_spite_of_post_validation_is_said(flags: str, words: list[str]) -> None:
     args, _, pipeline = program.prepare(f"{MODEL} {flags} --post-validation".split(), world_size=2)
-    found = program._obstacles(args, pipeline.placement)
+    found = obstacles(args, pipeline.placement)
     assert [word for word, obstacle in zip(words, found, strict=True) if word in obstacle] == words
     args.post_validation = False
-    assert not program._obstacles(args, pipeline.placement)
+    assert not obstacles(args, pipeline.placement)

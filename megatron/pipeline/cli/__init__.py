@@ -1,4 +1,4 @@
-"""``mpipe``: plan, simulate, verify, draw, compare and export pipeline schedules. One file per command."""
+"""``mpipe``: plan, simulate, verify, draw, compare and export pipeline schedules, and launch scripts. One file per command."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.pipeline.cli import compare, draw, export, plan, simulate, vocabulary
+from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, simulate, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, or 2 after one line on stderr that says what is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == launch.NAME:
+        return launch.main(arguments[1:])
     # A command makes up to millions of tuples that live until it ends, none of them in a cycle: looking through them again
     # and again takes 20 to 40 % of its time.
     collects = gc.isenabled()
@@ -27,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        options = _parser().parse_args(arguments)
+        options, flags = _parser().parse_known_args(arguments)
+        if flags and not getattr(options, "takes_flags", False):
+            _parser().error(f"unrecognized arguments: {' '.join(flags)}")
+        options.flags = flags
         options.run(options)
         if sys.stdout is not None:  # a process may be started without one
             sys.stdout.flush()
@@ -51,8 +57,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     commands = parser.add_subparsers(
-        metavar="plan|simulate|verify|draw|compare|export|vocabulary", required=True, parser_class=Parser
+        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|launch", required=True, parser_class=Parser
     )
-    for command in (plan, simulate, draw, compare, export, vocabulary):
+    for command in (plan, simulate, draw, compare, export, vocabulary, memory, launch):
         command.add(commands)
     return parser

@@ -17,8 +17,9 @@ from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.tune.balance import balanced_layers
-from megatron.pipeline.tune.estimate import Device, estimate, parameter_bytes
+from megatron.pipeline.tune.estimate import Device, estimate
 from megatron.pipeline.tune.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
+from megatron.pipeline.tune.parameters import parameter_bytes
 
 # How the vocabulary is spread, and whether layers make up for it, by what the table calls it.
 METHODS: dict[str, tuple[Vocabulary | None, bool]] = {

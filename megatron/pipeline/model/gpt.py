@@ -14,9 +14,10 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 
 from megatron.pipeline.model import random, te_linear
-from megatron.pipeline.model.finalize import Ends
+from megatron.pipeline.model.ends import Ends
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.schedule.placement import Placement
@@ -49,8 +50,7 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
     models = [_model(args, config, stage) for stage in stages]
     spread = args.vocab_parallel != "off"
     if spread:
-        first = next((model for model, stage in zip(models, stages, strict=True) if stage.first), None)
-        spread_vocabulary(args, config, models, first)
+        spread_vocabulary(args, config, models, stages)
 
     if split:
         fused = [
@@ -68,28 +68,14 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
     config.finalize_model_grads_func = ends.finalize_model_grads if split else finalize_model_grads
     chunks: list[torch.nn.Module] = models
     if config.fp16 or config.bf16:
-        chunks = [_LowPrecision(config, model, stage, spread) for model, stage in zip(models, stages, strict=True)]
+        chunks = [LowPrecision(config, model, stage, spread) for model, stage in zip(models, stages, strict=True)]
     return [
         DistributedDataParallel(config, _ddp_config(args, split), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
 
 
-class Stage:
-    """Where a chunk stands in the model.
-
-    Attributes:
-        vp_stage: the chunk's number on its rank, or None where a rank has one: as upstream counts.
-        first, last: whether the model begins and ends here.
-    """
-
-    def __init__(self, placement: Placement, rank: int, chunk: int) -> None:
-        number = placement.stage(rank, chunk)
-        self.vp_stage = chunk if placement.chunks > 1 else None
-        self.first, self.last = number == 0, number == placement.last_stage
-
-
-class _LowPrecision(Float16Module):
+class LowPrecision(Float16Module):
     """megatron-core's fp16 or bf16 module, which converts what enters the first and leaves the last stage; wherever they are.
 
     With the vocabulary spread over all ranks, what leaves the last stage is not the loss but goes on in the model's precision.
@@ -128,12 +114,7 @@ def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn
         vp_stage=stage.vp_stage,
         seed=args.seed,
     )
-    if spread:
-        model.vocab_size = args.padded_vocab_size
-        model.post_process = False  # it returns the last hidden states, after the final norm
-        if stage.last:
-            del model.output_layer
-    elif stage.last and not tied:
+    if stage.last and not tied and not spread:
         _initialize_output_layer(model.output_layer, config, args.seed)
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

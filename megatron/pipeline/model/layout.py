@@ -40,8 +40,9 @@ class PlacementLayout(PipelineParallelLayerLayout):
 def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:
     """What every stage of the model consists of, in the model's order, from Megatron-LM's flags.
 
-    ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the stages in
-    the middle, since the first has the embedding and the last the output layer. ``--num-layers-in-first-pipeline-stage``
+    ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the ranks that
+    have the fewest, and there to the stages in the middle, since the first has the embedding and the last the output layer.
+    ``--num-layers-in-first-pipeline-stage``
     (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
     (last) rank's, as in Megatron-LM. ``--account-for-embedding-in-pipeline-split`` (``loss``) counts it as a layer.
     ``--layer-redistribution`` makes the heaviest rank as light as it can be, given ``end_in_layers``.
@@ -143,6 +144,9 @@ def _spread(args: Namespace, placement: Placement, fixed: dict[int, int], embedd
             + f": {left} are left for {len(free)} stages; change --num-layers or --pipeline-model-parallel-size"
         )
     numbers = fixed | dict.fromkeys(free, each)
-    for stage in sorted(free, key=lambda stage: -min(stage, count - 1 - stage))[:over]:
-        numbers[stage] += 1
+    roomy = sorted(free, key=lambda stage: -min(stage, count - 1 - stage))
+    for _ in range(over):
+        lightest = min(roomy, key=lambda stage: sum(numbers[other] for other in placement.stages[placement.home(stage)[0]]))
+        numbers[lightest] += 1
+        roomy.remove(lightest)
     return [numbers[stage] - counted.get(stage, 0) for stage in range(count)]

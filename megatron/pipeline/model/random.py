@@ -7,7 +7,8 @@ rank, global layer number). Every placement, pipeline size and order of passes s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random as upstream_random
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
+
+from megatron.pipeline.model.ends import mark_ends
 
 EMBEDDING = 0  # transformer layers count from 1, as megatron-core numbers them
 
@@ -58,6 +61,17 @@ def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
         torch.cuda.manual_seed(seed)
 
 
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """What is drawn within leaves every random stream where it was."""
+    tracker = upstream_random.get_cuda_rng_tracker()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    states = tracker.get_states()
+    with torch.random.fork_rng(devices=devices):
+        yield
+    tracker.set_states(states)
+
+
 def derive(*identity: int | str) -> int:
     """A 64-bit seed that is a well-mixed function of its arguments, the same on every rank and in every process."""
     text = "/".join(map(str, identity)).encode()
@@ -82,22 +96,7 @@ class SeededGPTModel(GPTModel):
         self.seed = seed
 
     def setup_embeddings_and_output_layer(self) -> None:
-        """Mark the weights at the ends of the model as upstream does; ``finalize.Ends`` then makes tied copies equal."""
-        ends = [self.embedding.word_embeddings.weight] if self.pre_process else []
-        if self.post_process and self.output_layer.weight is not None:
-            ends.append(self.output_layer.weight)
-        for weight in ends:
-            weight.is_embedding_or_output_parameter = True
-        if not self.share_embeddings_and_output_weights and not self.config.mtp_num_layers:
-            return
-        tied = self.shared_embedding_or_output_weight()
-        if self.pre_process and self.post_process:
-            tied.zero_out_wgrad = True
-            return
-        tied.shared_embedding = True
-        if not self.pre_process:
-            tied.data.fill_(0)
-            tied.shared = True
+        mark_ends(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.training and _uses_dropout(self.config):

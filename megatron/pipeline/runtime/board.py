@@ -38,6 +38,7 @@ class Board:
         self._keys = [str(rank) for rank in range(torch.distributed.get_world_size())]
         self._exchanges = 0
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         # A connection of its own: the process group's may be blocked by the main thread.
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         server = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
@@ -53,11 +54,17 @@ class Board:
     def open(self) -> None:
         """Start exchanging. Every rank has made its board by now."""
         self._exchange()
-        threading.Thread(target=self._run, name="board", daemon=True).start()
+        self._thread.start()
 
-    def close(self) -> None:
-        """Exchange no more. An exchange that is under way may still fail, which nobody will hear."""
+    def close(self, patience: float = 0.0) -> None:
+        """Exchange no more. An exchange that is under way may still fail, which nobody will hear.
+
+        Args:
+            patience: seconds to wait for its end: a process that exits normally meanwhile is aborted by the store's client.
+        """
         self._closed.set()
+        if patience:
+            self._thread.join(patience)
 
     def announce(self, news: str) -> str:
         """Tell all ranks what went wrong, unless another rank was first; returns what the ranks will read."""

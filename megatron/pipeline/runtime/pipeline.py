@@ -159,11 +159,12 @@ class Pipeline:
             self._plans[key] = self._make_plan(microbatches, forward_only)
         return self._plans[key]
 
-    def check(self, microbatches: int) -> None:
+    def check(self, microbatches: int, evaluates: bool = True) -> None:
         """Plan ahead, so that a schedule that cannot be had is refused before any process group or memory is taken."""
         if not self.is_stock:
             self.plan(microbatches)
-            self.plan(microbatches, forward_only=True)
+            if evaluates:
+                self.plan(microbatches, forward_only=True)
         elif self.placement.chunks > 1 and microbatches % self._ranks:
             raise ValueError(
                 f"megatron-core's own interleaved schedule needs a multiple of {self._ranks} microbatches for {self._ranks} "
@@ -308,7 +309,10 @@ class Pipeline:
         )
 
     def _make_plan(self, microbatches: int, forward_only: bool) -> Plan:
-        if self._from_file is None:
+        trained = self._plans.get((microbatches, False))
+        if self._from_file is None and forward_only and trained:
+            schedule = trained.schedule
+        elif self._from_file is None:
             schedule = self._plan(microbatches, self.costs, self._memory_limit)
         elif forward_only:
             # A file is for one number of microbatches; its placement is all that evaluation needs.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -382,7 +382,8 @@ class _Catch(torch.autograd.Function):
 
 
 def noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
-    """The items, each noted as it is read."""
-    for item in items:
-        noted.append(item)
-        yield item
+    """The items, each noted as it is read. All that is asked of them is what is next: Megatron-LM's can do no more."""
+    with suppress(StopIteration):
+        while True:
+            noted.append(next(items))
+            yield noted[-1]

@@ -75,7 +75,7 @@ class Watchdog:
             if news is None:
                 traceback.print_exception(error)
             self._end(news or f"rank {self._rank} failed in {self._situation().place}: {type(error).__name__}: {error}")
-        self._board.close()
+        self._board.close(patience=self._silence)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):

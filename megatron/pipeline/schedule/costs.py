@@ -309,22 +309,21 @@ def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
 
 
 def _vocabulary(row: object) -> VocabularyCosts:
-    allowed = [field.name for field in fields(VocabularyCosts)]
-    if not isinstance(row, dict) or not row.keys() <= set(allowed):
-        raise ValueError(f"vocabulary: expected costs by name, of {', '.join(allowed)}, got {row!r}")
-    for name, value in row.items():
-        _check_number(f"vocabulary: {name}", value)
-    return VocabularyCosts(**{name: float(value) for name, value in row.items()})
+    return VocabularyCosts(**_numbers("vocabulary", row, VocabularyCosts))
 
 
 def _copies(row: object) -> CopyCosts:
-    allowed = [field.name for field in fields(CopyCosts)]
+    numbers = _numbers("copies", row, CopyCosts)
+    return CopyCosts(**numbers | ({"switch": row["switch"]} if isinstance(row, dict) and "switch" in row else {}))
+
+
+def _numbers(what: str, row: object, kind: type[VocabularyCosts] | type[CopyCosts]) -> dict[str, Any]:
+    allowed = [field.name for field in fields(kind)]
     if not isinstance(row, dict) or not row.keys() <= set(allowed):
-        raise ValueError(f"copies: expected costs by name, of {', '.join(allowed)}, got {row!r}")
+        raise ValueError(f"{what}: expected costs by name, of {', '.join(allowed)}, got {row!r}")
     for name, value in row.items():
-        _check_number(f"copies: {name}", value)
-    given: dict[str, Any] = {name: value if name == "switch" else float(value) for name, value in row.items()}
-    return CopyCosts(**given)
+        _check_number(f"{what}: {name}", value)
+    return {name: float(value) for name, value in row.items()}
 
 
 # Where nobody says, and F, B and W take 1: an output layer that adds a third to a rank's work.

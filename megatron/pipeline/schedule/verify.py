@@ -138,8 +138,9 @@ def the_vocabulary_is_whole(schedule: Schedule, forward_only: bool) -> None:
 def every_copy_has_its_other_half(schedule: Schedule) -> None:
     """What a rank copies to host memory it copies back, once each."""
     for rank, passes in enumerate(schedule.passes):
-        present = {work for work in passes if work.kind.is_copy}
-        for kind, microbatch, chunk in present:
+        copies = [work for work in passes if work.kind.is_copy]
+        present = set(copies)
+        for kind, microbatch, chunk in copies:
             if (H2D if kind is D2H else D2H, microbatch, chunk) not in present:
                 raise _missing(rank, H2D if kind is D2H else D2H, microbatch, chunk)
 

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from megatron.pipeline.training import fork_flags
 from megatron.pipeline.training.flags import add_flags
+
+logger = logging.getLogger(__name__)
+
+# The forks' flags as keys of a YAML file.
+_FORKS = {flag: argparse.Action([flag], "", nargs=None if takes else 0) for flag, takes in fork_flags.FLAGS.items()}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -24,12 +32,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         ValueError: an unknown flag or key (with the closest known one), a value of the wrong type, an unreadable file.
     """
     parser = _parser()
-    config = _config_path(argv)
-    tokens = [*(_read_config(parser, config) if config else []), *argv]
-    args, unknown = parser.parse_known_args(tokens)
+    args, unknown = parser.parse_known_args(with_config(parser, argv))
     if unknown:
         raise ValueError(_unknown(unknown[0], parser))
     return args
+
+
+def with_config(
+    parser: argparse.ArgumentParser, argv: Sequence[str], tell: Callable[[str], object] = logger.warning
+) -> list[str]:
+    """The command line with what is in its ``--config FILE`` before it, so that a flag of the command line wins.
+
+    Flags of the earlier forks become those of today (``fork_flags``), and rank 0 says so.
+
+    Args:
+        parser: knows all flags that may be keys of the file.
+        tell: called on rank 0 with what a fork's flag is now.
+
+    Raises:
+        ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a fork's flag
+            contradicts another one.
+    """
+    config = _config_path(argv)
+    tokens, told = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
+    if os.environ.get("RANK", "0") == "0":
+        for line in told:
+            tell(line)
+    return tokens
 
 
 def flags() -> list[str]:
@@ -70,7 +99,7 @@ def _config_path(argv: Sequence[str]) -> str | None:
     return path
 
 
-def _read_config(parser: _Parser, path: str) -> list[str]:
+def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
         content = yaml.safe_load(Path(path).read_text())
@@ -79,7 +108,9 @@ def _read_config(parser: _Parser, path: str) -> list[str]:
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
     known = {
-        _key(option): (option, action) for option, action in parser._option_string_actions.items() if _key(option) != "config"
+        _key(option): (option, action)
+        for option, action in (_FORKS | parser._option_string_actions).items()
+        if _key(option) != "config"
     }
     tokens: list[str] = []
     for key, value in content.items():
@@ -94,7 +125,9 @@ def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list
     if action.nargs == 0:
         if not isinstance(value, bool):
             raise ValueError(f"--config {path}: {option} is on or off: expected true or false, got {value!r}")
-        return [option] if value else []
+        if value or not isinstance(action, argparse.BooleanOptionalAction):
+            return [option] if value else []
+        return [next(name for name in action.option_strings if name.startswith("--no-"))]
     if value is None:
         return []
     if isinstance(value, bool | dict) or (isinstance(value, list) and action.nargs is None):
@@ -104,7 +137,7 @@ def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list
     return [option, *str(value).split()] if action.nargs else [f"{option}={value}"]
 
 
-def _unknown(name: str, parser: _Parser) -> str:
+def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
     known = {_key(option): option for option in parser._option_string_actions}
     closest = difflib.get_close_matches(_key(name.split("=", maxsplit=1)[0]), known, n=1)
     hint = f"; did you mean {known[closest[0]]}?" if closest else "; --help lists all flags"

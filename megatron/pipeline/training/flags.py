@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping
 
 from megatron.pipeline.training.flag_types import (
     layer_pattern,
@@ -19,6 +20,8 @@ from megatron.pipeline.training.flag_types import (
 
 PROFILE = "profile"  # in the place of a file with costs: they are measured in this run
 OFF = "off"  # of --vocab-parallel and --offload
+# How a user says how many chunks a rank has, or layers these have.
+CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
 TOKENIZERS = (
     "ByteLevelTokenizer",
     "NullTokenizer",
@@ -30,7 +33,17 @@ TOKENIZERS = (
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all groups of flags to a parser."""
-    for title, add_group in _GROUPS.items():
+    add_new_flags(parser)
+    _add(parser, _MEGATRON)
+
+
+def add_new_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that Megatron-LM does not have to a parser that has Megatron-LM's own."""
+    _add(parser, _NEW)
+
+
+def _add(parser: argparse.ArgumentParser, groups: Mapping[str, Callable[[argparse._ArgumentGroup], None]]) -> None:
+    for title, add_group in groups.items():
         add_group(parser.add_argument_group(title))
 
 
@@ -57,6 +70,8 @@ def _schedule(group: argparse._ArgumentGroup) -> None:
         help="start sends and receives between two passes one by one, or together",
     )
     add("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
+    add("--recompute-fused-backward", action="store_true",
+        help="B also computes the weight gradients of what it recomputes: less memory, less for W to fill gaps with")  # fmt: skip
     add("--metrics", metavar="FILE", help="append one JSON object per iteration here")
 
 
@@ -97,6 +112,16 @@ def _offload(group: argparse._ArgumentGroup) -> None:
         "instead of those next to its GPU")  # fmt: skip
     add("--offload-cpu-bandwidth", type=positive_float, metavar="GB/S", help="without a GPU: copies take as long as at so many "
         "GB/s in each direction")  # fmt: skip
+
+
+def _steps_ahead(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--post-validation", action="store_true",
+        help="step before other stages' gradients are known, and undo that where it was wrong: iterations interlock")  # fmt: skip
+    add("--post-validation-when", choices=["measured", "always"],
+        help="only while it is measured to pay (when not given), or from the first step on")  # fmt: skip
+    add("--post-validation-copy", choices=["device", "host"],
+        help="where the copy is kept that can undo a step; device when not given")  # fmt: skip
 
 
 def _model(group: argparse._ArgumentGroup) -> None:
@@ -283,12 +308,6 @@ def _optimizer(group: argparse._ArgumentGroup) -> None:
     add("--end-weight-decay", type=not_negative, help="weight decay at the end, when it grows")
     add("--weight-decay-incr-style", default="constant", choices=["constant", "linear", "cosine"], help="how it grows")
     add("--clip-grad", type=not_negative, default=1.0, help="largest gradient norm; 0 does not clip")
-    add("--post-validation", action="store_true",
-        help="step before other stages' gradients are known, and undo that where it was wrong: iterations interlock")  # fmt: skip
-    add("--post-validation-when", choices=["measured", "always"],
-        help="only while it is measured to pay (when not given), or from the first step on")  # fmt: skip
-    add("--post-validation-copy", choices=["device", "host"],
-        help="where the copy is kept that can undo a step; device when not given")  # fmt: skip
 
 
 def _learning_rate(group: argparse._ArgumentGroup) -> None:
@@ -341,8 +360,6 @@ def _recompute(group: argparse._ArgumentGroup) -> None:
     add("--recompute-num-layers", type=positive_int, help="layers per unit (uniform) or per chunk (block)")
     modules = ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
     add("--recompute-modules", nargs="*", choices=modules, help="what --recompute-granularity selective covers; core_attn")
-    add("--recompute-fused-backward", action="store_true",
-        help="B also computes the weight gradients of what it recomputes: less memory, less for W to fill gaps with")  # fmt: skip
 
 
 def _fusions(group: argparse._ArgumentGroup) -> None:
@@ -408,10 +425,13 @@ def _checkpoint(group: argparse._ArgumentGroup) -> None:
     add("--exit-duration-in-mins", type=positive_float, help="save and exit after so many minutes")
 
 
-_GROUPS = {
+_NEW = {
     "pipeline schedule": _schedule,
     "vocabulary layers": _vocabulary,
     "activations in host memory": _offload,
+    "optimizer steps ahead": _steps_ahead,
+}
+_MEGATRON = {
     "model": _model,
     "parallel sizes": _parallel,
     "mixture of experts": _experts,

@@ -33,7 +33,7 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.reduction import Reduction
 from megatron.pipeline.runtime.report import PendingReport
 from megatron.pipeline.training.data import Batch, check_finite, forward_step
-from megatron.pipeline.training.logging import Step
+from megatron.pipeline.training.metrics import Step
 from megatron.pipeline.training.state import Training
 
 Iterators = list[Iterator[Batch] | None]

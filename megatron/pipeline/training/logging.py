@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from argparse import Namespace
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from megatron.pipeline.training.metrics import Measured, Metrics, Step, tokens_per_second
 from megatron.pipeline.tune.gpt import Shape, training_operations
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training iteration, as the rank with the loss saw it.
-
-    Attributes:
-        iteration: the number of iterations done, this one included.
-        consumed_samples: training samples so far, over all ranks.
-        batch: samples of this iteration, over all ranks.
-        loss: mean over the tokens that count.
-        grad_norm: before clipping; None when the optimizer skipped the step.
-        seconds: of the iteration, without evaluation and checkpoints.
-        step: how the optimizer stepped: "synchronous", or with post-validation "ahead", and "undone" if that had to be.
-    """
-
-    iteration: int
-    consumed_samples: int
-    batch: int
-    loss: float
-    grad_norm: float | None
-    learning_rate: float
-    loss_scale: float
-    seconds: float
-    step: str = "synchronous"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What was measured of an iteration over the ranks of a pipeline.
-
-    Attributes:
-        bubble_rate: the idle share of the span.
-        slowdown: the span over the simulated one; None where costs are not known in seconds.
-        peak_activation_bytes: per rank.
-    """
-
-    bubble_rate: float
-    slowdown: float | None
-    peak_activation_bytes: list[int]
 
 
 class Log:
@@ -72,7 +30,7 @@ class Log:
         self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
-        self._metrics: IO[str] | None = None
+        self._metrics: Metrics | None = None
         self._board: Any = None
         self.first_loss: float | None = None
         self.last_loss: float | None = None
@@ -120,8 +78,9 @@ class Log:
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.last_loss = step.loss
         self._window.append(step)
-        if self._metrics:
-            self._write_metrics(step, measured)
+        if self._metrics and (trouble := self._metrics.write(step, measured)):
+            self.line(trouble)
+            self._metrics = None
         if self._board and step.iteration % self._args.tensorboard_log_interval == 0:
             self._write_board(step, measured)
         if self._progress:
@@ -141,9 +100,7 @@ class Log:
     def _open(self) -> None:
         args = self._args
         if args.metrics:
-            path = Path(args.metrics)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._metrics = path.open("a")
+            self._metrics = Metrics(args.metrics, args.seq_length)
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -155,9 +112,6 @@ class Log:
             self._progress = Progress(*columns, console=console)
             self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
             self._progress.start()
-
-    def _tokens_per_second(self, batch: int, seconds: float) -> float:
-        return batch * int(self._args.seq_length) / seconds
 
     def _log_line(self, step: Step, measured: Measured | None) -> str:
         """The last iteration's loss and norm in full, and times over all iterations since the last line."""
@@ -172,7 +126,7 @@ class Log:
             teraflops = training_flops(self._args, batch) / seconds / self._world_size / 1e12
             parts.append(f"throughput per GPU (TFLOP/s/GPU): {teraflops:.4g}")
         parts += [
-            f"tokens per second: {self._tokens_per_second(batch, seconds):.0f}",
+            f"tokens per second: {tokens_per_second(self._args.seq_length, batch, seconds):.0f}",
             f"learning rate: {step.learning_rate:.6E}",
             f"global batch size: {step.batch:5d}",
             f"lm loss: {step.loss!r}",
@@ -189,28 +143,6 @@ class Log:
                 parts.append(f"measured / simulated: {measured.slowdown:.4f}")
         return " | ".join(parts) + " |"
 
-    def _write_metrics(self, step: Step, measured: Measured | None) -> None:
-        assert self._metrics is not None
-        record = {
-            "iteration": step.iteration,
-            "loss": _finite(step.loss),
-            "grad_norm": _finite(step.grad_norm),
-            "iteration_seconds": step.seconds,
-            "optimizer_step": step.step,
-            "bubble_rate": measured.bubble_rate if measured else None,
-            "measured_over_simulated": measured.slowdown if measured else None,
-            "tokens_per_second": self._tokens_per_second(step.batch, step.seconds),
-            "peak_activation_bytes": measured.peak_activation_bytes if measured else None,
-        }
-        try:
-            self._metrics.write(json.dumps(record) + "\n")  # json writes floats as repr does
-            self._metrics.flush()
-        except OSError as error:
-            self.line(f" WARNING: no more metrics in {self._args.metrics} ({error.strerror}); training goes on")
-            with suppress(OSError):  # what is still buffered does not fit either
-                self._metrics.close()
-            self._metrics = None
-
     def _write_board(self, step: Step, measured: Measured | None) -> None:
         values = {
             "lm loss": step.loss,
@@ -219,18 +151,13 @@ class Log:
             "loss-scale": step.loss_scale,
             "batch-size": step.batch,
             "iteration-time": step.seconds,
-            "tokens-per-second": self._tokens_per_second(step.batch, step.seconds),
+            "tokens-per-second": tokens_per_second(self._args.seq_length, step.batch, step.seconds),
             "bubble-rate": measured.bubble_rate if measured else None,
             "measured-over-simulated": measured.slowdown if measured else None,
         }
         for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(name, value, step.iteration)
-
-
-def _finite(value: float | None) -> float | None:
-    """JSON has no word for what is not a number."""
-    return value if value is not None and math.isfinite(value) else None
 
 
 def training_flops(args: Namespace, samples: int) -> float:

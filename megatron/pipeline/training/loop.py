@@ -21,7 +21,8 @@ from megatron.pipeline.runtime.report import PendingReport, Report
 from megatron.pipeline.training import checkpoint
 from megatron.pipeline.training.data import Samples, evaluates
 from megatron.pipeline.training.iterations import Iterations, evaluate
-from megatron.pipeline.training.logging import Log, Measured, Step
+from megatron.pipeline.training.logging import Log
+from megatron.pipeline.training.metrics import Measured, Step
 from megatron.pipeline.training.planning import replanning
 from megatron.pipeline.training.state import Training
 from megatron.pipeline.training.trace import write_trace

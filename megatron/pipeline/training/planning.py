@@ -29,12 +29,13 @@ from megatron.pipeline.training.validation_vocabulary import check_vocabulary
 logger = logging.getLogger(__name__)
 
 
-def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
+def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool = True) -> Pipeline:
     """Plan every iteration that this training will have (several, if the batch size ramps up).
 
     Args:
         args: flags that have gone through ``validate``.
         measure: see ``Pipeline``; by default where the flags ask for what is measured.
+        evaluates: whether there will be evaluations, which run forwards alone.
 
     Raises:
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
@@ -43,7 +44,10 @@ def plan_pipeline(args: Namespace, measure: bool | None = None) -> Pipeline:
     ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
     costs = None if args.pipeline_costs in (None, PROFILE) else _read_costs(args.pipeline_costs)
     try:
-        return _plan(args, costs, measure)
+        pipeline = _plan(args, costs, measure)
+        for microbatches in microbatch_counts(args):
+            pipeline.check(microbatches, evaluates)
+        return pipeline
     except HostLimitTooLow as error:
         mib = MEMORY_UNITS["MiB"]
         raise ValueError(
@@ -107,8 +111,6 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         )
     _check_spread(args, pipeline)
     _check_offload(args, pipeline)
-    for microbatches in counts:
-        pipeline.check(microbatches)
     return pipeline
 
 

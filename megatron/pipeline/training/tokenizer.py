@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import megatron.core
+
 from megatron.pipeline.training.flags import TOKENIZERS
 
 _LIBRARIES = {
@@ -53,12 +55,17 @@ def build_tokenizer(args: Namespace) -> Any:
     """The tokenizer of ``--tokenizer-type``, with ``tokenize``, ``detokenize``, ``eod`` and ``vocab_size``.
 
     Raises:
-        ValueError: its model file, its vocabulary size or its Python package is missing.
+        ValueError: its model file, its vocabulary size or its Python package is missing, or megatron-core has none.
     """
     if args.tokenizer_type == "ByteLevelTokenizer":
         return ByteLevelTokenizer()
     if args.tokenizer_type not in _LIBRARIES:
         raise ValueError(f"unknown --tokenizer-type {args.tokenizer_type}: choose from {', '.join(TOKENIZERS)}")
+    if importlib.util.find_spec("megatron.core.tokenizers") is None:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} needs megatron-core 0.15 or later, and {megatron.core.__version__} is "
+            "installed: pip install 'megatron-core~=0.16.0', or take ByteLevelTokenizer"
+        )
     from megatron.core.tokenizers import MegatronTokenizer
 
     library = _LIBRARIES[args.tokenizer_type]

@@ -82,6 +82,18 @@ def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
     return json.loads(text), Timeline.from_json(text)
 
 
+def read_median_trace(directory: str, warm_up: int) -> Timeline | None:
+    """The timeline of the iteration whose span is the median of those written; None if there is none.
+
+    Args:
+        warm_up: how many of the first do not count, where there are more.
+    """
+    paths = _written(directory)
+    timelines = [Timeline.from_json(path.read_text()) for path in paths[warm_up:] or paths]
+    timelines.sort(key=lambda timeline: timeline.span)
+    return timelines[(len(timelines) - 1) // 2] if timelines else None
+
+
 def _written(directory: str) -> list[Path]:
     # By time, not by name: an earlier run into the same directory may have gone further.
     return sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))

@@ -34,7 +34,6 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_parallel_sizes(args, world_size)
     _check_model(args)
     check_experts(args, world_size)
-    check_vocabulary(args)
     check_prediction(args)
     _check_batch(args)
     _check_learning_rate(args)
@@ -42,9 +41,23 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_recompute(args)
     _check_data(args)
     _check_checkpoints(args)
-    _check_timeouts(args)
     _check_post_validation(args)
+    check_new_flags(args)
+
+
+def check_new_flags(args: Namespace) -> None:
+    """Check the flags that Megatron-LM does not have; its own are complete.
+
+    Raises:
+        ValueError: they contradict each other, or some of its own.
+    """
+    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
+        te_linear.check_version()
+    if args.recompute_fused_backward and not args.recompute_granularity:
+        raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
+    check_vocabulary(args)
     check_offload(args)
+    _check_timeouts(args)
     _check_outputs(args)
 
 
@@ -82,8 +95,6 @@ def _check_platform(args: Namespace) -> None:
     if args.transformer_impl == "transformer_engine" and not (cuda and engine):
         lacking = "a CUDA device" if not cuda else "the package transformer-engine"
         raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
-    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
-        te_linear.check_version()
 
 
 def _check_post_validation(args: Namespace) -> None:
@@ -112,7 +123,7 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
             f"(tensor x pipeline x context): start a multiple of {model} ranks or change a parallel size"
         )
     args.data_parallel_size = world_size // model
-    args.chunks = _chunks(args)
+    args.chunks = chunks_per_rank(args)
     if args.use_distributed_optimizer and args.optimizer != "adam":
         raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, not {args.optimizer}")
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
@@ -120,8 +131,12 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
     args.sequence_parallel = args.sequence_parallel and tensor > 1
 
 
-def _chunks(args: Namespace) -> int | None:
-    """Chunks per rank, from whichever of Megatron's flags was given; None to leave them to the schedule."""
+def chunks_per_rank(args: Namespace) -> int | None:
+    """Chunks per rank, from whichever of Megatron's flags was given; None to leave them to the schedule.
+
+    Raises:
+        ValueError: several were given, or the numbers do not divide.
+    """
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     ranks = args.pipeline_model_parallel_size
     given = [
@@ -277,8 +292,6 @@ def _check_recompute(args: Namespace) -> None:
             "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "
             "part of the graph of every later microbatch, and recomputes without end"
         )
-    if args.recompute_fused_backward and not args.recompute_granularity:
-        raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
 
 
 def _check_data(args: Namespace) -> None:

@@ -1,8 +1,9 @@
-"""From what a GPT has to compute and to hold to what passes cost on a device, and to the memory that ranks need.
+"""From what a GPT has to compute and to hold to what passes cost on a device.
 
 The model of time: products run at a share of the device's peak, the same for all; looking up embeddings takes what it reads and
 writes at the memory's bandwidth; a message takes its bytes at the link's, as does a collective its largest, the hidden states.
-Nothing else takes time. The model of memory: parameters with their optimizer state, and activations.
+Nothing else takes time; ranks that share layers or sequences have equal parts of it. The model of memory is that of
+``activations``; ``memory`` adds all else that a rank needs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.tune import gpt
+from megatron.pipeline.tune import activations, gpt
+from megatron.pipeline.tune.activations import Held
 from megatron.pipeline.tune.gpt import Shape, Work
 
 
@@ -47,35 +49,49 @@ class Device:
 
 
 def estimate(
-    shape: Shape, placement: Placement, layers: Sequence[int], device: Device, vocabulary: Vocabulary | None = None
+    shape: Shape,
+    placement: Placement,
+    layers: Sequence[int],
+    device: Device,
+    vocabulary: Vocabulary | None = None,
+    split: bool = True,
 ) -> Costs:
     """Seconds and bytes of every pass.
 
     Args:
         layers: of every stage, in the model's order.
         vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
+        split: whether the schedule has B and W apart: what B makes again is then held until W.
     """
-    work = gpt.layer_work(shape)
-    kept, masks = gpt.layer_activation(shape), gpt.layer_masks(shape)
-    stages = [_stage(device, work.times(count), count * kept, count * (kept - masks)) for count in layers]
-    hop = gpt.hidden_bytes(shape) / device.link
+    share = shape.holding.of_cut_layers
+    work = gpt.layer_work(shape).times(share)
+
+    def stage(count: int) -> StageCosts:
+        return _stage(device, work.times(count), activations.held_by_stage(shape, count, split))
+
+    stages = [stage(count) for count in layers]
+    hop = activations.hidden_bytes(shape) / device.link
     if vocabulary is not None:
         return Costs(tuple(stages), hop, shard_costs(shape, placement.ranks, device, vocabulary))
-    for stage, ends in ((0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))):
-        stages[stage] = _sum(stages[stage], ends)
+    ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
+    # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
+    ends += shape.further * [(placement.last_stage, stage(1)), (placement.last_stage, output_costs(shape, device))]
+    for index, more in ends:
+        stages[index] = _sum(stages[index], more)
     return Costs(tuple(stages), hop)
 
 
 def embedding_costs(shape: Shape, device: Device) -> StageCosts:
     """What the embedding adds to the first stage: F reads rows and writes them; B reads the gradient and adds it in float32."""
-    part = gpt.hidden_bytes(shape) / device.bandwidth
+    part = activations.hidden_bytes(shape) / device.bandwidth
     return StageCosts(2 * part, 5 * part, 0.0, 0.0, 0.0)
 
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:
     """What the output layer and the loss add to the last stage."""
-    kept = gpt.output_activation(shape)
-    return _stage(device, gpt.output_work(shape), kept, kept)
+    kept = activations.output_activation(shape)
+    work = gpt.output_work(shape).times(shape.holding.of_cut_layers)
+    return _stage(device, work, Held(kept, kept, kept))
 
 
 def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary) -> VocabularyCosts:
@@ -86,54 +102,27 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
     adds those of its own rows in float32.
     """
     rows = shards(shape, ranks).rows
-    product = device.seconds(gpt.row_work(shape) * rows)
+    product = device.seconds(gpt.row_work(shape) * rows) / shape.holding.context
     early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
-    part = gpt.hidden_bytes(shape) / device.bandwidth
+    part = activations.hidden_bytes(shape) / device.bandwidth
     return VocabularyCosts(
         S=early * product,
         T=(3 - early) * product,
         IF=(1 + 1 / ranks) * part,
         IB=(1 + 4 / ranks) * part,
-        activation=gpt.shard_activation(shape, rows),
-        exchange=gpt.hidden_bytes(shape) / device.link,
+        activation=activations.shard_activation(shape, rows),
+        exchange=activations.hidden_bytes(shape) / device.link,
     )
 
 
-def parameter_bytes(
-    shape: Shape,
-    placement: Placement,
-    layers: Sequence[int],
-    vocabulary: Vocabulary | None = None,
-    tied: bool = False,
-    state_bytes: float = gpt.STATE_BYTES,
-) -> list[float]:
-    """Bytes of weights, gradients and optimizer state, by rank.
-
-    Args:
-        tied: whether embedding and output layer are one matrix; without ``vocabulary`` each end has it, unless one rank has both.
-        state_bytes: of one parameter.
-    """
-    matrix = shape.hidden * shape.vocabulary
-    counts = [sum(layers[stage] for stage in row) * shape.layer_weights(shape.stored_ffn) for row in placement.stages]
-    if vocabulary is not None:
-        shard = shape.hidden * shards(shape, placement.ranks).rows
-        counts = [count + (shard if tied else 2 * shard) for count in counts]
-    else:
-        first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
-        counts[first] += matrix
-        if not (tied and first == last):
-            counts[last] += matrix
-    return [state_bytes * count for count in counts]
-
-
 def shards(shape: Shape, ranks: int) -> Shards:
-    """How the vocabulary is cut over the ranks of a pipeline."""
-    return Shards.of(shape.vocabulary, shape.vocabulary, ranks)
+    """How the vocabulary is cut over the ranks of a pipeline, and the tensor-parallel ones of each."""
+    return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
 
 
-def _stage(device: Device, work: Work, activation: float, retained: float) -> StageCosts:
+def _stage(device: Device, work: Work, held: Held) -> StageCosts:
     forward, backward, weight = map(device.seconds, work)
-    return StageCosts(forward, backward, weight, activation, retained, recompute=forward)
+    return StageCosts(forward, backward, weight, held.activation, held.retained, recompute=forward, checkpoint=held.checkpoint)
 
 
 def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
@@ -144,4 +133,5 @@ def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
         one.activation + other.activation,
         one.retained + other.retained,
         recompute=one.recompute + other.recompute,
+        checkpoint=one.checkpoint + other.checkpoint,
     )

@@ -1,7 +1,7 @@
-"""What a GPT has to compute and to hold: operations and bytes of its layers, from its shape alone.
+"""What a GPT has to compute and to hold: its shape, and the operations of its layers.
 
-Operations are those of the matrix products, two per multiply-add, of one microbatch. Biases and norms, below 0.1 % of either,
-are left out.
+Operations are those of the matrix products, two per multiply-add, of one microbatch on all ranks that share a layer. Biases and
+norms, below 0.1 % of them, are left out. ``activations`` has what a rank holds of a microbatch, ``parameters`` its weights.
 """
 
 from __future__ import annotations
@@ -32,6 +32,128 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts that replace the MLP in some layers.
+
+    Attributes:
+        layers: of every layer of the model, whether it has experts.
+        count, topk: experts of such a layer, and those of them that a token passes.
+        ffn, shared_ffn: width of an expert, and of those that every token passes.
+        dense_ffn: width of the MLP of the other layers.
+        parallel, tensor: ranks that share the experts of a layer, and ranks that share each of them.
+    """
+
+    layers: tuple[bool, ...]
+    count: int
+    topk: int
+    ffn: int
+    shared_ffn: int
+    dense_ffn: int
+    parallel: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, args: Namespace) -> Experts | None:
+        """From Megatron-LM's flags after ``validate``; None for a model without."""
+        if not args.num_experts:
+            return None
+        every = args.moe_layer_freq
+        has = [layer % every == 0 for layer in range(args.num_layers)] if isinstance(every, int) else map(bool, every)
+        return cls(
+            tuple(has),
+            args.num_experts,
+            args.moe_router_topk,
+            args.moe_ffn_hidden_size,
+            args.moe_shared_expert_intermediate_size or 0,
+            args.ffn_hidden_size,
+            args.expert_model_parallel_size,
+            args.expert_tensor_parallel_size,
+        )
+
+    @property
+    def share(self) -> float:
+        """Of the layers that have experts."""
+        return sum(self.layers) / len(self.layers)
+
+    @property
+    def mean_routed_ffn(self) -> float:
+        """Width of the experts that a token passes, as a mean over all layers."""
+        return self.share * (self.topk * self.ffn + self.shared_ffn)
+
+    @property
+    def mean_ffn(self) -> float:
+        """Width of the MLP that a token passes, as a mean over all layers."""
+        return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
+
+
+@dataclass(frozen=True)
+class Holding:
+    """How a rank holds its share of the activations. By default it holds all of them, in 16 bits, under fused attention.
+
+    Attributes:
+        number: bytes of a number.
+        tensor, context: ranks that share each layer, and ranks that share each sequence.
+        sequence_parallel: norms and dropout are cut along the sequence over the former as well.
+        attention_matrices: attention is not fused and keeps what it makes of every query and key.
+        hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
+        recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
+        recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
+        recompute_first: only so many first layers of a chunk are, each a unit of its own.
+        logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
+    """
+
+    number: int = HALF
+    tensor: int = 1
+    context: int = 1
+    sequence_parallel: bool = False
+    attention_matrices: bool = False
+    hidden_masks: bool = True
+    attention_masks: bool = True
+    recomputed: frozenset[str] = frozenset()
+    recompute_layers: int = 0
+    recompute_first: bool = False
+    logits_limit: int | None = None
+
+    @classmethod
+    def of(cls, args: Namespace) -> Holding:
+        """From Megatron-LM's flags after ``validate``: megatron-core's own layers (``local``) do not fuse attention."""
+        modules = args.recompute_modules or ("core_attn",)
+        return cls(
+            number=number_bytes(args),
+            tensor=args.tensor_model_parallel_size,
+            context=args.context_parallel_size,
+            sequence_parallel=args.sequence_parallel,
+            attention_matrices=args.transformer_impl == "local",
+            hidden_masks=args.hidden_dropout > 0,
+            attention_masks=args.attention_dropout > 0,
+            recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
+            recompute_layers=args.recompute_num_layers or 0,
+            recompute_first=args.recompute_method == "block",
+            logits_limit=args.vocab_logits_limit,
+        )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether B makes anything again."""
+        return bool(self.recomputed or self.recompute_layers)
+
+    @property
+    def of_whole_layers(self) -> float:
+        """The share of what tensor-parallel ranks hold each for themselves, unless they cut it along the sequence."""
+        return 1 / (self.context * (self.tensor if self.sequence_parallel else 1))
+
+    @property
+    def of_cut_layers(self) -> float:
+        """The share of what they cut by heads and by the width of the MLP."""
+        return 1 / (self.context * self.tensor)
+
+
+def number_bytes(args: Namespace) -> int:
+    """Bytes of a weight and of an activation."""
+    return HALF if args.bf16 or args.fp16 else SINGLE
+
+
+@dataclass(frozen=True)
 class Shape:
     """The shape of a GPT, and of its microbatches.
 
@@ -39,12 +161,18 @@ class Shape:
         layers: transformer layers.
         hidden: width h of the residual stream.
         heads, groups, head_width: attention heads, the key/value heads that they share, and the width of each.
-        ffn: width of the MLP that a token passes; with experts of all those that it passes, as a mean over the layers.
-        stored_ffn: the same of all that there are.
+        ffn: width of the MLP that a token passes; where there are experts, a mean over the layers.
         gated: whether the MLP has two matrices before its activation instead of one.
         seq: tokens s of a sample.
         microbatch: samples b.
         vocabulary: rows V of the embedding and of the output layer, padding included.
+        norm: numbers of a norm for each channel: 1 of RMSNorm, 2 of LayerNorm; by default norms are left out.
+        biases, qkv_bias: whether all linear layers have biases, and whether queries, keys and values do.
+        qk_norm: whether queries and keys are normalised.
+        positions: rows of learned position embeddings.
+        further: layers of multi-token prediction, each with the output layer once more.
+        experts: what the MLP is in some layers.
+        holding: how a rank holds its share of the activations.
     """
 
     layers: int
@@ -53,11 +181,18 @@ class Shape:
     groups: int
     head_width: int
     ffn: float
-    stored_ffn: float
     gated: bool
     seq: int
     microbatch: int
     vocabulary: int
+    norm: int = 0
+    biases: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    positions: int = 0
+    further: int = 0
+    experts: Experts | None = None
+    holding: Holding = Holding()
 
     @classmethod
     def plain(cls, layers: int, hidden: int, heads: int, seq: int, vocabulary: int, microbatch: int = 1) -> Shape:
@@ -68,31 +203,31 @@ class Shape:
         """
         if hidden % heads:
             raise ValueError(f"a hidden size of {hidden} is not a multiple of {heads} heads: change one of the two")
-        ffn = 4 * hidden
-        return cls(layers, hidden, heads, heads, hidden // heads, ffn, ffn, False, seq, microbatch, vocabulary)
+        return cls(layers, hidden, heads, heads, hidden // heads, 4 * hidden, False, seq, microbatch, vocabulary)
 
     @classmethod
     def of(cls, args: Namespace) -> Shape:
         """From Megatron-LM's flags after ``validate``, ``padded_vocab_size`` included."""
-        ffn = stored = float(args.ffn_hidden_size)
-        if args.num_experts:
-            every, shared = args.moe_layer_freq, args.moe_shared_expert_intermediate_size or 0
-            has = [float(layer % every == 0) for layer in range(args.num_layers)] if isinstance(every, int) else every
-            share = sum(has) / args.num_layers
-            ffn += share * (args.moe_router_topk * args.moe_ffn_hidden_size + shared - args.ffn_hidden_size)
-            stored += share * (args.num_experts * args.moe_ffn_hidden_size + shared - args.ffn_hidden_size)
+        experts = Experts.of(args)
         return cls(
             layers=args.num_layers,
             hidden=args.hidden_size,
             heads=args.num_attention_heads,
             groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
             head_width=args.kv_channels,
-            ffn=ffn,
-            stored_ffn=stored,
+            ffn=experts.mean_ffn if experts else args.ffn_hidden_size,
             gated=args.swiglu,
             seq=args.seq_length,
             microbatch=args.micro_batch_size,
             vocabulary=args.padded_vocab_size,
+            norm=1 if args.normalization == "RMSNorm" else 2,
+            biases=args.add_bias_linear,
+            qkv_bias=args.add_qkv_bias or args.add_bias_linear,
+            qk_norm=args.qk_layernorm,
+            positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
+            further=args.mtp_num_layers or 0,
+            experts=experts,
+            holding=Holding.of(args),
         )
 
     def with_vocabulary(self, rows: int) -> Shape:
@@ -111,9 +246,10 @@ class Shape:
     def keys_and_values(self) -> int:
         return 2 * self.groups * self.head_width
 
-    def layer_weights(self, ffn: float) -> float:
-        """Weights of a layer's matrices, with an MLP of so much width: 12h^2 of a plain GPT."""
-        return self.hidden * (2 * self.queries + self.keys_and_values + (3 if self.gated else 2) * ffn)
+    @property
+    def layer_weights(self) -> float:
+        """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
+        return self.hidden * (2 * self.queries + self.keys_and_values + (3 if self.gated else 2) * self.ffn)
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:
@@ -125,7 +261,7 @@ def layer_work(shape: Shape, causal: bool = False) -> Work:
     Args:
         causal: count only the half of those two that no mask hides, instead of the whole as both papers do.
     """
-    products = 2 * shape.tokens * shape.layer_weights(shape.ffn)
+    products = 2 * shape.tokens * shape.layer_weights
     attention = 4 * shape.tokens * shape.seq * shape.queries * (0.5 if causal else 1.0)
     return Work(products + attention, products + 2 * attention, products)
 
@@ -157,35 +293,3 @@ def output_in_layers(shape: Shape, recompute: bool = False) -> float:
     """
     layer = layer_work(shape)
     return output_work(shape).total / (layer.total + (layer.forward if recompute else 0))
-
-
-def layer_activation(shape: Shape) -> float:
-    """Bytes that F of a layer keeps in 16 bits: 34sbh for a plain GPT.
-
-    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4.1, without the 5as^2b of the
-    attention matrices, which fused attention does not keep: inputs of both norms and of the products behind them (8h), queries,
-    keys and values, the input of the output projection, two dropout masks (2h), and what the MLP keeps around its activation.
-    """
-    attention = 8 * shape.hidden + HALF * (2 * shape.queries + shape.keys_and_values)
-    mlp = HALF * (3 if shape.gated else 2) * shape.ffn
-    return shape.tokens * (attention + mlp) + layer_masks(shape)
-
-
-def layer_masks(shape: Shape) -> float:
-    """Bytes of ``layer_activation`` that W does not need: the two dropout masks, 2sbh (Qi et al., table 1: 34 - 32)."""
-    return 2 * shape.tokens * shape.hidden
-
-
-def output_activation(shape: Shape) -> float:
-    """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax in float32."""
-    return hidden_bytes(shape) + SINGLE * shape.tokens * shape.vocabulary
-
-
-def shard_activation(shape: Shape, rows: int) -> float:
-    """Bytes that S of a shard of so many rows keeps until T: its input, and logits in 16 bits."""
-    return hidden_bytes(shape) + HALF * shape.tokens * rows
-
-
-def hidden_bytes(shape: Shape) -> float:
-    """Bytes of what stages hand on, in 16 bits: 2sbh."""
-    return HALF * shape.tokens * shape.hidden

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.pipeline.tune import gpt
+from megatron.pipeline.tune import activations, gpt
 from megatron.pipeline.tune.estimate import Device
 from megatron.pipeline.tune.gpt import Shape
 
@@ -49,9 +49,9 @@ def k_of(shape: Shape, machine: Machine, kept: float | None = None) -> float:
     """Seconds in which a layer's activations go to host memory and back, over the seconds of its F, B and W.
 
     Args:
-        kept: bytes of a layer and microbatch that are copied; by default all that F keeps, ``gpt.layer_activation``.
+        kept: bytes of a layer and microbatch that are copied; by default all that F keeps, ``activations.layer_activation``.
     """
-    kept = gpt.layer_activation(shape) if kept is None else kept
+    kept = activations.layer_activation(shape) if kept is None else kept
     return kept * (1 / machine.to_host + 1 / machine.to_device) / machine.device.seconds(gpt.layer_work(shape).total)
 
 
@@ -70,8 +70,8 @@ def copy_seconds(shape: Shape, machine: Machine, work: float, kept: float | None
 def lean_activation(shape: Shape) -> float:
     """Bytes that F of a layer keeps where norms, the MLP's activation and dropout masks are made again: 20sbh for a plain GPT.
 
-    That is ``gpt.layer_activation`` without the outputs of both norms (4h), that of the activation function (8h) and the masks
-    (2h); section 4.2 of the paper.
+    That is ``activations.layer_activation`` without the outputs of both norms (4h), that of the activation function (8h) and the
+    masks (2h); section 4.2 of the paper.
     """
     attention = gpt.HALF * (2 * shape.hidden + 2 * shape.queries + shape.keys_and_values)
     return shape.tokens * (attention + gpt.HALF * (2 if shape.gated else 1) * shape.ffn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, R
 from megatron.core.transformer import TransformerConfig
 
 from megatron.pipeline.model import random
+from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
 from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings
@@ -88,17 +89,18 @@ def _restore(shards: Shards, stored: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(stored, (0, 0, 0, shards.rows - stored.size(0)))
 
 
-def spread_vocabulary(args: Namespace, config: TransformerConfig, chunks: list[Any], first: Any | None) -> None:
-    """Give a rank's first chunk its shard of the vocabulary, as ``vocabulary``, with the weights that megatron-core starts from.
+def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequence[Any], stages: Sequence[Stage]) -> None:
+    """Give a rank's first chunk its shard of the vocabulary, as ``vocabulary``, with the weights that our own models start from.
 
-    The word embeddings of the first stage are replaced by ``Arrived``.
+    The word embeddings of the first stage are replaced by ``Arrived``; the last stage loses its output layer: it returns hidden
+    states, after the final norm.
 
     Args:
         args: flags by name: ``vocab_size``, ``padded_vocab_size``, ``vocab_mask_padding``, ``vocab_logits_limit``,
             ``label_smoothing``, ``z_loss``, ``untie_embeddings_and_output_weights``, ``position_embedding_type`` and ``seed``.
         config: of the model.
-        chunks: this rank's GPT models.
-        first: the one of them that is the first stage, if any is.
+        models: this rank's GPT models, one a chunk.
+        stages: what these are.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
@@ -107,15 +109,20 @@ def spread_vocabulary(args: Namespace, config: TransformerConfig, chunks: list[A
     initial = partial(_initial_weight, config, shards, index, random.weight_base(args.seed))
 
     embedding = initial(random.EMBEDDING, config.embedding_init_method)
-    if first is not None:
-        _initialize_positions(first.embedding, config)
-        first.embedding.word_embeddings = Arrived()
+    for model, stage in zip(models, stages, strict=True):
+        if stage.first:
+            _initialize_positions(model.embedding, config)
+            model.embedding.word_embeddings = Arrived()
+        if stage.last:
+            del model.output_layer
+        model.vocab_size = args.padded_vocab_size
+        model.post_process = model.share_embeddings_and_output_weights = False
     tied = not args.untie_embeddings_and_output_weights
     output = embedding if tied else initial(random.output_layer(config), config.init_method)
 
     loss = LossSettings(args.label_smoothing, args.z_loss)
     reduce_scatter = config.sequence_parallel and args.position_embedding_type != "learned_absolute"
-    chunks[0].vocabulary = VocabularyShard(
+    models[0].vocabulary = VocabularyShard(
         shards,
         index,
         loss,

@@ -1,0 +1,73 @@
+"""``mpipe launch``: a script of Megatron-LM's, from a checkout that stays as it is, under our schedules.
+
+It reads its command line itself, since most of that is for others: torchrun, and the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import signal
+from collections.abc import Sequence
+
+from megatron.pipeline.cli.arguments import Commands, Parser, complain
+
+NAME = "launch"
+_HELP = "run Megatron-LM's own pretrain_gpt.py, or a script like it, under a schedule"
+_EPILOG = """\
+[torchrun options], such as --nproc-per-node 8, are for where torchrun or a batch system has not started this process yet.
+[flags] are Megatron-LM's, --pipeline-schedule and the other new ones, and --config FILE: mpipe launch SCRIPT --help lists them.
+
+  mpipe launch --nproc-per-node 8 Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ...
+  torchrun --nnodes 4 ... -m megatron.pipeline.cli launch Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ..."""
+
+
+def add(commands: Commands) -> None:
+    """For the list of commands."""
+    commands.add_parser(NAME, help=_HELP, add_help=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a script; returns its exit code, or 2 after one line on stderr that says what is wrong."""
+    from megatron.pipeline.launch import script
+
+    at = next((index for index, token in enumerate(arguments) if token.endswith(".py")), len(arguments))
+    own, others = _parser().parse_known_args(arguments[:at])
+    try:
+        run = script.prepare(others, arguments[at:], own.core)
+    except (ValueError, RuntimeError) as error:
+        return complain(f"{NAME}: {error}")
+    try:
+        run()  # what goes wrong in a script is told as Python does
+    finally:
+        _end_readers()
+    return 0
+
+
+def _end_readers() -> None:
+    """With --exit-signal-handler Megatron-LM's processes that read data outlive the SIGTERM by which Python would end them.
+
+    It would then wait for them for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error about them
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=f"mpipe {NAME}",
+        usage=f"mpipe {NAME} [--core checkout|pip] [torchrun options] SCRIPT [flags]",
+        description=_HELP,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--core",
+        choices=["checkout", "pip"],
+        default="checkout",
+        help="whose megatron.core runs: the checkout's, if it has one (default), or pip's",
+    )
+    return parser

@@ -1,0 +1,299 @@
+"""``mpipe memory``: what every rank of a training needs of its GPU's memory, and what would help where that is too much."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import re
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, report_flags
+from megatron.pipeline.cli.summary import check_output, plain_table, wrote
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.training.flags import CHUNK_FLAGS
+from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.tune.memory import GIB, OVERHEAD, RankMemory, predict
+from megatron.pipeline.tune.parameters import total_parameters
+
+# What leaves the number of chunks to the schedule.
+_OWN_CHUNKS = dict.fromkeys(CHUNK_FLAGS)
+# What makes any training one under megatron-core's own 1F1B.
+STOCK_1F1B: dict[str, Any] = _OWN_CHUNKS | {
+    "pipeline_schedule": "stock",
+    "pipeline_memory_limit": None,
+    "pipeline_costs": None,
+    "layer_redistribution": False,
+    "post_validation": False,
+    "post_validation_when": None,
+    "post_validation_copy": None,
+    "vocab_parallel": "off",
+    "vocab_logits_limit": None,
+    "vocab_mask_padding": False,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "offload": "off",
+    "offload_profile": False,
+    "offload_host_memory": None,
+    "offload_min_size": None,
+    "offload_cpu_bandwidth": None,
+    "offload_numa_binding": True,
+    "recompute_fused_backward": False,
+}
+ENOUGH = 16  # microbatches for each rank, to plan for
+NOTE = f"""\
+GiB of every pipeline rank. State: weights, gradients and optimizer. Activations: at their peak, with so many microbatches.
+Other: the largest temporary, and {OVERHEAD / GIB:g} GiB for CUDA, NCCL and what the allocator cannot use."""
+# A prediction neither reads nor writes these.
+_FILES = ("save", "load", "metrics", "tensorboard_dir", "pipeline_trace", "data_cache_path", "pipeline_costs_cache")
+_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+_WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+# What takes less memory, by the flags that would have to be added: what costs least time first.
+REMEDIES = (
+    "--use-distributed-optimizer",
+    "--vocab-parallel 2",
+    "--pipeline-schedule v-half",
+    "--pipeline-schedule v-min",
+    "--offload full",
+    "--pipeline-schedule v-half --offload full",
+    f"{_WHOLE_LAYERS} --recompute-fused-backward",
+    f"--pipeline-schedule v-min --vocab-parallel 2 {_WHOLE_LAYERS} --recompute-fused-backward",
+)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A training that could be started, and what its ranks need.
+
+    Attributes:
+        args: its flags, checked and completed.
+        schedule: what an iteration runs.
+        ranks: the memory of every pipeline rank.
+        microbatches: of an iteration, which may be more than the schedule has: see ``_fewer_microbatches``.
+    """
+
+    args: Namespace
+    schedule: Schedule
+    ranks: list[RankMemory]
+    microbatches: int
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+
+def add(commands: Commands) -> None:
+    help = "say what every rank of a training needs of its GPU's memory"
+    note = "All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. " + NOTE
+    report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
+    parser = commands.add_parser("memory", help=help, description=help, epilog=note, parents=[report], allow_abbrev=False)
+    parser.add_argument(
+        "--gpu-memory", type=_gpu_memory, default=80.0, metavar="X", help="of a GPU as on its label, in GB that are GiB (80)"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--data-parallel-size", type=_ranks, metavar="D", help="replicas of the model (default: 1)")
+    size.add_argument("--world-size", type=_ranks, metavar="N", help="all GPUs of the training")
+    parser.set_defaults(run=run, takes_flags=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_output(options)
+    flags = options.flags
+    prediction = predicted(flags, options.data_parallel_size or 1, options.world_size)
+    world = _world_size(prediction.args)
+    try:
+        baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
+    except ValueError:
+        baseline = None  # the model cannot be cut for it
+    limit = options.gpu_memory * GIB
+    remedies = list(_remedies(flags, world, limit)) if prediction.fullest.total > limit else []
+    told = report(prediction) | {
+        "gpu_memory": limit,
+        "fits": prediction.fullest.total <= limit,
+        "baseline": baseline and report(baseline),
+        "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
+    }
+    as_json = options.json or (options.output and Path(options.output).suffix == ".json")
+    content = json.dumps(told) if as_json else _text(prediction, baseline, options.gpu_memory, remedies)
+    if options.output:
+        Path(options.output).write_text(content + "\n", encoding="utf-8")
+        wrote(options.output)
+    else:
+        print(content)
+
+
+def predicted(
+    flags: list[str],
+    data_parallel_size: int = 1,
+    world_size: int | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+) -> Prediction:
+    """Plan a training on GPUs, and predict the memory of its ranks.
+
+    Args:
+        flags: of ``pretrain_gpt.py``; data may be left out, and nothing is written.
+        data_parallel_size: replicas of the model, where ``world_size`` is None.
+        world_size: number of all ranks.
+        changes: values by the names of flags that count in place of those in ``flags``: ``STOCK_1F1B``.
+
+    Raises:
+        ValueError: the flags are wrong, or there is no schedule for them; says what to change.
+    """
+    with warnings.catch_warnings():  # of optional packages that megatron-core does not find here
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        logging.getLogger("megatron.core").setLevel(logging.ERROR)
+        # Planning for training brings torch along, which no other command needs.
+        from megatron.core.transformer.enums import LayerType
+
+        from megatron.pipeline.model.layout import stage_layers
+        from megatron.pipeline.training.arguments import parse
+        from megatron.pipeline.training.config import microbatch_counts
+        from megatron.pipeline.training.planning import plan_pipeline
+        from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
+        from megatron.pipeline.training.validation import validate
+
+        args = parse(flags)
+        for name, value in {**dict.fromkeys(_FILES), "save_interval": None, "finetune": False, **changes}.items():
+            setattr(args, name, value)
+        args.mock_data = args.mock_data or not any(getattr(args, name) for name in _DATA)
+        # What is planned here runs on GPUs elsewhere, where fused attention is: only --transformer-impl local is without.
+        engine, args.transformer_impl, args.distributed_backend = args.transformer_impl, "local", None
+        model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+        world_size = world_size or data_parallel_size * model
+        if world_size > MOST_RANKS * MOST_RANKS or args.pipeline_model_parallel_size > MOST_RANKS:
+            raise ValueError(f"{args.pipeline_model_parallel_size} pipeline ranks of {world_size} are too many to plan for")
+        validate(args, world_size)
+        whole = max(microbatch_counts(args))
+        _fewer_microbatches(args)
+        args.transformer_impl = engine or "transformer_engine"
+        args.vocab_size = build_tokenizer(args).vocab_size
+        args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
+        pipeline = plan_pipeline(args, measure=False, evaluates=False)
+        microbatches = max(microbatch_counts(args))
+        if pipeline.is_stock:
+            ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
+            schedule = families.plan("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks=chunks)
+        else:
+            schedule = pipeline.plan(microbatches).schedule
+        layers = [row.count(LayerType.decoder) for row in stage_layers(args, schedule.placement)]
+        return Prediction(args, schedule, predict(args, schedule, layers), whole)
+
+
+def _fewer_microbatches(args: Namespace) -> None:
+    """Plan for no more microbatches than fill the pipeline a few times: what ranks hold at most is then reached."""
+    if args.pipeline_schedule.startswith("file:"):
+        return  # for one number of them
+    unit, ranks = args.micro_batch_size * args.data_parallel_size, args.pipeline_model_parallel_size
+    if args.global_batch_size > ENOUGH * ranks * unit:
+        args.rampup_batch_size, args.global_batch_size = None, ENOUGH * ranks * unit
+
+
+def report(prediction: Prediction) -> dict[str, Any]:
+    """What ``--json`` says of a training."""
+    args = prediction.args
+    return {
+        "schedule": args.pipeline_schedule,
+        "pp": args.pipeline_model_parallel_size,
+        "tp": args.tensor_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "dp": args.data_parallel_size,
+        "microbatches": prediction.microbatches,
+        "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
+        "overhead": OVERHEAD,
+        "peak_bytes": prediction.fullest.total,
+        "ranks": [asdict(rank) | {"total": rank.total} for rank in prediction.ranks],
+    }
+
+
+def _world_size(args: Namespace) -> int:
+    sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
+    return int(args.data_parallel_size * sizes[0] * sizes[1] * sizes[2])
+
+
+def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str, float]]:
+    """What would fit, with the bytes of its fullest rank."""
+    for remedy in REMEDIES:
+        try:
+            changes = _OWN_CHUNKS if "--pipeline-schedule" in remedy else {}
+            needed = predicted([*flags, *remedy.split()], world_size=world, changes=changes).fullest.total
+        except ValueError:
+            continue  # does not go together with the other flags
+        if needed <= limit:
+            yield remedy, needed
+
+
+def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float, remedies: list[tuple[str, float]]) -> str:
+    told = report(prediction)
+    sizes = " x ".join(f"{name.upper()} {told[name]}" for name in ("pp", "tp", "cp", "dp") if name == "pp" or told[name] > 1)
+    count = told["parameters"]
+    amount = f"{count / 1e9:.2f} billion" if count > 1e9 else f"{count / 1e6:.2f} million"
+    title = (
+        f"{_name(prediction.args)}: {amount} parameters, {sizes}, {told['microbatches']} "
+        f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
+    )
+    parts = [f"{title}\n\n{_table(prediction)}"]
+    if baseline and baseline.ranks != prediction.ranks:
+        parts.append(f"for comparison, {_name(baseline.args)}\n\n{_table(baseline)}")
+    fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
+    if fullest <= gpu_memory:
+        parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB")
+    else:
+        would = "\n".join(f"  {needed / GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
+        parts.append(
+            f"does not fit into {size}: the fullest rank needs {fullest:.1f} GiB. "
+            + (
+                f"What would, by its fullest rank:\n{would}"
+                if would
+                else "No flag that saves memory would help: take more ranks."
+            )
+        )
+    return "\n\n".join([*parts, NOTE])
+
+
+def _table(prediction: Prediction) -> str:
+    heads = ["rank", "layers", "parameters", "state", "activations", "microbatches", "other", "total"]
+    cells = [
+        [
+            str(number),
+            str(rank.layers),
+            f"{rank.parameters / 1e6:.1f}M",
+            f"{rank.state / GIB:.2f}",
+            f"{rank.activations / GIB:.2f}",
+            f"{rank.microbatches:.4g}",
+            f"{(rank.temporary + OVERHEAD) / GIB:.2f}",
+            f"{rank.total / GIB:.2f}",
+        ]
+        for number, rank in enumerate(prediction.ranks)
+    ]
+    return plain_table(heads, cells)
+
+
+def _name(args: Namespace) -> str:
+    """A schedule with what goes with it."""
+    return " ".join([args.pipeline_schedule, *_extras(args)])
+
+
+def _extras(args: Namespace) -> list[str]:
+    """What changes a schedule, by its flags."""
+    values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
+    return [f"{flag} {value}" for flag, value in values.items() if value != "off"]
+
+
+def _gpu_memory(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,5}(\.\d+)?)(GB)?", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a GPU's memory such as 80 or 80GB, got {text!r}")
+    return float(match[1])
+
+
+def _ranks(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,6}", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,44 @@
+"""Megatron-LM's own scripts under our schedules: ``mpipe launch PATH/pretrain_gpt.py ...``, with nothing changed in the checkout.
+
+At the top of any script of your own two lines do the same::
+
+    from megatron.pipeline.launch import install
+
+    install()
+
+``install`` adds our flags to ``megatron.training``'s parser. What they ask for is planned and proved while flags are validated,
+the model is cut by the placement as it is built, and the schedule runs where Megatron-LM calls its own.
+
+``run.py``      what one run of a script has: its flags, its pipeline, its model; called from ``patches/training_*.py``
+``check.py``    which of Megatron-LM's flags go with a schedule, and all flags as our own planning reads them
+``progress.py`` metrics, traces and measured costs of its iterations
+``script.py``   finds script, ``megatron.core`` and ``megatron.training``, and runs the script in this process or under torchrun
+``versions.py`` which ``megatron.core`` and ``megatron.training`` these are, and whether they belong together
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def install() -> None:
+    """Patch ``megatron.core`` and ``megatron.training``, before anything else of them is imported.
+
+    Raises:
+        RuntimeError: there is no ``megatron.training`` on Python's path, or it or ``megatron.core`` lacks what is relied on.
+    """
+    from megatron.pipeline import patches
+    from megatron.pipeline.launch.versions import check
+
+    versions = check()
+    if versions.difference and os.environ.get("RANK", "0") == "0":
+        print(f" WARNING: {versions.difference}", file=sys.stderr)
+    patches.install()  # before what follows imports names that older releases lack
+    from megatron.pipeline.launch.run import Run
+
+    try:
+        patches.install_training(Run(versions))
+    except ImportError as error:
+        why = versions.difference or f"install what it needs; it was found in {versions.training_path}"
+        raise RuntimeError(f"megatron.training cannot be imported ({error}): {why}") from error

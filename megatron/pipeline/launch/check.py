@@ -1,0 +1,124 @@
+"""What of Megatron-LM's flags goes with a schedule of ours, and the flags as our own planning reads them."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.pipeline.model.slices import check_slices
+from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
+from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.training.flags import CHUNK_FLAGS
+from megatron.pipeline.training.validation import check_new_flags, chunks_per_rank
+from megatron.pipeline.training.validation_experts import check_prediction
+
+
+def check_flags(args: Namespace) -> None:
+    """Refuse what a schedule of ours does not go with; ``args`` are as the parser has read them.
+
+    Sets ``args.chunks``: per rank, None for the schedule's own number.
+
+    Raises:
+        ValueError: says which flag, and what to do without it.
+    """
+    if args.post_validation:
+        raise ValueError(
+            "--post-validation takes the optimizer's step within the next iteration, which is the training loop's to do: use the "
+            "pretrain_gpt.py of megatron.pipeline, or leave --post-validation out"
+        )
+    if args.pipeline_schedule == STOCK:
+        return
+    order = "relies on the order of megatron-core's own schedules"
+    graphs = getattr(args, "cuda_graph_impl", "none") != "none" or getattr(args, "enable_cuda_graph", False)
+    unsupported = {
+        "use_torch_fsdp2": "shards parameters in a way that knows no delayed weight gradients",
+        "use_megatron_fsdp": "shards parameters in a way that knows no delayed weight gradients",
+        "use_legacy_models": "builds models that are not megatron-core's",
+        "yaml_cfg": "replaces all flags, ours too: give flags, or a --config file of flags",
+        "overlap_moe_expert_parallel_comm": order,
+        "delay_wgrad_compute": "delays weight gradients within megatron-core's own schedules; ours do so anyway",
+        "overlap_param_gather_with_optimizer_step": order,
+        "hybrid_context_parallel": order,
+        "fine_grained_activation_offloading": f"{order}; --offload full moves activations as the schedule says",
+        "defer_embedding_wgrad_compute": order,
+        "init_model_with_meta_device": "builds the model without the weights that are cut by the placement",
+    }
+    for name, reason in unsupported.items():
+        if getattr(args, name, None):
+            raise ValueError(f"--{name.replace('_', '-')} {reason}: leave it out, or take --pipeline-schedule stock")
+    if graphs:
+        raise ValueError(f"CUDA graphs: this {order}: switch them off, or take --pipeline-schedule stock")
+    args.chunks = chunks_per_rank(args)
+
+
+@contextmanager
+def hidden(args: Namespace) -> Iterator[None]:
+    """Keep flags about chunks from upstream's validation, which divides layers as an interleaved placement does."""
+    given = {name: getattr(args, name, None) for name in CHUNK_FLAGS}
+    for name in CHUNK_FLAGS:
+        setattr(args, name, None)
+    # With a layout, here of one stage a rank, upstream leaves the numbers of layers to it.
+    args.pipeline_model_parallel_layout = "|".join(["t"] * args.pipeline_model_parallel_size)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            setattr(args, name, value)
+
+
+def complete(args: Namespace) -> Namespace:
+    """A copy of the flags that upstream has validated, as our own program has them after ``validate``.
+
+    Raises:
+        ValueError: flags of ours contradict each other or upstream's.
+    """
+    from megatron.training import get_tokenizer
+
+    ours = copy.copy(args)
+    if args.rampup_batch_size is not None:
+        ours.rampup_batch_size = [int(size) for size in args.rampup_batch_size]
+    if args.pipeline_schedule == STOCK:
+        ours.chunks = args.virtual_pipeline_model_parallel_size
+    tokenizer = get_tokenizer() if args.vocab_size is None else None
+    ours.vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
+    check_new_flags(ours)
+    if args.pipeline_schedule != STOCK:
+        check_prediction(ours)
+    return ours
+
+
+def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> None:
+    """Refuse schedules that need what Megatron-LM's models do not do.
+
+    Raises:
+        ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes under dropout.
+    """
+    check_slices(args, pipeline.splits)
+    dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
+    recomputes = any(
+        work.kind is Kind.R for count in microbatches for row in pipeline.plan(count).schedule.passes for work in row
+    )
+    if dropout and (recomputes or pipeline.splits > 1):
+        what = "runs forwards again (R)" if recomputes else "runs slices of microbatches"
+        raise ValueError(
+            f"--pipeline-schedule {pipeline.name} {what}, and Megatron-LM's models would then draw other dropout masks: give "
+            "--attention-dropout 0 --hidden-dropout 0, another schedule, or use the pretrain_gpt.py of megatron.pipeline"
+        )
+
+
+def defaults_without_gpu() -> dict[str, object]:
+    """What Megatron-LM's flags have to be on a machine without a GPU; empty on others."""
+    if torch.cuda.is_available():
+        return {}
+    fusions = ("masked_softmax", "gradient_accumulation", "bias_gelu", "bias_swiglu", "bias_dropout", "apply_rope")
+    return {
+        "distributed_backend": "gloo",
+        "transformer_impl": "local",
+        "use_cpu_initialization": True,
+        "no_persist_layer_norm": True,
+        **{f"{name}_fusion": False for name in fusions},
+    }

@@ -1,0 +1,261 @@
+"""One run of a script of Megatron-LM's under our schedules: from its flags to its last iteration.
+
+Every method is called by a patch of ``megatron.training`` in place of an upstream function, which it gets as ``original``, in the
+order in which they stand here. Under ``--pipeline-schedule stock`` each calls the original and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.pipeline.patches import language_module
+from megatron.pipeline.patches import schedules as schedules_patch
+
+from megatron.pipeline.launch.check import check_flags, check_plan, complete, defaults_without_gpu, hidden
+from megatron.pipeline.launch.progress import Progress, is_last_rank
+from megatron.pipeline.launch.versions import Versions
+from megatron.pipeline.model import te_linear
+from megatron.pipeline.model.ends import Ends
+from megatron.pipeline.model.gpt import LowPrecision
+from megatron.pipeline.model.layout import PlacementLayout, stage_layers
+from megatron.pipeline.model.random import kept_random_states
+from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.model.stage import Stage
+from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
+from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
+from megatron.pipeline.runtime.watchdog import Watchdog
+from megatron.pipeline.training.arguments import with_config
+from megatron.pipeline.training.config import microbatch_counts
+from megatron.pipeline.training.flags import OFF, add_new_flags
+from megatron.pipeline.training.planning import plan_pipeline
+from megatron.pipeline.training.program import FIRST_WORD
+from megatron.pipeline.training.words import plan_in_words
+
+
+class Run:
+    """What one run has.
+
+    Attributes:
+        pipeline: which schedule it uses; None until flags are complete.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self._versions = versions
+        self._told: list[str] = []
+        self.pipeline: Pipeline | None = None
+        self._ours = Namespace()  # the flags as our own program has them
+        self._cut: PlacementLayout | None = None
+        self._progress: Progress | None = None
+
+    @property
+    def _placed(self) -> Pipeline | None:
+        """The pipeline, if it is not megatron-core's own."""
+        return None if self.pipeline is None or self.pipeline.is_stock else self.pipeline
+
+    # flags
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add ours to Megatron-LM's, and let ``--config FILE`` supply both kinds."""
+        add_new_flags(parser)
+        parser.set_defaults(pipeline_schedule=STOCK)
+        known = {action.dest for action in parser._actions}
+        parser.set_defaults(**{name: value for name, value in defaults_without_gpu().items() if name in known})
+        parse_known = parser.parse_known_args
+
+        def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+            with _refusing():
+                tokens = with_config(parser, sys.argv[1:] if args is None else args, self._tell)
+            return parse_known(tokens, namespace)
+
+        parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
+
+    def _tell(self, line: str) -> None:
+        """Say it once: upstream parses its flags several times."""
+        if line not in self._told:
+            print(f" {line}", flush=True)
+            self._told.append(line)
+
+    def validate(self, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
+        """Validate as upstream does, except for what a placement decides: how many chunks and layers a rank has."""
+        with _refusing():
+            check_flags(args)
+        if args.pipeline_schedule == STOCK:
+            return original(args, *rest, **options)
+        with hidden(args):
+            return original(args, *rest, **options)
+
+    def plan(self, args: Namespace) -> None:
+        """Plan every iteration; flags are complete, and no process group exists yet."""
+        with _refusing():
+            self._ours = complete(args)
+            self.pipeline = pipeline = plan_pipeline(self._ours)
+            if not pipeline.is_stock:
+                check_plan(self._ours, pipeline, microbatch_counts(self._ours))
+                layers = stage_layers(self._ours, pipeline.placement)
+                self._cut = PlacementLayout(layers, pipeline.placement)
+                chunks = pipeline.placement.chunks
+                args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+                args.masked_softmax_fusion = self._ours.masked_softmax_fusion
+        pipeline.install()
+        if not pipeline.is_stock:
+            schedules_patch.use(self._forward_backward)
+
+    # the model
+
+    def configure(self, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
+        """The transformer's configuration, cut by the placement."""
+        if self._cut is None:
+            return original(args, *rest, **options)
+        cut = copy.copy(args)  # what is saved in checkpoints stays as the user gave it
+        cut.pipeline_model_parallel_layout = self._cut
+        cut.decoder_first_pipeline_num_layers = cut.decoder_last_pipeline_num_layers = None
+        cut.account_for_embedding_in_pipeline_split = cut.account_for_loss_in_pipeline_split = False
+        cut.delay_wgrad_compute = False
+        config = original(cut, *rest, **options)
+        if args.transformer_impl == "transformer_engine":
+            te_linear.delay_weight_gradients(config)
+        return config
+
+    def build(self, original: Callable[..., Any], training: Any, provider: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        """Build this rank's chunks where the placement has them, with linears whose backward splits.
+
+        Args:
+            training: the module whose function builds models.
+        """
+        pipeline = self._placed
+        if pipeline is None:
+            return original(provider, *rest, **options)
+        placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
+        stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
+        models: list[Any] = []
+
+        def provide(pre_process: bool = True, post_process: bool = True, **given: Any) -> Any:
+            stage = stages[len(models)]
+            models.append(provider(pre_process=stage.first, post_process=stage.last, **given))
+            if len(models) == len(stages):
+                self._complete(models, stages)
+            return models[-1]
+
+        def low_precision(config: Any, model: Any) -> Any:
+            return LowPrecision(config, model, stages[models.index(model)], self._spreads)
+
+        args = training.get_args()
+        args.delay_wgrad_compute = True  # upstream's function copies it into the configuration of DDP
+        training.Float16Module = low_precision
+        try:
+            with language_module.ends_marked():
+                chunks = original(provide, *rest, **options)
+        finally:
+            args.delay_wgrad_compute = False
+            training.Float16Module = Float16Module
+        ends = Ends(placement)
+        ends.tie(chunks)
+        training.finalize_model_grads = ends.finalize_model_grads
+        return chunks
+
+    @property
+    def _spreads(self) -> bool:
+        return bool(self._ours.vocab_parallel != OFF)
+
+    def _complete(self, models: list[Any], stages: list[Stage]) -> None:
+        """What is left to do once all chunks are built."""
+        if self._spreads:
+            with kept_random_states():
+                spread_vocabulary(self._ours, models[0].config, models, stages)
+        for model in models:
+            split_weights(model, self._ours.recompute_fused_backward)
+
+    # the data
+
+    def needs_data(self, original: Callable[..., bool], chunk: int | None) -> bool:
+        """Whether a chunk reads microbatches."""
+        pipeline = self._placed
+        if pipeline is None:
+            return original(chunk)
+        stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), chunk or 0)
+        return stage.first or stage.last or (self._spreads and not chunk)
+
+    @property
+    def shares_whole_batches(self) -> bool:
+        """Whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
+        pipeline = self._placed
+        return pipeline is not None and (self._spreads or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0)
+
+    # iterations
+
+    def train(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        """The training loop, in which a rank that fails or hangs ends all, with a message that says where each was."""
+        pipeline, ours = self.pipeline, self._ours
+        assert pipeline is not None, "flags are validated before training"
+        if is_last_rank():
+            print(f" {self._versions.in_words}\n schedule {pipeline.name}", *plan_in_words(ours, pipeline), sep="\n", flush=True)
+        guard: AbstractContextManager[object] = nullcontext()
+        if not pipeline.is_stock:  # upstream's own schedules do not say where they are
+            guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, 60 * ours.distributed_timeout_minutes)
+        self._progress = Progress(ours, pipeline)
+        with guard, self._progress:
+            return original(*rest, **options)
+
+    def _forward_backward(self, **options: Any) -> list[Any]:
+        """An iteration; what the loss function reported is then on the last rank as well, where upstream looks for it."""
+        pipeline = self.pipeline
+        assert pipeline is not None
+        reports = pipeline.forward_backward(**options)
+        home, _ = pipeline.placement.home(pipeline.placement.last_stage)
+        last = pipeline.placement.ranks - 1
+        if home == last:
+            return reports
+        group = parallel_state.get_pipeline_model_parallel_group()
+        further = MTPLossLoggingHelper.tracker  # the losses of further tokens, which upstream logs from there
+        sent = [_on((reports, further.get("values")), torch.device("cpu")) if group.rank() == home else None]
+        torch.distributed.broadcast_object_list(sent, src=torch.distributed.get_global_rank(group, home), group=group)
+        if group.rank() != last:
+            return reports
+        reports, values = _on(sent[0], this_device())
+        if values is not None:
+            replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            further.update(values=values, reduce_group=None, avg_group=replicas)
+        return reports
+
+    def step(self, original: Callable[..., Any], training: Any, *rest: Any, **options: Any) -> Any:
+        """One training iteration, and what is told of it."""
+        began = time.perf_counter()
+        result = original(*rest, **options)
+        seconds = time.perf_counter() - began
+        if self._progress:
+            self._progress.step(training.get_args(), result, optimizer=rest[3], seconds=seconds)
+        return result
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What is wrong with the flags ends the program with one line, as Megatron-LM's own parser does."""
+    try:
+        yield
+    except ValueError as error:
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(FIRST_WORD)  # torchrun ends all ranks when one of them has ended
+        print(f"mpipe launch: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def _on(value: Any, device: torch.device) -> Any:
+    """The same with every tensor on a device."""
+    if torch.is_tensor(value):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: _on(item, device) for key, item in value.items()}
+    return type(value)(_on(item, device) for item in value) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,73 @@
+"""Running a script with Megatron-LM's own ``megatron.training``, in this process or on every rank under torchrun."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from megatron.pipeline.launch import install
+
+PIP, CHECKOUT = "pip", "checkout"
+
+
+def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT) -> Callable[[], object]:
+    """Get ready to run a script, with ``megatron.core`` and ``megatron.training`` patched.
+
+    Started by torchrun or a batch system, which set RANK, it runs in this process. Otherwise torchrun's options say how many
+    processes to start here; without any it is one.
+
+    Args:
+        options: torchrun's.
+        tokens: the script and its flags.
+        core: whose ``megatron.core`` to run, the checkout's or pip's.
+
+    Returns:
+        What runs it.
+
+    Raises:
+        ValueError: there is no script, or options do not fit the way this process was started.
+        RuntimeError: ``megatron.training`` is missing, or lacks what a patch relies on.
+    """
+    if not tokens:
+        raise ValueError("which script? mpipe launch PATH/pretrain_gpt.py [flags]")
+    script, flags = Path(tokens[0]), tokens[1:]
+    if not script.is_file():
+        raise ValueError(f"there is no script {script}")
+    if options and "RANK" in os.environ:
+        raise ValueError(
+            f"{' '.join(options)} before the script are options of torchrun, which has started this process already (RANK is "
+            f"{os.environ['RANK']}): leave them out here"
+        )
+    if options:
+        return partial(_under_torchrun, [*options, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
+    script = script.resolve()
+    _find(script.parent, core)
+    sys.argv = [str(script), *flags]
+    install()
+    return partial(runpy.run_path, str(script), run_name="__main__")
+
+
+def _under_torchrun(arguments: Sequence[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
+
+
+def _find(folder: Path, core: str) -> None:
+    """Make the script's folder the first that Python looks into; but for pip's ``megatron.core``, if that is asked for."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
+    if core == PIP:
+        importlib.import_module("megatron.core")  # as long as no other can be found
+    sys.path.insert(0, str(folder))
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return str(probe.getsockname()[1])

@@ -1,0 +1,77 @@
+"""Which ``megatron.core`` and ``megatron.training`` run together."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Where both come from.
+
+    Attributes:
+        core: version of the ``megatron.core`` that runs.
+        core_path: its folder.
+        training_path: the folder of ``megatron.training``.
+        checkout: version of the ``megatron.core`` beside ``megatron.training``; None where there is none.
+    """
+
+    core: str
+    core_path: Path
+    training_path: Path
+    checkout: str | None
+
+    @property
+    def in_words(self) -> str:
+        """Which these are, in a line."""
+        own = self.core_path.parent == self.training_path.parent
+        return f"megatron-core {self.core} {'of the checkout' if own else f'in {self.core_path}'}, {self.training_path}"
+
+    @property
+    def difference(self) -> str | None:
+        """What to do where the two are of different releases; None where they are of one."""
+        if self.checkout is None or _release(self.checkout) == _release(self.core):
+            return None
+        return (
+            f"{self.training_path} belongs to megatron-core {self.checkout}, and {self.core} runs: take the checkout's own ("
+            f"mpipe launch --core checkout), or pip install megatron-core=={self.checkout}"
+        )
+
+
+def check() -> Versions:
+    """Find both.
+
+    Raises:
+        RuntimeError: there is no ``megatron.training``.
+    """
+    import megatron.core
+
+    found = importlib.util.find_spec("megatron.training")
+    if found is None or found.origin is None:
+        raise RuntimeError(
+            "there is no megatron.training on Python's path, and pip's megatron-core has none: run the script in a checkout "
+            "of Megatron-LM (mpipe launch PATH/pretrain_gpt.py), or add the checkout to PYTHONPATH"
+        )
+    training = Path(found.origin).parent
+    core = Path(megatron.core.__file__).parent
+    return Versions(megatron.core.__version__, core, training, version_in(training.parent / "core"))
+
+
+def version_in(core: Path) -> str | None:
+    """The version that a folder ``megatron/core`` says it has, without importing it; None if it is no such folder."""
+    try:
+        text = (core / "package_info.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    parts = [re.search(rf"^{name} = [\"']?([\w.]*)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")]
+    if any(part is None for part in parts):
+        return None
+    major, minor, patch, pre = (part[1] for part in parts if part)
+    return f"{major}.{minor}.{patch}{pre}"
+
+
+def _release(version: str) -> list[str]:
+    return version.split(".")[:2]

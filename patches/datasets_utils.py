@@ -1,0 +1,24 @@
+"""megatron.core.datasets.utils: no compilation of what pip has compiled already.
+
+``compile_helpers``: Megatron-LM's start-up runs make beside megatron-core's datasets. pip's megatron-core has no Makefile there,
+but the compiled module, and upstream would end the program. Where that module is there and no Makefile is, it returns at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from megatron.pipeline.patches import upstream
+
+
+def install() -> None:
+    """Leave the compilation out where nothing is to be compiled.
+
+    Raises:
+        RuntimeError: megatron-core's version or one of its symbols is unknown.
+    """
+    utils = upstream.require("megatron.core.datasets.utils", ("compile_helpers",))
+    makefile = Path(str(utils.__file__)).with_name("Makefile")
+    if not makefile.exists() and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        utils.compile_helpers = lambda: None  # type: ignore[attr-defined]

@@ -1,0 +1,122 @@
+"""What older releases of megatron-core lack is given to them here, so that all else is written for the newest one alone.
+
+``process_groups_config.ProcessGroupCollection`` (0.15): 0.14 has a class for each purpose; one that holds any group stands in.
+``distributed.finalize_model_grads``: its ``pg_collection`` (0.15) is called ``grad_finalize_pgs`` in 0.14, whose schedules call
+``config.finalize_model_grads_func`` so; ``force_all_reduce`` (0.16) is new.
+``models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs`` (0.16): the specification of all layers, of which a stage takes some.
+``optimizer_param_scheduler.get_canonical_lr_for_logging`` (0.16.1): the learning rate of the groups without one of their own.
+``datasets.gpt_dataset.MockGPTLowLevelDataset``: made tokens are of the vocabulary, as they are from 0.16 on.
+``TransformerConfig``: settings of later features, as they are when these are not used.
+
+What is there already is left as it is, so that nothing here asks for a version.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from megatron.pipeline.patches import upstream
+
+_LATER_SETTINGS = {
+    "hybrid_context_parallel": False,
+    "fine_grained_activation_offloading": False,
+    # 0.14 has switches of these names instead.
+    "cuda_graph_impl": property(lambda config: "local" if config.enable_cuda_graph or config.external_cuda_graph else "none"),
+}
+
+
+def install() -> None:
+    """Add what is missing. To be called before the other patches, which look for it.
+
+    Raises:
+        RuntimeError: a symbol that should be there in every release is missing.
+    """
+    _add(upstream.require("megatron.core.process_groups_config", ()), "ProcessGroupCollection", SimpleNamespace)
+    _add(
+        upstream.require("megatron.core.optimizer_param_scheduler", ("OptimizerParamScheduler",)),
+        "get_canonical_lr_for_logging",
+        _learning_rate,
+    )
+    specs = upstream.require("megatron.core.models.gpt.gpt_layer_specs", ("get_gpt_decoder_block_spec",))
+    _add(specs, "get_gpt_decoder_layer_specs", functools.partial(_all_layers, specs.get_gpt_decoder_block_spec))
+    config = upstream.require("megatron.core.transformer", ("TransformerConfig",)).TransformerConfig
+    for name, value in _LATER_SETTINGS.items():
+        _add(config, name, value)
+    _finalize_by_newer_names()
+    datasets = upstream.require("megatron.core.datasets.gpt_dataset", ("MockGPTLowLevelDataset.__getitem__",))
+    _mock_tokens_of_the_vocabulary(datasets.MockGPTLowLevelDataset)
+
+
+def _add(owner: ModuleType | type, name: str, value: Any) -> None:
+    if not hasattr(owner, name):
+        setattr(owner, name, value)
+
+
+def _finalize_by_newer_names() -> None:
+    distributed = upstream.require("megatron.core.distributed", ("finalize_model_grads",))
+    original = distributed.finalize_model_grads
+    known = inspect.signature(original).parameters
+    if "force_all_reduce" in known:
+        return
+    groups_name = next(name for name in ("pg_collection", "grad_finalize_pgs") if name in known)
+
+    def finalize(model: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: bool | None = False) -> None:
+        if force_all_reduce:
+            raise ValueError(
+                "force_all_reduce needs megatron-core 0.16 or later: leave it out, or pip install 'megatron-core~=0.16.0'"
+            )
+        original(model, num_tokens, **{groups_name: pg_collection})
+
+    distributed.finalize_model_grads = finalize  # type: ignore[attr-defined]
+    if groups_name == "pg_collection":
+        return
+    schedules = upstream.require("megatron.core.pipeline_parallel.schedules", ("get_model_config",))
+    for name in [name for name in vars(schedules) if name.startswith("forward_backward_")]:
+        setattr(schedules, name, _finalizing_by_newer_names(getattr(schedules, name), schedules.get_model_config))
+
+
+def _finalizing_by_newer_names(forward_backward: Callable[..., Any], config_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """One of 0.14's schedules, for a configuration whose function has the newer names."""
+
+    def run(*, model: Any, **options: Any) -> Any:
+        config = config_of(model[0] if isinstance(model, list) else model)
+        finalize = config.finalize_model_grads_func
+        if finalize is None:
+            return forward_backward(model=model, **options)
+        config.finalize_model_grads_func = lambda chunks, num_tokens, grad_finalize_pgs: finalize(
+            chunks, num_tokens, pg_collection=grad_finalize_pgs
+        )
+        try:
+            return forward_backward(model=model, **options)
+        finally:
+            config.finalize_model_grads_func = finalize
+
+    return run
+
+
+def _all_layers(block_spec: Callable[..., Any], config: Any, *args: Any, **options: Any) -> list[Any]:
+    """The specification of every layer of the model: of the one stage of a pipeline of one."""
+    whole = copy.copy(config)
+    whole.pipeline_model_parallel_size, whole.virtual_pipeline_model_parallel_size = 1, None
+    whole.pipeline_model_parallel_layout = None
+    return list(block_spec(whole, *args, **options).layer_specs)
+
+
+def _learning_rate(param_groups: list[dict[str, Any]]) -> float | None:
+    return next((group.get("lr") for group in param_groups if not group.get("is_decoupled_lr")), None)
+
+
+def _mock_tokens_of_the_vocabulary(dataset: type[Any]) -> None:
+    original = dataset.__getitem__
+
+    def __getitem__(self: Any, index: int) -> Any:
+        return original(self, index) % self.tokenizer.vocab_size
+
+    # Later ones keep the vocabulary's size, and no tokenizer.
+    if "vocab_size" not in dataset.__init__.__code__.co_names and original.__module__ != __name__:
+        dataset.__getitem__ = __getitem__

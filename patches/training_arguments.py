@@ -1,0 +1,41 @@
+"""megatron.training.arguments: our flags beside Megatron-LM's.
+
+``add_megatron_arguments``: adds the flags of the schedules, and ``--config FILE``.
+``core_transformer_config_from_args``: the model's configuration is cut by the placement, which no flag of upstream's can express.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import ArgumentParser
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.patches import upstream
+
+if TYPE_CHECKING:
+    from megatron.pipeline.launch.run import Run
+
+
+def install(run: Run) -> None:
+    """Wrap both.
+
+    Raises:
+        RuntimeError: a symbol is unknown.
+    """
+    arguments = upstream.require("megatron.training.arguments", ("add_megatron_arguments", "core_transformer_config_from_args"))
+    add, configure = arguments.add_megatron_arguments, arguments.core_transformer_config_from_args
+
+    @functools.wraps(add)
+    def with_ours(parser: ArgumentParser) -> ArgumentParser:
+        parser = add(parser)
+        run.add_flags(parser)
+        return parser
+
+    arguments.add_megatron_arguments = with_ours  # type: ignore[attr-defined]
+
+    @functools.wraps(configure)
+    def cut(args: Any, *rest: Any, **options: Any) -> Any:
+        return run.configure(configure, args, *rest, **options)
+
+    for module in upstream.importers(arguments, "core_transformer_config_from_args"):
+        module.core_transformer_config_from_args = cut  # type: ignore[attr-defined]

@@ -1,0 +1,36 @@
+"""megatron.training without a GPU: what ``cpu.py`` does for megatron.core.
+
+Where no GPU is available (and only there)
+- every module of ``megatron.training`` gets a view of ``torch`` whose ``cuda`` is one device, the CPU: upstream asks for one
+  before it does anything else;
+- ``megatron.legacy.fused_kernels.load``, which looks for a CUDA compiler, does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.pipeline.patches import cpu, upstream
+
+
+def install() -> None:
+    """Redirect megatron.training to the CPU if there is no GPU; do nothing otherwise.
+
+    Raises:
+        RuntimeError: a symbol is unknown.
+    """
+    if torch.cuda.is_available():
+        return
+    view: Any = cpu.view_of_torch()
+    view.cuda.is_available = lambda: True
+    view.cuda.get_device_properties = lambda *_: SimpleNamespace(name="CPU", major=8, minor=0, total_memory=0)
+    kernels = upstream.require("megatron.legacy.fused_kernels", ("load",))
+    kernels.load = lambda _args: None  # type: ignore[attr-defined]
+    importlib.import_module("megatron.training")
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("megatron.training", "megatron.legacy")) and getattr(module, "torch", None) is torch:
+            module.torch = view  # type: ignore[attr-defined]

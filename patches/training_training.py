@@ -1,0 +1,45 @@
+"""megatron.training.training: where models are built and trained.
+
+``get_model``: builds each rank's chunks where the placement has them. While it runs, ``Float16Module`` knows which chunk is the
+last stage; after it, ``finalize_model_grads`` knows where the ends of the model are.
+``train``, ``train_step``: the watchdog around the loop, and what is measured of an iteration.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.patches import upstream
+
+if TYPE_CHECKING:
+    from megatron.pipeline.launch.run import Run
+
+
+def install(run: Run) -> None:
+    """Wrap them.
+
+    Raises:
+        RuntimeError: a symbol is unknown.
+    """
+    training: Any = upstream.require(
+        "megatron.training.training",
+        ("get_model", "train", "train_step", "get_args", "Float16Module", "finalize_model_grads", "get_forward_backward_func"),
+    )
+    get_model, train, train_step = training.get_model, training.train, training.train_step
+
+    @functools.wraps(get_model)
+    def built(provider: Any, *rest: Any, **options: Any) -> Any:
+        return run.build(get_model, training, provider, *rest, **options)
+
+    @functools.wraps(train)
+    def trained(*rest: Any, **options: Any) -> Any:
+        return run.train(train, *rest, **options)
+
+    @functools.wraps(train_step)
+    def stepped(*rest: Any, **options: Any) -> Any:
+        return run.step(train_step, training, *rest, **options)
+
+    for module in upstream.importers(training, "get_model"):
+        module.get_model = built  # type: ignore[attr-defined]
+    training.train, training.train_step = trained, stepped

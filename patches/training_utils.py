@@ -1,0 +1,53 @@
+"""megatron.training.utils: which ranks read data, and what tensor-parallel ranks tell each other of it.
+
+``is_first_or_last_pipeline_stage``: asks the placement. (Releases before 0.15 have none: their scripts read on the first and the
+last rank, which every placement that trains can do with.)
+``get_batch_on_this_tp_rank``: on a rank with both ends of the model, as on the first of a V, or with a shard of the vocabulary,
+all of the batch is broadcast, not the part that the first stage uses.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.patches import upstream
+
+if TYPE_CHECKING:
+    from megatron.pipeline.launch.run import Run
+
+
+def install(run: Run) -> None:
+    """Wrap both.
+
+    Raises:
+        RuntimeError: a symbol is unknown.
+    """
+    utils: Any = upstream.require("megatron.training.utils", ("get_batch_on_this_tp_rank",))
+    get_batch, is_end = utils.get_batch_on_this_tp_rank, getattr(utils, "is_first_or_last_pipeline_stage", None)
+
+    @functools.wraps(get_batch)
+    def batch(data: Any, *rest: Any, **options: Any) -> Any:
+        if not run.shares_whole_batches:
+            return get_batch(data, *rest, **options)
+        if "mtp_on_this_rank" in inspect.signature(get_batch).parameters:
+            return get_batch(data, mtp_on_this_rank=True)  # a rank for further tokens needs all of a batch, too
+        args = utils.get_args()
+        size, args.pipeline_model_parallel_size = args.pipeline_model_parallel_size, 1  # as does the only rank of a pipeline
+        try:
+            return get_batch(data)
+        finally:
+            args.pipeline_model_parallel_size = size
+
+    for module in upstream.importers(utils, "get_batch_on_this_tp_rank"):
+        module.get_batch_on_this_tp_rank = batch  # type: ignore[attr-defined]
+    if is_end is None:
+        return
+
+    @functools.wraps(is_end)
+    def needs_data(vp_stage: int | None) -> bool:
+        return run.needs_data(is_end, vp_stage)
+
+    for module in upstream.importers(utils, "is_first_or_last_pipeline_stage"):
+        module.is_first_or_last_pipeline_stage = needs_data  # type: ignore[attr-defined]

@@ -1,0 +1,5 @@
+"""Upstream compiles kernels here."""
+
+
+def load(args):
+    raise RuntimeError("there is no CUDA compiler")

@@ -1,0 +1,89 @@
+"""Stands for Megatron-LM's pretrain_gpt.py; see megatron/training/__init__.py beside it."""
+
+import zlib
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.training import get_args, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import get_batch_on_this_tp_rank, is_first_or_last_pipeline_stage
+
+NAMES = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def model_provider(pre_process=True, post_process=True, vp_stage=None):
+    args = get_args()
+    return GPTModel(
+        config=core_transformer_config_from_args(args),
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.seq_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+    )
+
+
+class Samples:
+    """Like upstream's, it can only say what is next."""
+
+    def __init__(self):
+        self._random = torch.Generator().manual_seed(1 + mpu.get_data_parallel_rank())
+
+    def __next__(self):
+        args = get_args()
+        text = torch.randint(args.vocab_size, (args.micro_batch_size, args.seq_length + 1), generator=self._random)
+        positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1).contiguous()
+        mask = torch.ones(args.micro_batch_size, args.seq_length)
+        mask[:, ::3] = 0
+        return dict(zip(NAMES, (text[:, :-1].contiguous(), text[:, 1:].contiguous(), mask, positions), strict=True))
+
+
+def datasets_provider(vp_stage=None):
+    here = is_first_or_last_pipeline_stage(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+    return Samples() if here else None
+
+
+def loss_func(loss_mask, output_tensor, model=None):
+    losses, mask = output_tensor.view(-1).float(), loss_mask.view(-1)
+    loss, tokens = torch.sum(losses * mask), mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator, model):
+    chunk = get_attr_wrapped_model(model, "vp_stage")
+    batch = get_batch_on_this_tp_rank(data_iterator) if is_first_or_last_pipeline_stage(chunk) else dict.fromkeys(NAMES)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    return output, partial(loss_func, batch["loss_mask"], model=model)
+
+
+def same_weights_everywhere(model):
+    """Stands for a checkpoint: weights that depend on their name and their layer, not on the rank."""
+    args = get_args()
+    for part in unwrap_model(model):
+        layers = {f"decoder.layers.{number}.": f"layer {layer.layer_number}." for number, layer in enumerate(part.decoder.layers)}
+        for name, parameter in part.named_parameters():
+            here = next((prefix for prefix in layers if name.startswith(prefix)), "")
+            if parameter.dim() > 1 and "vocabulary" not in name:
+                tied = "output_layer" in name and not args.untie_embeddings_and_output_weights
+                draw(parameter, "embedding.word_embeddings.weight" if tied else layers.get(here, "") + name.removeprefix(here))
+        if hasattr(part, "vocabulary"):
+            rows = torch.empty(args.padded_vocab_size, args.hidden_size)
+            draw(rows, "embedding.word_embeddings.weight")
+            shards, index = part.vocabulary.shards, part.vocabulary.index
+            own, count = shards.own(index), shards.stored(index)
+            part.vocabulary.embedding.weight.data[:count] = rows[own.start : own.start + count]
+
+
+def draw(parameter, key):
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    parameter.data.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+if __name__ == "__main__":
+    pretrain(datasets_provider, model_provider, forward_step, same_weights_everywhere)

@@ -1,0 +1,213 @@
+"""``mpipe launch``: scripts of Megatron-LM's under our schedules.
+
+Those with a real checkout of Megatron-LM run where MEGATRON_LM names one, with what its scripts import (six, regex, pydantic,
+triton); the others with a stand-in that has the functions that our patches look for (stand_in/).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from launch import launched
+from pool import forked, free_port
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.launch.versions import Versions, version_in
+
+STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
+CHECKOUT = os.environ.get("MEGATRON_LM")
+UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
+needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
+SIZES = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 "
+    "--global-batch-size 16 --lr 1e-2 --vocab-size 61 --attention-dropout 0 --hidden-dropout 0 "
+)
+ON_UPSTREAM = (
+    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --train-iters 5 "
+)
+
+
+Steps = list[tuple[float, float]]
+
+
+def launch(directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "") -> Steps:
+    """Losses and gradient norms of a run that must end well."""
+    codes, output, metrics = run(directory, script, flags, ranks, before)
+    assert codes == [0] * ranks, output
+    return metrics
+
+
+def run(
+    directory: Path, script: Path, flags: str, ranks: int, before: str = "", started: int | None = None
+) -> tuple[list[int | None], str, Steps]:
+    """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms."""
+    directory.mkdir(parents=True, exist_ok=True)
+    port, output, metrics = free_port(), directory / "output", directory / "metrics.jsonl"
+    arguments = [*before.split(), str(script), *flags.split(), "--pipeline-model-parallel-size", "2", "--metrics", str(metrics)]
+    processes = [forked(launched.rank, number, ranks, port, output, arguments) for number in range(started or ranks)]
+    for process in processes:
+        process.join(timeout=300)
+        process.kill()
+        process.join()
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    steps = [(step["loss"], step["grad_norm"]) for step in map(json.loads, lines)]
+    return [process.exitcode for process in processes], output.read_text(), steps
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """What the stand-in trains under megatron-core's own 1F1B."""
+    return launch(tmp_path_factory.mktemp("stock"), STAND_IN, SIZES + "--train-iters 3")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "zb-h1",
+        "v-half",
+        "interleaved --num-layers-per-virtual-pipeline-stage 2",
+        "1f1b --num-layers-in-first-pipeline-stage 3",
+        "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
+    ],
+)
+def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flags: str) -> None:
+    found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 --pipeline-schedule {flags.format(tmp_path=tmp_path)}")
+    assert [loss for loss, _ in found] == [loss for loss, _ in stock]
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-6)
+    assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
+
+
+@pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", "seq-1f1b", "gis-h --offload full"])
+def test_losses_agree_where_sums_are_reordered(tmp_path: Path, stock: Steps, flags: str) -> None:
+    found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 --pipeline-schedule {flags}")
+    assert found == [pytest.approx(step, rel=1e-5) for step in stock]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    "flags", ["--use-distributed-optimizer --overlap-grad-reduce", "--tensor-model-parallel-size 2", "--bf16"]
+)
+def test_layouts(tmp_path: Path, flags: str) -> None:
+    flags = f"{SIZES} --train-iters 3 --untie-embeddings-and-output-weights {flags}"
+    alone, placed = (
+        launch(tmp_path / name, STAND_IN, f"{flags} --pipeline-schedule {name}", ranks=4) for name in ("stock", "zb-v")
+    )
+    assert [loss for loss, _ in placed] == [loss for loss, _ in alone]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("zb-v --post-validation", "--post-validation takes the optimizer's step within the next iteration"),
+        ("zb-w", "unknown schedule 'zb-w'"),
+        ("zb-v --num-layers 7 --num-layers-per-virtual-pipeline-stage 2", "is not a multiple of 2 pipeline ranks x 2 layers"),
+        ("v-half --pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
+        ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: [Errno 2] No such file"),
+    ],
+)
+def test_flags_are_refused_in_one_line_before_anything_starts(tmp_path: Path, flags: str, words: str) -> None:
+    flags = f"{SIZES} --train-iters 3 --pipeline-schedule {flags.format(tmp_path=tmp_path)}"
+    codes, output, _ = run(tmp_path, STAND_IN, flags, ranks=2, started=1)
+    assert codes == [2], output
+    assert [line for line in output.splitlines() if line.startswith("mpipe launch: ") and words in line], output
+    assert "Traceback" not in output
+
+
+def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:
+    config = tmp_path / "tiny.yaml"
+    config.write_text("pipeline-schedule: zb-h2\ntrain-iters: 9\nlr: 1e-2\n")
+    sizes = SIZES.replace("--lr 1e-2", "")
+    assert launch(tmp_path, STAND_IN, f"{sizes} --config {config} --train-iters 3") == stock
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "which script?"),
+        (["nowhere/pretrain_gpt.py"], "there is no script nowhere/pretrain_gpt.py"),
+        (["--core", "mine", str(STAND_IN)], "invalid choice: 'mine'"),
+    ],
+)
+def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["launch", *arguments])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_torchruns_options_are_for_whom_torchrun_has_not_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    assert main(["launch", "--nproc-per-node", "4", str(STAND_IN)]) == 2
+    assert "which has started this process already (RANK is 3)" in capsys.readouterr().err
+
+
+def test_versions_that_differ_are_named(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = 'rc2'\n")
+    assert version_in(tmp_path / "core") == "0.17.1rc2"
+    assert version_in(tmp_path) is None
+    different = Versions("0.16.1", Path("/pip/core"), tmp_path / "training", "0.17.1rc2").difference
+    assert different and "training belongs to megatron-core 0.17.1rc2, and 0.16.1 runs: take the checkout's own" in different
+    assert Versions("0.16.1", tmp_path / "core", tmp_path / "training", "0.16.0").difference is None
+
+
+def test_a_checkout_whose_modules_are_missing_is_told_in_one_line(tmp_path: Path) -> None:
+    for name, text in {
+        "pretrain_gpt.py": "raise SystemExit('it must not run')",
+        "megatron/core/package_info.py": "MAJOR = 0\nMINOR = 12\nPATCH = 0\nPRE_RELEASE = ''\n",
+        "megatron/training/__init__.py": "import megatron.core.models.retro_of_old",
+        "megatron/legacy/fused_kernels/__init__.py": "def load(args): ...",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    codes, output, _ = run(tmp_path / "run", tmp_path / "pretrain_gpt.py", "", ranks=1, before="--core pip")
+    assert codes == [2], output
+    errors = [line for line in output.splitlines() if line.startswith("mpipe: launch: megatron.training cannot be imported")]
+    assert len(errors) == 1 and "retro_of_old" in errors[0] and "belongs to megatron-core 0.12.0, and 0.16" in errors[0], output
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_upstreams_own_script(tmp_path: Path) -> None:
+    # Upstream draws weights by rank, so a placement starts from a checkpoint.
+    checkpoint = f"{SIZES} {ON_UPSTREAM} --{{}} {tmp_path}/checkpoint "
+    launch(tmp_path / "start", UPSTREAM, checkpoint.format("save") + "--save-interval 1 --exit-interval 1", before="--core pip")
+    found = {
+        name: launch(tmp_path / name, UPSTREAM, f"{checkpoint.format('load')} --pipeline-schedule {name}", before="--core pip")
+        for name in ("stock", "zb-h1", "v-half")
+    }
+    assert len(found["stock"]) == 4  # and one before the checkpoint
+    for steps in found.values():
+        assert [loss for loss, _ in steps] == [loss for loss, _ in found["stock"]]
+        assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in found["stock"]], rel=1e-6)
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_upstreams_own_script_with_its_own_core(tmp_path: Path) -> None:
+    pytest.importorskip("pybind11", reason="a checkout compiles its datasets with pybind11")
+    command = [sys.executable, "-m", "megatron.pipeline.cli", "launch", "--standalone", "--nproc-per-node", "2", str(UPSTREAM)]
+    # In a virtual environment the python3-config that make finds may be another Python's.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MAKEFLAGS": "-e", "LIBEXT": sysconfig.get_config_var("EXT_SUFFIX")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    losses = []
+    for schedule in ("stock", "zb-h1"):
+        metrics = tmp_path / f"{schedule}.jsonl"
+        flags = f"{SIZES} {ON_UPSTREAM} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --metrics {metrics}"
+        done = subprocess.run(
+            [*command, *flags.split()], env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"of the checkout, {UPSTREAM.parent}" in done.stdout
+        losses.append([json.loads(line)["loss"] for line in metrics.read_text().splitlines()])
+    assert losses[0] == losses[1] and len(losses[0]) == 5
