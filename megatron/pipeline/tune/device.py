@@ -1,0 +1,229 @@
+"""How fast a GPU computes, moves its memory and talks to others: one JSON file for each kind, shipped or measured.
+
+The files in ``devices/`` have what makers publish, and one efficiency that is fitted to published trainings. Those that
+``mpipe tune --measure`` writes have what was measured on a machine, times of single layers included.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_SHIPPED = Path(__file__).parent / "devices"
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way between GPUs.
+
+    Attributes:
+        latency: seconds that a message takes, however short.
+        bandwidth: bytes per second that each GPU of a node gets in one direction, while all of them use the link.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: float) -> float:
+        """Of one message of so many bytes."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+    def all_gather(self, size: float, ranks: int) -> float:
+        """Seconds until every rank has the parts of all, or, in a reduce-scatter, its part of the sum of all: a ring.
+
+        Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", section 4.1.
+
+        Args:
+            size: bytes of all parts together.
+        """
+        return (ranks - 1) * (self.latency + size / ranks / self.bandwidth) if size else 0.0
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds until every rank has the sum: a reduce-scatter and an all-gather."""
+        return 2 * self.all_gather(size, ranks)
+
+    def all_to_all(self, size: float, ranks: int) -> float:
+        """Seconds until every rank has sent its part of ``size`` bytes of its own to each other one."""
+        return (ranks - 1) * (self.latency + size / ranks / self.bandwidth) if size else 0.0
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """Seconds of the passes of one transformer layer, as one rank of those that share it runs it, without communication.
+
+    Attributes:
+        hidden: width of the residual stream.
+        queries, keys_and_values, ffn: widths of what the rank has of attention and of the MLP.
+        gated: whether the MLP has two matrices before its activation.
+        seq, microbatch: tokens of a sample, and samples.
+        number: bytes of an activation.
+        fused: whether attention is fused.
+        forward, backward, weight: seconds of F, B and W.
+    """
+
+    hidden: int
+    queries: float
+    keys_and_values: float
+    ffn: float
+    gated: bool
+    seq: int
+    microbatch: int
+    number: int
+    fused: bool
+    forward: float
+    backward: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU, and what connects several.
+
+    Attributes:
+        name: for people.
+        memory: bytes of it.
+        peak: operations per second in 16 bits.
+        efficiency: the share of ``peak``, and of ``bandwidth``, that kernels reach in a training.
+        bandwidth: bytes per second of its memory.
+        within: between all GPUs of a node, for collectives.
+        hop: between two GPUs of a node, for the messages of neighbouring stages.
+        between: between nodes, each GPU's share.
+        to_host, to_device: bytes per second to host memory and from there, of one direction with nothing else on the way.
+        layers: what was measured of single layers, which counts for these in place of the efficiency.
+        source: where the figures are from.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    name: str
+    memory: float
+    peak: float
+    efficiency: float
+    bandwidth: float
+    within: Link
+    hop: Link
+    between: Link
+    to_host: float
+    to_device: float
+    layers: tuple[MeasuredLayer, ...] = ()
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "peak", "bandwidth", "to_host", "to_device"):
+            _positive(f"the {name} of a device", getattr(self, name))
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"the efficiency of a device is a share above 0 and of at most 1, got {self.efficiency:g}")
+        for name in ("within", "hop", "between"):
+            link = getattr(self, name)
+            _positive(f"the bandwidth of {name}", link.bandwidth)
+            if not 0 <= link.latency < 1:
+                raise ValueError(f"the latency of {name} must be seconds of at least 0 and below 1, got {link.latency:g}")
+        for layer in self.layers:
+            for name in ("forward", "backward", "weight"):
+                _positive(f"{name} of a measured layer", getattr(layer, name))
+
+    def seconds(self, operations: float) -> float:
+        """Of products."""
+        return operations / (self.peak * self.efficiency)
+
+    def moving(self, size: float) -> float:
+        """Seconds in which kernels read and write so many bytes of its memory."""
+        return size / (self.bandwidth * self.efficiency)
+
+    def with_links(self, bandwidth: float) -> Device:
+        """The same with links of one bandwidth and no latency."""
+        link = Link(0.0, bandwidth)
+        return replace(self, within=link, hop=link, between=link)
+
+    def to_json(self) -> str:
+        """What ``from_json`` reads back."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Device:
+        """A device from its file.
+
+        Raises:
+            ValueError: not JSON, a field is missing or unknown, or a number is out of range.
+        """
+        try:
+            told = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not a device: invalid JSON ({error})") from None
+        row = _row("a device", told, cls)
+        for name in ("within", "hop", "between"):
+            row[name] = Link(**_row(f"{name} of a device", row[name], Link))
+        layers = row.get("layers", [])
+        if not isinstance(layers, list):
+            raise ValueError(f"layers of a device must be a list, got {layers!r}")
+        row["layers"] = tuple(MeasuredLayer(**_row("a measured layer", layer, MeasuredLayer)) for layer in layers)
+        return cls(**row)
+
+
+def shipped() -> list[str]:
+    """The names of the devices that come with the package."""
+    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+
+
+@cache
+def named(name: str) -> Device:
+    """A device that comes with the package.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if name not in shipped():
+        near = difflib.get_close_matches(name, shipped(), cutoff=0.3)
+        meant = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(
+            f"unknown GPU {name!r}; known are {', '.join(shipped())}, and files that mpipe tune --measure has written{meant}"
+        )
+    return Device.from_json((_SHIPPED / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def read(name: str) -> Device:
+    """A device by its name, or from a file whose name ends in .json.
+
+    Raises:
+        ValueError: there is none, or the file is malformed; the message names it.
+    """
+    if not name.endswith(".json"):
+        return named(name)
+    try:
+        return Device.from_json(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _row(what: str, told: object, kind: type[Any]) -> dict[str, Any]:
+    """The fields of a dataclass from a JSON object: numbers where it has numbers, words where it has words."""
+    known = {field.name: field for field in fields(kind)}
+    if not isinstance(told, dict):
+        raise ValueError(f"{what}: expected an object with {', '.join(known)}, got {str(told)[:60]}")
+    missing = [name for name in known if name not in told and name not in ("layers", "source")]
+    unknown = [name for name in told if name not in known]
+    if missing or unknown:
+        raise ValueError(
+            f"{what}: {'missing ' + missing[0] if missing else 'unknown field ' + repr(unknown[0])}; it has {', '.join(known)}"
+        )
+    for name, value in told.items():
+        expected = {"str": str, "bool": bool, "int": int}.get(str(known[name].type))
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if (expected and type(value) is not expected) or (known[name].type == "float" and not number):
+            raise ValueError(
+                f"{what}: {name} must be {'a number' if expected is None else f'of type {known[name].type}'}, got {value!r}"
+            )
+    return dict(told)
+
+
+def _positive(what: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{what} must be a number above 0, got {value:g}")
