@@ -9,6 +9,7 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -146,23 +147,17 @@ def predicted(
     Raises:
         ValueError: the flags are wrong, or there is no schedule for them; says what to change.
     """
-    with warnings.catch_warnings():  # of optional packages that megatron-core does not find here
-        warnings.filterwarnings("ignore", module=r"megatron\.core")
-        logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    with quietly():
         # Planning for training brings torch along, which no other command needs.
         from megatron.core.transformer.enums import LayerType
 
         from megatron.pipeline.model.layout import stage_layers
-        from megatron.pipeline.training.arguments import parse
         from megatron.pipeline.training.config import microbatch_counts
         from megatron.pipeline.training.planning import plan_pipeline
         from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
         from megatron.pipeline.training.validation import validate
 
-        args = parse(flags)
-        for name, value in {**dict.fromkeys(_FILES), "save_interval": None, "finetune": False, **changes}.items():
-            setattr(args, name, value)
-        args.mock_data = args.mock_data or not any(getattr(args, name) for name in _DATA)
+        args = read_flags(flags, changes)
         # What is planned here runs on GPUs elsewhere, where fused attention is: only --transformer-impl local is without.
         engine, args.transformer_impl, args.distributed_backend = args.transformer_impl, "local", None
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -184,6 +179,33 @@ def predicted(
             schedule = pipeline.plan(microbatches).schedule
         layers = [row.count(LayerType.decoder) for row in stage_layers(args, schedule.placement)]
         return Prediction(args, schedule, predict(args, schedule, layers), whole)
+
+
+def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
+    """Flags of ``pretrain_gpt.py``, not validated yet, of a training that nobody starts: it needs no data, and writes nothing.
+
+    Args:
+        changes: values by the names of flags that count in place of those in ``flags``.
+
+    Raises:
+        ValueError: a flag is unknown or has a wrong value.
+    """
+    from megatron.pipeline.training.arguments import parse
+
+    args = parse(flags)
+    for name, value in {**dict.fromkeys(_FILES), "save_interval": None, "finetune": False, **changes}.items():
+        setattr(args, name, value)
+    args.mock_data = args.mock_data or not any(getattr(args, name) for name in _DATA)
+    return args
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without megatron-core's warnings of optional packages that it does not find here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.core")
+        logging.getLogger("megatron.core").setLevel(logging.ERROR)
+        yield
 
 
 def _fewer_microbatches(args: Namespace) -> None:
