@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.problem import Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transform import without_copies
-from megatron.pipeline.tune.offload import HIDDEN_SIZES, MACHINES, SEQUENCE_LENGTHS, grid
+from megatron.pipeline.tune.offload import HIDDEN_SIZES, DEVICES, SEQUENCE_LENGTHS, grid
 
 _READ = """\
 k by hidden size and sequence length, of models whose heads share 8 groups: the time in which a layer's activations are copied to
@@ -90,8 +90,8 @@ def _allocated(schedule: Schedule, costs: Costs) -> list[float]:
 def k_table() -> str:
     """k over hidden size and sequence length, and how to read it."""
     tables = []
-    for name, machine in MACHINES.items():
-        cells = [[str(hidden), *(f"{k:.2f}" for k in row)] for hidden, row in zip(HIDDEN_SIZES, grid(machine), strict=True)]
+    for name, device in DEVICES.items():
+        cells = [[str(hidden), *(f"{k:.2f}" for k in row)] for hidden, row in zip(HIDDEN_SIZES, grid(device), strict=True)]
         tables.append(
             f"k, {name}, by hidden size and sequence length\n{plain_table(['hidden', *map(str, SEQUENCE_LENGTHS)], cells)}"
         )

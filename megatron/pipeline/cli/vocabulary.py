@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.tune.balance import balanced_layers
-from megatron.pipeline.tune.estimate import Device, estimate
+from megatron.pipeline.tune.device import Device, named
+from megatron.pipeline.tune.estimate import estimate
 from megatron.pipeline.tune.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
 from megatron.pipeline.tune.parameters import parameter_bytes
 
@@ -27,6 +28,7 @@ METHODS: dict[str, tuple[Vocabulary | None, bool]] = {
     "redistribution": (None, True),
     **{str(vocabulary): (vocabulary, False) for vocabulary in (Vocabulary.INTERLACED, *Vocabulary)},
 }
+DEVICE = "A100-80GB"
 MODEL = """\
 MFU: operations of the model's matrix products, without recomputation, over what all ranks could do in the planned makespan.
 Time: products at {efficiency:.0%} of {peak:g} TFLOP/s, wherever they are; embeddings at {bandwidth:g} GB/s, messages and
@@ -36,7 +38,7 @@ off: layers spread evenly. redistribution: so that the heaviest rank is as light
 
 def add(commands: Commands) -> None:
     help = "compare what --vocab-parallel and --layer-redistribution gain, over sizes of the vocabulary"
-    device = Device()
+    device = named(DEVICE)
     note = " ".join(_model(device, STATE_BYTES).split())
     report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
     parser = commands.add_parser("vocabulary", help=help, description=help, epilog=note, parents=[size_flags(), report])
@@ -56,7 +58,7 @@ def add(commands: Commands) -> None:
         ("peak", device.peak / 1e12, "TFLOP/s of a GPU in 16 bits"),
         ("efficiency", device.efficiency, "share of it that matrix products reach"),
         ("bandwidth", device.bandwidth / 1e9, "GB/s of its memory"),
-        ("link", device.link / 1e9, "GB/s to another rank"),
+        ("link", device.hop.bandwidth / 1e9, "GB/s to another rank"),
         ("state-bytes", STATE_BYTES, "bytes of a parameter with its gradient and its optimizer's state"),
     ):
         shape(f"--{name}", type=_number, default=value, metavar="X", help=f"{what} (default: {value:g})")
@@ -71,7 +73,8 @@ def run(options: argparse.Namespace) -> None:
         )
     if options.layers * options.pp > MOST_PASSES:
         raise ValueError(f"{options.layers} layers are too many to share out over {options.pp} ranks; take fewer")
-    device = Device(options.peak * 1e12, options.efficiency, options.bandwidth * 1e9, options.link * 1e9)
+    given = {"peak": options.peak * 1e12, "efficiency": options.efficiency, "bandwidth": options.bandwidth * 1e9}
+    device = replace(named(DEVICE), **given).with_links(options.link * 1e9)
     shape = Shape.plain(options.layers, options.hidden, options.heads, options.seq, 1, options.micro_batch_size)
     rows = [_row(options, device, name, shape.with_vocabulary(size)) for name in METHODS for size in options.sizes]
     told = {
@@ -146,7 +149,7 @@ def _model(device: Device, state: float) -> str:
         efficiency=device.efficiency,
         peak=device.peak / 1e12,
         bandwidth=device.bandwidth / 1e9,
-        link=device.link / 1e9,
+        link=device.hop.bandwidth / 1e9,
         state=state,
     )
 

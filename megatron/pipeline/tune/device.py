@@ -90,6 +90,7 @@ class Device:
         peak: operations per second in 16 bits.
         efficiency: the share of ``peak``, and of ``bandwidth``, that kernels reach in a training.
         bandwidth: bytes per second of its memory.
+        latency: seconds that a pass takes to begin and to end.
         within: between all GPUs of a node, for collectives.
         hop: between two GPUs of a node, for the messages of neighbouring stages.
         between: between nodes, each GPU's share.
@@ -106,6 +107,7 @@ class Device:
     peak: float
     efficiency: float
     bandwidth: float
+    latency: float
     within: Link
     hop: Link
     between: Link
@@ -122,8 +124,8 @@ class Device:
         for name in ("within", "hop", "between"):
             link = getattr(self, name)
             _positive(f"the bandwidth of {name}", link.bandwidth)
-            if not 0 <= link.latency < 1:
-                raise ValueError(f"the latency of {name} must be seconds of at least 0 and below 1, got {link.latency:g}")
+            _moment(f"the latency of {name}", link.latency)
+        _moment("the latency of a device", self.latency)
         for layer in self.layers:
             for name in ("forward", "backward", "weight"):
                 _positive(f"{name} of a measured layer", getattr(layer, name))
@@ -227,3 +229,8 @@ def _row(what: str, told: object, kind: type[Any]) -> dict[str, Any]:
 def _positive(what: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise ValueError(f"{what} must be a number above 0, got {value:g}")
+
+
+def _moment(what: str, value: float) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{what} must be seconds of at least 0 and below 1, got {value:g}")

@@ -1,51 +1,28 @@
 """From what a GPT has to compute and to hold to what passes cost on a device.
 
-The model of time: products run at a share of the device's peak, the same for all; looking up embeddings takes what it reads and
-writes at the memory's bandwidth; a message takes its bytes at the link's, as does a collective its largest, the hidden states.
-Nothing else takes time; ranks that share layers or sequences have equal parts of it. The model of memory is that of
-``activations``; ``memory`` adds all else that a rank needs.
+The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same share
+of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to begin. A
+layer that was measured takes what was measured in place of the first two. The model of memory is that of ``activations``; ``memory`` adds all else
+that a rank needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from megatron.pipeline.model.vocabulary.layout import Shards
-from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.passes import Kind, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.tune import activations, gpt
+from megatron.pipeline.tune import activations, gpt, traffic
 from megatron.pipeline.tune.activations import Held
+from megatron.pipeline.tune.device import Device, MeasuredLayer
 from megatron.pipeline.tune.gpt import Shape, Work
+from megatron.pipeline.tune.links import Links, hop_seconds, layer_communication
 
-
-@dataclass(frozen=True)
-class Device:
-    """How fast a GPU is; by default an A100 of 80 GB within its node.
-
-    Attributes:
-        peak: operations per second in 16 bits.
-        efficiency: the share of them that products reach in a training, with all that runs between them.
-        bandwidth: bytes per second of its memory.
-        link: bytes per second to another rank.
-    """
-
-    peak: float = 312e12
-    efficiency: float = 0.55
-    bandwidth: float = 2e12
-    link: float = 250e9
-
-    def __post_init__(self) -> None:
-        for name in ("peak", "bandwidth", "link"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"the {name} of a device must be above 0, got {getattr(self, name):g}")
-        if not 0 < self.efficiency <= 1:
-            raise ValueError(f"the efficiency of a device is a share above 0 and of at most 1, got {self.efficiency:g}")
-
-    def seconds(self, operations: float) -> float:
-        """Of products."""
-        return operations / (self.peak * self.efficiency)
+# What megatron-core's own schedules wait for in every F and every B: 1F1B for both directions, and interleaved where messages do not
+# overlap (--no-overlap-p2p-communication) for those of an F and a B at once.
+EXPOSED_HOPS = {"1f1b": 1.0, "interleaved": 0.5}
 
 
 def estimate(
@@ -55,6 +32,8 @@ def estimate(
     device: Device,
     vocabulary: Vocabulary | None = None,
     split: bool = True,
+    links: Links | None = None,
+    exposed_hops: float = 0.0,
 ) -> Costs:
     """Seconds and bytes of every pass.
 
@@ -62,56 +41,98 @@ def estimate(
         layers: of every stage, in the model's order.
         vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
         split: whether the schedule has B and W apart: what B makes again is then held until W.
+        links: what ranks talk over; by default all of them are on one node.
+        exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see
+            ``EXPOSED_HOPS``.
     """
-    share = shape.holding.of_cut_layers
-    work = gpt.layer_work(shape).times(share)
+    links = links or Links.within(device)
+    seconds, hop = layer_seconds(shape, device, links), hop_seconds(shape, links)
+    gap = device.latency + exposed_hops * hop
 
-    def stage(count: int) -> StageCosts:
-        return _stage(device, work.times(count), activations.held_by_stage(shape, count, split))
+    def stage(count: int, gap: float = 0.0) -> StageCosts:
+        waits = Work(gap, gap, device.latency if gap else 0.0)
+        return _stage(seconds.times(count).plus(waits), activations.held_by_stage(shape, count, split), waits.weight)
 
-    stages = [stage(count) for count in layers]
-    hop = activations.hidden_bytes(shape) / device.link
+    stages = [stage(count, gap) for count in layers]
+    copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
     if vocabulary is not None:
-        return Costs(tuple(stages), hop, shard_costs(shape, placement.ranks, device, vocabulary))
+        return Costs(tuple(stages), hop, shard_costs(shape, placement.ranks, device, vocabulary, links), copies)
     ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.further * [(placement.last_stage, stage(1)), (placement.last_stage, output_costs(shape, device))]
     for index, more in ends:
         stages[index] = _sum(stages[index], more)
-    return Costs(tuple(stages), hop)
+    return Costs(tuple(stages), hop, copies=copies)
+
+
+def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
+    """Seconds of F, B and W of one layer, on one of the ranks that share it."""
+    attention = _seconds(device, gpt.attention_work(shape).times(shape.holding.of_cut_layers))
+    waits = layer_communication(shape, links, (attention.forward, attention.backward))
+    measured = measured_layer(shape, device)
+    own = computing_seconds(shape, device) if measured is None else Work(measured.forward, measured.backward, measured.weight)
+    return own.plus(Work(*waits, 0.0))
+
+
+def computing_seconds(shape: Shape, device: Device) -> Work:
+    """The same from the device's efficiency, and without communication.
+
+    All of attention counts, also what a causal mask hides: its kernels leave that out, and are less efficient than products.
+    """
+    forward, backward = map(device.moving, traffic.layer_traffic(shape))
+    return _seconds(device, gpt.layer_work(shape).times(shape.holding.of_cut_layers)).plus(Work(forward, backward, 0.0))
+
+
+def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
+    """What was measured of a layer of this size, if it was."""
+    held = shape.holding
+    wanted = layer_size(shape)
+    if held.context > 1 or shape.experts:
+        return None
+    return next((layer for layer in device.layers if _size(layer) == wanted), None)
+
+
+def layer_size(shape: Shape) -> tuple[float, ...]:
+    """What makes layers alike on one of the ranks that share them: the first fields of ``MeasuredLayer``."""
+    held = shape.holding
+    widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
+    return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices)
 
 
 def embedding_costs(shape: Shape, device: Device) -> StageCosts:
-    """What the embedding adds to the first stage: F reads rows and writes them; B reads the gradient and adds it in float32."""
-    part = activations.hidden_bytes(shape) / device.bandwidth
-    return StageCosts(2 * part, 5 * part, 0.0, 0.0, 0.0)
+    """What the embedding adds to the first stage."""
+    forward, backward = map(device.moving, traffic.embedding_traffic(shape))
+    return StageCosts(forward, backward, 0.0, 0.0, 0.0)
 
 
 def output_costs(shape: Shape, device: Device) -> StageCosts:
     """What the output layer and the loss add to the last stage."""
     kept = activations.output_activation(shape)
-    work = gpt.output_work(shape).times(shape.holding.of_cut_layers)
-    return _stage(device, work, Held(kept, kept, kept))
+    work = _seconds(device, gpt.output_work(shape).times(shape.holding.of_cut_layers))
+    forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.holding.tensor))
+    return _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, kept))
 
 
-def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary) -> VocabularyCosts:
+def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:
     """The costs of every rank's share of embedding and output layer.
 
     Of the three products with a shard's rows, S has the logits and with one barrier the gradient by its input, T the others
     (arXiv 2411.05288, algorithms 1 and 2). IF writes hidden states, of which it reads its own rows, IB reads all gradients and
     adds those of its own rows in float32.
     """
+    links = links or Links.within(device)
     rows = shards(shape, ranks).rows
     product = device.seconds(gpt.row_work(shape) * rows) / shape.holding.context
     early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
-    part = activations.hidden_bytes(shape) / device.bandwidth
+    loss = list(map(device.moving, traffic.loss_traffic(shape, rows, spread=True)))
+    part = activations.hidden_bytes(shape)
     return VocabularyCosts(
-        S=early * product,
-        T=(3 - early) * product,
-        IF=(1 + 1 / ranks) * part,
-        IB=(1 + 4 / ranks) * part,
+        S=device.latency + early * product + loss[0] + (loss[1] if early == 2 else 0.0),
+        T=device.latency + (3 - early) * product + (loss[1] if early == 1 else 0.0),
+        IF=device.latency + device.moving((1 + 1 / ranks) * part),
+        IB=device.latency + device.moving((1 + 4 / ranks) * part),
         activation=activations.shard_activation(shape, rows),
-        exchange=activations.hidden_bytes(shape) / device.link,
+        exchange=links.hop.all_gather(part, ranks),
     )
 
 
@@ -120,9 +141,27 @@ def shards(shape: Shape, ranks: int) -> Shards:
     return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
 
 
-def _stage(device: Device, work: Work, held: Held) -> StageCosts:
-    forward, backward, weight = map(device.seconds, work)
-    return StageCosts(forward, backward, weight, held.activation, held.retained, recompute=forward, checkpoint=held.checkpoint)
+def _size(layer: MeasuredLayer) -> tuple[float, ...]:
+    return tuple(vars(layer).values())[: len(vars(layer)) - 3]
+
+
+def _seconds(device: Device, work: Work) -> Work:
+    return Work(*map(device.seconds, work))
+
+
+def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:
+    """Args: saved: seconds that B and W as one pass take less."""
+    forward, backward, weight = seconds
+    return StageCosts(
+        forward,
+        backward,
+        weight,
+        held.activation,
+        held.retained,
+        fused=backward + weight - saved,
+        recompute=forward,
+        checkpoint=held.checkpoint,
+    )
 
 
 def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
@@ -132,6 +171,7 @@ def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
         one.weight + other.weight,
         one.activation + other.activation,
         one.retained + other.retained,
+        fused=one.seconds(Kind.BW) + other.seconds(Kind.BW),
         recompute=one.recompute + other.recompute,
         checkpoint=one.checkpoint + other.checkpoint,
     )

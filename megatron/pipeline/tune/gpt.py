@@ -17,7 +17,7 @@ STATE_BYTES = HALF + SINGLE + 3 * SINGLE
 
 
 class Work(NamedTuple):
-    """Operations of one microbatch: forward, backward for the input, backward for the weights."""
+    """Operations, or seconds, of one microbatch: forward, backward for the input, backward for the weights."""
 
     forward: float
     backward: float
@@ -29,6 +29,9 @@ class Work(NamedTuple):
 
     def times(self, count: float) -> Work:
         return Work(*(count * operations for operations in self))
+
+    def plus(self, other: Work) -> Work:
+        return Work(*(one + more for one, more in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -262,8 +265,13 @@ def layer_work(shape: Shape, causal: bool = False) -> Work:
         causal: count only the half of those two that no mask hides, instead of the whole as both papers do.
     """
     products = 2 * shape.tokens * shape.layer_weights
-    attention = 4 * shape.tokens * shape.seq * shape.queries * (0.5 if causal else 1.0)
-    return Work(products + attention, products + 2 * attention, products)
+    return Work(products, products, products).plus(attention_work(shape, causal))
+
+
+def attention_work(shape: Shape, causal: bool = False) -> Work:
+    """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h."""
+    each = 4 * shape.tokens * shape.seq * shape.queries * (0.5 if causal else 1.0)
+    return Work(each, 2 * each, 0.0)
 
 
 def output_work(shape: Shape) -> Work:

@@ -20,13 +20,15 @@ from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.schedule.transform import fuse, recompute
 from megatron.pipeline.tune import activations, gpt
-from megatron.pipeline.tune.estimate import Device, estimate
+from megatron.pipeline.tune.device import named
+from megatron.pipeline.tune.estimate import estimate
 from megatron.pipeline.tune.gpt import SINGLE, Shape
 from megatron.pipeline.tune.parameters import Parameters, parameters
 
 GIB = 2**30
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
 OVERHEAD = 2 * GIB
+_ANY = "A100-80GB"  # memory is the same on all
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
     microbatches = activation_peaks(schedule, uniform(placement))
     schedule = _recomputed(args, shape, schedule)
     split = any(work.kind is Kind.W for row in schedule.passes for work in row)
-    costs = estimate(shape, placement, layers, Device(), schedule.vocabulary, split)
+    costs = estimate(shape, placement, layers, named(_ANY), schedule.vocabulary, split)
     counts = parameters(shape, placement, layers, schedule.vocabulary, not args.untie_embeddings_and_output_weights)
     held = activation_peaks(schedule, costs)
     output_rank = None if schedule.vocabulary else placement.home(placement.last_stage)[0]

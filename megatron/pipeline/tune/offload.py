@@ -7,10 +7,10 @@ half of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from megatron.pipeline.tune import activations, gpt
-from megatron.pipeline.tune.estimate import Device
+from megatron.pipeline.tune.device import Device, named
 from megatron.pipeline.tune.gpt import Shape
 
 HIDDEN_SIZES = (4096, 5120, 6144, 7168, 8192, 10240)
@@ -19,51 +19,32 @@ SEQUENCE_LENGTHS = (4096, 8192, 16384, 32768)
 _UNEXPLAINED = 0.755  # see ``published_k``
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A GPU with its way to host memory.
-
-    Attributes:
-        device: how fast it computes.
-        to_host, to_device: bytes per second to host memory and from there, of one direction with nothing else on the way.
-    """
-
-    device: Device
-    to_host: float
-    to_device: float
-
-    def __post_init__(self) -> None:
-        for name in ("to_host", "to_device"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} of a machine must be a number of bytes per second above 0, got {getattr(self, name):g}")
-
-
 # What the paper's authors reach in training: 220 and 440 TFLOP/s, and 15 and 21 GB/s.
-MACHINES = {
-    "A100": Machine(Device(peak=312e12, efficiency=220 / 312), 15e9, 15e9),
-    "H100": Machine(Device(peak=989e12, efficiency=440 / 989), 21e9, 21e9),
+DEVICES = {
+    "A100": replace(named("A100-80GB"), efficiency=220 / 312, to_host=15e9, to_device=15e9),
+    "H100": replace(named("H100-80GB"), efficiency=440 / 989, to_host=21e9, to_device=21e9),
 }
 
 
-def k_of(shape: Shape, machine: Machine, kept: float | None = None) -> float:
+def k_of(shape: Shape, device: Device, kept: float | None = None) -> float:
     """Seconds in which a layer's activations go to host memory and back, over the seconds of its F, B and W.
 
     Args:
         kept: bytes of a layer and microbatch that are copied; by default all that F keeps, ``activations.layer_activation``.
     """
     kept = activations.layer_activation(shape) if kept is None else kept
-    return kept * (1 / machine.to_host + 1 / machine.to_device) / machine.device.seconds(gpt.layer_work(shape).total)
+    return kept * (1 / device.to_host + 1 / device.to_device) / device.seconds(gpt.layer_work(shape).total)
 
 
-def copy_seconds(shape: Shape, machine: Machine, work: float, kept: float | None = None) -> tuple[float, float]:
+def copy_seconds(shape: Shape, device: Device, work: float, kept: float | None = None) -> tuple[float, float]:
     """What D2H and H2D of a rank's microbatch take, in the unit in which its F, B and W take ``work``: ``--cost D2H=..,H2D=..``.
 
     Args:
         work: F + B + W of a rank, such as 3 where each takes 1.
         kept: as in ``k_of``.
     """
-    both = work * k_of(shape, machine, kept)
-    to_device = both * machine.to_host / (machine.to_host + machine.to_device)
+    both = work * k_of(shape, device, kept)
+    to_device = both * device.to_host / (device.to_host + device.to_device)
     return both - to_device, to_device
 
 
@@ -77,7 +58,7 @@ def lean_activation(shape: Shape) -> float:
     return shape.tokens * (attention + gpt.HALF * (2 if shape.gated else 1) * shape.ffn)
 
 
-def published_k(hidden: int, seq: int, machine: Machine) -> float:
+def published_k(hidden: int, seq: int, device: Device) -> float:
     """k of the models in figure 1 of the paper: heads 128 wide that share 8 groups of keys and values.
 
     Formula 1 as it is printed, 10/(3(6h + s)) times operations over bytes per second, is that of heads that share nothing, and
@@ -85,9 +66,9 @@ def published_k(hidden: int, seq: int, machine: Machine) -> float:
     the same, and all 24 agree with c = 0.755 bytes per token and unit of width, which the paper does not explain.
     """
     shape = replace(Shape.plain(1, hidden, hidden // 128, seq, 1), groups=8)
-    return k_of(shape, machine, lean_activation(shape) + _UNEXPLAINED * shape.tokens * shape.hidden)
+    return k_of(shape, device, lean_activation(shape) + _UNEXPLAINED * shape.tokens * shape.hidden)
 
 
-def grid(machine: Machine) -> list[list[float]]:
+def grid(device: Device) -> list[list[float]]:
     """``published_k`` for all ``HIDDEN_SIZES`` (rows) and ``SEQUENCE_LENGTHS`` (columns)."""
-    return [[published_k(hidden, seq, machine) for seq in SEQUENCE_LENGTHS] for hidden in HIDDEN_SIZES]
+    return [[published_k(hidden, seq, device) for seq in SEQUENCE_LENGTHS] for hidden in HIDDEN_SIZES]
