@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.passes import Kind
+from megatron.pipeline.schedule.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks
 from megatron.pipeline.schedule.transform import fuse, recompute
@@ -79,28 +80,58 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
             "give one number for every stage"
         )
     microbatches = activation_peaks(schedule, uniform(placement))
-    schedule = _recomputed(args, shape, schedule)
+    schedule = recomputed(args, shape, schedule)
     split = any(work.kind is Kind.W for row in schedule.passes for work in row)
     costs = estimate(shape, placement, layers, named(_ANY), schedule.vocabulary, split)
-    counts = parameters(shape, placement, layers, schedule.vocabulary, not args.untie_embeddings_and_output_weights)
     held = activation_peaks(schedule, costs)
-    output_rank = None if schedule.vocabulary else placement.home(placement.last_stage)[0]
     found = []
-    for rank, (stages, count, peak) in enumerate(zip(placement.stages, counts, held, strict=True)):
-        mine = sum(layers[stage] for stage in stages)
-        temporary = activations.layer_temporary(shape) if mine else 0.0
-        if rank == output_rank:
-            temporary = max(temporary, activations.output_temporary(shape))
+    besides = beside_activations(args, placement, layers, schedule.vocabulary)
+    for rank, (stages, beside, peak) in enumerate(zip(placement.stages, besides, held, strict=True)):
         found.append(
             RankMemory(
-                layers=mine,
-                parameters=count.total,
-                state=state_bytes(args, count),
+                layers=sum(layers[stage] for stage in stages),
+                parameters=beside.count.total,
+                state=beside.state,
                 activations=peak,
                 microbatches=microbatches[rank],
-                temporary=max(temporary, step_bytes(args, count) - peak),
+                temporary=max(beside.temporary, step_bytes(args, beside.count) - peak),
             )
         )
+    return found
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a rank needs beside its activations, in bytes, whatever its schedule.
+
+    Attributes:
+        count: its parameters.
+        state, temporary: as in ``RankMemory``, the latter without the optimizer's step.
+    """
+
+    count: Parameters
+    state: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        """With ``OVERHEAD``: what is left of a GPU is for activations."""
+        return self.state + self.temporary + OVERHEAD
+
+
+def beside_activations(
+    args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
+) -> list[Beside]:
+    """What every rank needs beside its activations; arguments as in ``predict``."""
+    shape = Shape.of(args)
+    counts = parameters(shape, placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
+    output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
+    found = []
+    for rank, (stages, count) in enumerate(zip(placement.stages, counts, strict=True)):
+        temporary = activations.layer_temporary(shape) if sum(layers[stage] for stage in stages) else 0.0
+        if rank == output_rank:
+            temporary = max(temporary, activations.output_temporary(shape))
+        found.append(Beside(count, state_bytes(args, count), temporary))
     return found
 
 
@@ -115,19 +146,20 @@ def state_bytes(args: Namespace, count: Parameters) -> float:
     moments = 2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0)
     optimizer = moments + (SINGLE if weight < SINGLE else 0)
     undo = moments + SINGLE if args.post_validation and args.post_validation_copy == "device" else 0
-    return count.total * (weight + _gradient(args)) + (optimizer + undo) * _optimizer_parameters(args, count)
+    return count.total * (weight + gradient_bytes(args)) + (optimizer + undo) * optimizer_parameters(args, count)
 
 
 def step_bytes(args: Namespace, count: Parameters) -> float:
     """Bytes that the optimizer's step makes: gradients in float32, where they are not."""
-    return SINGLE * _optimizer_parameters(args, count) if _gradient(args) < SINGLE else 0.0
+    return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE else 0.0
 
 
-def _gradient(args: Namespace) -> int:
+def gradient_bytes(args: Namespace) -> int:
+    """Of one parameter."""
     return SINGLE if args.accumulate_allreduce_grads_in_fp32 else gpt.number_bytes(args)
 
 
-def _optimizer_parameters(args: Namespace, count: Parameters) -> float:
+def optimizer_parameters(args: Namespace, count: Parameters) -> float:
     """Of how many parameters a rank has the optimizer's state."""
     if not args.use_distributed_optimizer:
         return count.total
@@ -138,7 +170,7 @@ def _optimizer_parameters(args: Namespace, count: Parameters) -> float:
     return count.dense / copies + count.expert / (copies * args.tensor_model_parallel_size / share)
 
 
-def _recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
+def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
     """The schedule with an R where B makes activations again; one that has R already stays."""
     if not shape.holding.recomputes:
         return schedule
