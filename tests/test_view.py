@@ -322,7 +322,7 @@ def test_the_script_knows_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's scripts")
-@pytest.mark.parametrize("name", ["model.js", "paint.js", "main.js"])
+@pytest.mark.parametrize("name", ["model.js", "paint.js", "timelines.js", "main.js"])
 def test_scripts_are_javascript(name: str) -> None:
     subprocess.run(["node", "--check", str(Path(page.__file__).parent / "web" / name)], check=True, timeout=30)
 

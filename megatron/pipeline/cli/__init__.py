@@ -1,19 +1,25 @@
-"""``mpipe``: plan, simulate, verify, draw, compare and export pipeline schedules, and launch scripts. One file per command."""
+"""``mpipe``: plan, simulate, verify, draw, compare, export and explore schedules, and launch scripts. One file per command."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
-from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, simulate, vocabulary
+from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or 2 after one line on stderr that says what is wrong."""
+def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespace], None] | None = None) -> int:
+    """Run one command; returns the exit code: 0, or 2 after one line on stderr that says what is wrong.
+
+    Args:
+        arguments: the command line; by default that of this process.
+        act: what is done with the flags, instead of what the command does.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == launch.NAME:
         return launch.main(arguments[1:])
@@ -22,19 +28,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _run(arguments)
+        return _run(arguments, act)
     finally:
         if collects:
             gc.enable()
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None) -> int:
     try:
         options, flags = _parser().parse_known_args(arguments)
         if flags and not getattr(options, "takes_flags", False):
             _parser().error(f"unrecognized arguments: {' '.join(flags)}")
         options.flags = flags
-        options.run(options)
+        (act or options.run)(options)
         if sys.stdout is not None:  # a process may be started without one
             sys.stdout.flush()
     except BrokenPipeError:
@@ -57,8 +63,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     commands = parser.add_subparsers(
-        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|launch", required=True, parser_class=Parser
+        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|serve|launch", required=True, parser_class=Parser
     )
-    for command in (plan, simulate, draw, compare, export, vocabulary, memory, launch):
+    for command in (plan, simulate, draw, compare, export, vocabulary, memory, serve, launch):
         command.add(commands)
     return parser

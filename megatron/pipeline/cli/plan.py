@@ -16,7 +16,7 @@ from megatron.pipeline.cli.arguments import (
     seconds,
     size_flags,
 )
-from megatron.pipeline.cli.case import gap
+from megatron.pipeline.cli.case import Case, gap
 from megatron.pipeline.cli.offload import k_table, wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
@@ -61,6 +61,16 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     check_output(options)
+    case, data, table = plan(options)
+    put(data, case.timeline, options, table, f"\n\n{k_table()}" if "offload" in data else "")
+
+
+def plan(options: argparse.Namespace) -> tuple[Case, dict[str, Any], str]:
+    """The schedule that the flags ask for, what ``--json`` says of it, and a table of what else was tried, if anything was.
+
+    Raises:
+        ValueError: the flags do not fit each other, or there is no such schedule.
+    """
     name = options.schedule
     if name.startswith("file:"):
         path = name.removeprefix("file:")
@@ -84,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
         found = optimum(case.problem, seconds=options.exact, hint=case.schedule)
         value = data[str(case.problem.objective)]
         data["exact"] = {"value": found.value, "bound": found.bound, "proven": found.proven, "gap": gap(value, found.bound)}
-    put(data, case.timeline, options, table, f"\n\n{k_table()}" if "offload" in data else "")
+    return case, data, table
 
 
 def _choose(options: argparse.Namespace) -> tuple[Choice, list[Candidate], list[Refusal]]:

@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.simulate import activation_changes, activation_p
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.view.style import COLOURS, LIGHTEST, MEANING
 
-_TEMPLATES = Path(__file__).parent / "web"
+WEB = Path(__file__).parent / "web"
 _KINDS = list(Kind)
 
 
@@ -71,26 +71,33 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
     """
     if not entries:
         raise ValueError("nothing to show: give at least one timeline")
-    data = {
-        "unit": unit,
-        "kinds": [{"name": kind, "meaning": MEANING[kind], "colour": COLOURS[kind]} for kind in _KINDS],
-        "lightest": LIGHTEST,
-        "entries": [_encoded(entry) for entry in entries],
-    }
-    scripts = (_TEMPLATES / name for name in ("model.js", "paint.js", "main.js"))
+    data = {"unit": unit, **looks(), "entries": [encoded(entry) for entry in entries]}
+    scripts = (WEB / name for name in ("model.js", "paint.js", "timelines.js", "main.js"))
     parts = {
         "title": html.escape(title),
-        "style": _read(_TEMPLATES / "page.css"),
+        "style": _read(WEB / "page.css"),
         "script": "\n".join(map(_read, scripts)),
         # Within a script element, "<" could begin the tag that ends it.
         "data": json.dumps(data).replace("<", "\\u003c"),
     }
-    page = re.sub(r"\{\{(\w+)\}\}", lambda marker: parts[marker[1]], _read(_TEMPLATES / "page.html"))
+    page = re.sub(r"\{\{(\w+)\}\}", lambda marker: parts[marker[1]], _read(WEB / "page.html"))
     Path(path).write_text(page, encoding="utf-8")
 
 
-def _encoded(entry: Entry) -> dict[str, Any]:
-    """An entry as JSON takes it."""
+def looks() -> dict[str, Any]:
+    """How passes look, for the page's scripts: every kind's name, meaning and colour, and how light the last chunk is."""
+    return {
+        "kinds": [{"name": kind, "meaning": MEANING[kind], "colour": COLOURS[kind]} for kind in _KINDS],
+        "lightest": LIGHTEST,
+    }
+
+
+def encoded(entry: Entry) -> dict[str, Any]:
+    """An entry as the page's scripts read it, and as JSON takes it.
+
+    Raises:
+        ValueError: a microbatch or chunk is numbered beyond what a page can hold.
+    """
     changes: list[float] = []
     if entry.schedule is not None and entry.costs is not None:
         changes = [change for rank in activation_changes(entry.schedule, entry.costs) for change in rank]

@@ -51,25 +51,31 @@ function stack(pen, shares, colours, left, bin, bottom, height) {
 }
 
 class Chart {
-  constructor(canvas, panels, kinds, lightest, unit) {
+  constructor(canvas, kinds, lightest, unit) {
     this.canvas = canvas;
-    this.panels = panels;
+    this.lightest = lightest;
     this.unit = unit;
-    this.total = Math.max(...panels.map((panel) => panel.makespan)) || 1;
-    this.peak = Math.max(...panels.map((panel) => panel.peak));
-    this.hasLanes = panels.some((panel) => panel.copies);
     this.colours = kinds.map((kind) => kind.colour);
-    for (const panel of panels) {
-      const chunks = [...Array(panel.chunkCount).keys()];
-      panel.shades = this.colours.map((colour) => chunks.map((chunk) => shade(colour, chunk, panel.chunkCount, lightest)));
-    }
-    this.from = 0; // the time range in view
-    this.to = this.total;
     this.scroll = 0; // how far the content is scrolled down
     this.boxHeight = 18;
     this.showMemory = false;
+    this.setPanels([]);
+  }
+
+  /** Take other panels; the time range in view stays if it was a part of all. */
+  setPanels(panels) {
+    const zoomed = this.panels?.length && this.to - this.from < this.total;
+    this.panels = panels;
+    this.total = Math.max(0, ...panels.map((panel) => panel.makespan)) || 1;
+    this.peak = Math.max(0, ...panels.map((panel) => panel.peak));
+    this.hasLanes = panels.some((panel) => panel.copies);
+    for (const panel of panels) {
+      const chunks = [...Array(panel.chunkCount).keys()];
+      panel.shades = this.colours.map((colour) => chunks.map((chunk) => shade(colour, chunk, panel.chunkCount, this.lightest)));
+    }
     this.pointer = null; // {panel, rank, time, pass} below the mouse
     this.selected = null; // {panel, pass, passes, links}
+    this.show(zoomed ? this.from : 0, zoomed ? this.to : this.total); // the time range in view
   }
 
   /** Take the size and the theme of the window, and place the panels below each other. Returns the height of all. */

@@ -1,0 +1,48 @@
+"""``mpipe serve``: a local page to try schedules on."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.pipeline.cli.arguments import Commands
+
+
+def add(commands: Commands) -> None:
+    help = "open a page in the browser to try schedules, costs and limits on"
+    parser = commands.add_parser("serve", help=help, description=help)
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="NAME",
+        help="address to listen at (default: 127.0.0.1, which only this machine reaches); the page is for that name, localhost "
+        "and 127.0.0.1 only",
+    )
+    parser.add_argument("--port", type=_port, default=8321, metavar="N", help="port to listen at (default: 8321; 0: any)")
+    parser.add_argument(
+        "--workers", type=_workers, metavar="N", help="processes that plan (default: one per core, at least 2 and at most 4)"
+    )
+    parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve until interrupted.
+
+    Raises:
+        ValueError: nothing can listen at the host and the port.
+    """
+    from megatron.pipeline.serve.server import serve  # its libraries, which other commands do not need
+
+    serve(options.host, options.port, options.workers, browser=not options.no_browser)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a port between 0 and 65535")
+    return int(text)
+
+
+def _workers(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of processes between 1 and 64")
+    return int(text)

@@ -1,0 +1,230 @@
+"""The server of ``mpipe serve``: the page's files, plans and downloads, all from this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import webbrowser
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.serve import answers
+from megatron.pipeline.serve.answers import Answer, Query
+from megatron.pipeline.serve.workers import Busy, Workers, default_count
+from megatron.pipeline.view.page import WEB as VIEW
+from megatron.pipeline.view.page import looks
+
+WEB = Path(__file__).parent / "web"
+KEPT = 128 << 20  # bytes of answers; the ones used longest ago go first
+_EVERY_ADDRESS = ("0.0.0.0", "::")
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+_PRELOAD = ["megatron.pipeline.serve.answers", "megatron.pipeline.schedule.search.search"]
+
+
+@dataclass
+class _Kept:
+    """Answers by query, as many as fit into ``KEPT``."""
+
+    answers: OrderedDict[Query, Answer] = field(default_factory=OrderedDict)
+    size: int = 0
+
+    def get(self, query: Query) -> Answer | None:
+        if query in self.answers:
+            self.answers.move_to_end(query)
+        return self.answers.get(query)
+
+    def put(self, query: Query, answer: Answer) -> None:
+        self.size += len(answer.body) - len(self.answers.pop(query, Answer(0, b"")).body)
+        self.answers[query] = answer
+        while self.size > KEPT:
+            self.size -= len(self.answers.popitem(last=False)[1].body)
+
+
+def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlette:
+    """The server as an ASGI application.
+
+    Args:
+        host: what it listens at: requests for any other host but localhost are refused, so that no page of another site can
+            ask through a name of its own that leads here.
+        workers: how many processes plan; by default one per core, at least 2 and at most 4.
+    """
+    pool = Workers(workers or default_count(), _warm_up, _PRELOAD)
+    kept = _Kept()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with pool:
+            yield
+
+    async def planned(query: Query, ahead: bool = False) -> Answer:
+        answer = kept.get(query)
+        if answer is None:
+            answer = await pool.run(answers.planned, query, ahead=ahead)
+            kept.put(query, answer)
+        return answer
+
+    async def plan(request: Request) -> Response:
+        """``/api/plan?schedule=..&pp=..&..``, the flags of ``mpipe plan``; with ``ahead=1`` it waits for all others."""
+        given = dict(request.query_params)
+        ahead = given.pop("ahead", "") != ""
+        return await _while_wanted(request, planned(_query(given), ahead))
+
+    async def download(request: Request) -> Response:
+        """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
+
+        async def made() -> Answer:
+            answer = await planned(_query(request.query_params))
+            if answer.status != 200:
+                return answer
+            text = json.dumps(json.loads(answer.body)["plan"]).encode()
+            return await pool.run(answers.download, text, suffix)
+
+        suffix = request.path_params["suffix"]
+        if suffix not in answers.DOWNLOADS:
+            return JSONResponse({"message": f"no .{suffix} here; there are {', '.join(answers.DOWNLOADS)}"}, 404)
+        response = await _while_wanted(request, made())
+        if response.status_code == 200:
+            name = "".join(letter for letter in request.query_params.get("schedule", "plan") if letter.isalnum() or letter == "-")
+            response.headers["content-disposition"] = f'attachment; filename="{name}.{suffix}"'
+        return response
+
+    async def about(_: Request) -> Response:
+        """What there is to choose from, and how passes look."""
+        rows = [
+            {"name": family.name, "chunks": family.chunks, "any_chunks": family.any_chunks}
+            for family in families.FAMILIES.values()
+        ]
+        return JSONResponse({"families": rows, "auto": families.AUTO, **looks()})
+
+    async def index(_: Request) -> Response:
+        return FileResponse(WEB / "index.html")
+
+    return Starlette(
+        routes=[
+            Route("/", index),
+            Route("/api/about", about),
+            Route("/api/plan", plan),
+            Route("/api/plan.{suffix}", download),
+            Mount("/web", StaticFiles(directory=WEB)),
+            Mount("/view", StaticFiles(directory=VIEW)),
+        ],
+        middleware=[Middleware(_OwnPageOnly), Middleware(TrustedHostMiddleware, allowed_hosts=_names(host), www_redirect=False)],
+        lifespan=lifespan,
+    )
+
+
+class _OwnPageOnly:
+    """Adds headers that keep a page to this server, and refuses what pages of other sites make a browser ask for."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"].startswith("/api/") and (b"sec-fetch-site", b"cross-site") in scope["headers"]:
+            refused = JSONResponse({"message": "this is for the page of mpipe serve only"}, 403)
+            await refused(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, receive, send_with_headers)
+
+
+def _query(given: Mapping[str, str]) -> Query:
+    """In one order, so that the same parameters are the same query."""
+    return tuple(sorted(given.items()))
+
+
+async def _while_wanted(request: Request, made: Awaitable[Answer]) -> Response:
+    """The response that is being made; given up once the browser does not wait for it any more."""
+    making, leaving = asyncio.ensure_future(made), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not making.done():
+            return Response(status_code=499)  # nobody reads it
+        answer = making.result()
+        return Response(answer.body, answer.status, media_type=answer.type)
+    except Busy as error:
+        return JSONResponse({"message": str(error)}, 503)
+    except ValueError as error:
+        return JSONResponse({"message": f"mpipe: {error}"}, 400)
+    finally:
+        making.cancel()
+        leaving.cancel()
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _warm_up() -> None:
+    """Load what the first plan would wait for."""
+    answers.planned((("schedule", "v-auto"), ("pp", "3"), ("microbatches", "7"), ("cost", "F=1,B=1.3,W=0.9,comm=0.1")))
+
+
+def _names(host: str) -> list[str]:
+    """The names by which a browser may ask for a server that listens at a host."""
+    own = [socket.gethostname(), socket.getfqdn()] if host in _EVERY_ADDRESS else [host]
+    return ["localhost", "127.0.0.1", *own]
+
+
+def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
+    """Serve the page until interrupted.
+
+    Raises:
+        ValueError: nothing can listen there.
+    """
+    listening = _listen(host, port)
+    name = socket.gethostname() if host in _EVERY_ADDRESS else host
+    address = f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}/"
+    print(f"mpipe serves at {address} (Ctrl-C ends it)", flush=True)
+    server = uvicorn.Server(uvicorn.Config(application(host, workers), log_level="warning", timeout_graceful_shutdown=1))
+    if browser:
+        _open(address)
+    with contextlib.suppress(KeyboardInterrupt), listening:
+        server.run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror  # below 0 where the name is not known
+        raise ValueError(f"cannot listen at {host}, port {port} ({why}): give another --port, or 0 for any") from None
+
+
+def _open(address: str) -> None:
+    """Open the page where there is a browser; the server answers as soon as it runs, and until then the browser waits."""
+    with contextlib.suppress(webbrowser.Error):
+        webbrowser.open(address)
+
+
+__all__ = ["application", "serve"]

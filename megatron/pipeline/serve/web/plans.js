@@ -1,0 +1,81 @@
+// Plans from the server, and those that were asked for before: one answer for each set of flags.
+
+const KEPT = 600; // answers
+const AT_ONCE = 2; // requests ahead of what is looked at: the browser keeps its other connections for what is
+
+export function address(flags, suffix = "") {
+  return `/api/plan${suffix}?${new URLSearchParams(flags)}`;
+}
+
+export class Plans {
+  #answers = new Map(); // address -> {flags, plan, panel} or {flags, message}, the one used last behind
+  #ahead = new AbortController();
+
+  constructor(arrived) {
+    this.arrived = arrived; // called with every answer
+  }
+
+  /** The answer to these flags, if it is here. */
+  known(flags) {
+    const key = address(flags);
+    const answer = this.#answers.get(key);
+    if (answer) {
+      this.#answers.delete(key);
+      this.#answers.set(key, answer);
+    }
+    return answer;
+  }
+
+  /** All answers that are here. */
+  all() {
+    return [...this.#answers.values()];
+  }
+
+  /** Ask for a plan. Answers with a message, also where the server is gone; throws only where the signal aborts. */
+  async ask(flags, signal, ahead = false) {
+    const known = this.known(flags);
+    if (known) return known;
+    const response = await fetch(address(ahead ? { ...flags, ahead: "1" } : flags), { signal }).catch((error) => {
+      if (signal.aborted) throw error;
+      return null;
+    });
+    if (!response) return { flags, message: "mpipe serve does not answer: is it still running?" };
+    const told = await response.json();
+    const answer = { flags, ...told };
+    if (response.status === 200 || response.status === 400) {
+      this.#answers.set(address(flags), answer); // else it gave way to others, and may be asked for again
+      if (this.#answers.size > KEPT) this.#answers.delete(this.#answers.keys().next().value);
+      this.arrived(answer);
+    }
+    return answer;
+  }
+
+  /**
+   * Ask for many plans, in their order, while nothing else is asked for. What was asked for ahead before is given up.
+   * `useful(flags, answer)` says which others are still worth it after an answer; `progress(left)` is told how many are left.
+   * Resolves to whether it came to its end.
+   */
+  async askAhead(wanted, useful, progress) {
+    this.stopAhead();
+    const { signal } = this.#ahead;
+    let queue = wanted.filter((flags) => !this.known(flags));
+    const takeTurns = async () => {
+      while (queue.length && !signal.aborted) {
+        progress(queue.length);
+        const answer = await this.ask(queue.shift(), signal, true);
+        queue = queue.filter((flags) => useful(flags, answer));
+      }
+    };
+    try {
+      await Promise.all(Array.from({ length: AT_ONCE }, takeTurns));
+    } catch (error) {
+      if (!signal.aborted) throw error;
+    }
+    return !signal.aborted;
+  }
+
+  stopAhead() {
+    this.#ahead.abort();
+    this.#ahead = new AbortController();
+  }
+}

@@ -1,0 +1,323 @@
+// Timelines that can be moved, zoomed and pointed at, by mouse, touch and keys. All drawing waits for the next frame, so that
+// events are cheap. The elements that it fills are named in page.html.
+
+function byId(id) {
+  return document.getElementById(id);
+}
+
+function element(tag, text, parent) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  parent.append(made);
+  return made;
+}
+
+function fillLegend(kinds, panels, lightest) {
+  const legend = byId("legend");
+  legend.replaceChildren();
+  const add = (colour, text) => {
+    const item = element("li", "", legend);
+    element("i", "", item).style.background = colour;
+    item.append(text);
+  };
+  kinds.forEach((kind, index) => {
+    if (panels.some((panel) => panel.kinds.includes(index))) add(kind.colour, `${kind.name} ${kind.meaning}`);
+  });
+  const chunks = Math.max(0, ...panels.map((panel) => panel.chunkCount));
+  for (let chunk = 0; chunks > 1 && chunk < chunks; chunk++) add(shade("#777777", chunk, chunks, lightest), `chunk ${chunk}`);
+  add("var(--idle)", "idle");
+  element("li", "", legend).id = "density";
+}
+
+/** What is known about a pass, as lines. */
+function describe(panel, rank, pass, kinds) {
+  const [start, end] = [panel.starts[pass], panel.ends[pass]];
+  const stage = panel.stages ? `, stage ${panel.stages[rank][panel.chunks[pass]]}` : "";
+  const lines = [
+    `${panel.name(pass)}: ${kinds[panel.kinds[pass]].meaning} of microbatch ${panel.number(pass)}`,
+    `rank ${rank}, chunk ${panel.chunks[pass]}${stage}`,
+    `start ${plain(start)}, end ${plain(end)}, duration ${plain(end - start)}`,
+  ];
+  if (panel.changes) {
+    const before = panel.held[pass] - panel.changes[pass];
+    const [during, after] = [Math.max(before, panel.held[pass]), panel.held[pass]];
+    lines.push(`memory ${plain(during)} during it, ${plain(after)} after it`);
+  }
+  return lines;
+}
+
+/** What is known about a copy on its lane, as lines. */
+function describeCopy(panel, rank, copy, kinds) {
+  const { starts, ends, chunks } = panel.copies;
+  return [
+    `${panel.name(copy, panel.copies)}: ${kinds[panel.copies.kinds[copy]].meaning} of microbatch ${panel.number(copy, panel.copies)}`,
+    `rank ${rank}, chunk ${chunks[copy]}`,
+    `start ${plain(starts[copy])}, end ${plain(ends[copy])}, duration ${plain(ends[copy] - starts[copy])}`,
+  ];
+}
+
+/** The panels of a chart in the element #scroller, with their overview, legend, tip, status and tools. */
+class Timelines {
+  #waiting = false;
+
+  /**
+   * `fills`: whether the chart has all the room that the window leaves; else it is as high as its panels, and the window scrolls.
+   * `keys`: the element that listens to keys.
+   */
+  constructor({ kinds, lightest, unit = "", fills = true, keys = document }) {
+    this.kinds = kinds;
+    this.lightest = lightest;
+    this.fills = fills;
+    this.scroller = byId("scroller");
+    this.canvas = byId("chart");
+    this.tip = byId("tip");
+    this.chart = new Chart(this.canvas, kinds, lightest, unit);
+    this.overview = new Overview(byId("overview"), this.chart);
+    this.painted = () => {}; // called after every painting
+    this.#listen(keys);
+  }
+
+  /** Show other panels. */
+  setPanels(panels) {
+    this.chart.setPanels(panels);
+    fillLegend(this.kinds, panels, this.lightest);
+    byId("memory").hidden = this.chart.peak === 0;
+    this.#leave();
+    this.layout();
+  }
+
+  /** The boxes' height at which all panels fit into the window. */
+  fitRows() {
+    this.layout(); // the overview takes its height first
+    this.chart.fitRows(this.scroller.clientHeight);
+    this.layout();
+  }
+
+  repaint() {
+    if (this.#waiting) return;
+    this.#waiting = true;
+    requestAnimationFrame(() => {
+      this.#waiting = false;
+      this.chart.scroll = this.scroller.scrollTop;
+      this.chart.paint();
+      this.overview.paint();
+      byId("density").textContent = this.chart.crowded ? "columns: share of time, blank is idle; zoom in for passes" : "";
+      this.painted();
+    });
+  }
+
+  layout() {
+    const { chart, scroller } = this;
+    const height = chart.layout(scroller.clientWidth, scroller.clientHeight);
+    byId("content").style.height = (this.fills ? Math.max(height, scroller.clientHeight) : height) + "px";
+    // A bar appeared, or the window's part grew with what is in it.
+    if (scroller.clientWidth !== chart.width || scroller.clientHeight !== chart.height) {
+      chart.layout(scroller.clientWidth, scroller.clientHeight);
+    }
+    this.overview.layout(scroller.offsetWidth);
+    this.repaint();
+  }
+
+  #setRows(height) {
+    this.chart.boxHeight = Math.max(4, Math.min(60, Math.round(height)));
+    this.layout();
+  }
+
+  #zoom(factor, x = (LABELS + this.chart.right) / 2) {
+    this.chart.zoom(factor, x);
+    this.repaint();
+  }
+
+  /** Move what is shown by pixels. */
+  #move(x, y) {
+    const { chart } = this;
+    chart.show(chart.from - x / chart.scale, chart.to - x / chart.scale);
+    this.scroller.scrollTop -= y;
+    this.repaint();
+  }
+
+  #toggleMemory() {
+    this.chart.showMemory = !this.chart.showMemory && this.chart.peak > 0;
+    byId("memory").setAttribute("aria-pressed", this.chart.showMemory);
+    this.layout();
+  }
+
+  #select(panel, pass) {
+    const { chart } = this;
+    if (pass < 0) {
+      chart.selected = null;
+      byId("status").textContent = "";
+    } else {
+      chart.select(panel, pass);
+      const { rank, links } = chart.selected;
+      const whose = (i) => `${panel.name(i)} of rank ${panel.rankOf(i)}`;
+      const names = (side, other) => links.filter((link) => link[side] === pass).map((link) => whose(link[other]));
+      const needs = names("needing", "needed").join(", ") || "nothing";
+      const feeds = names("needed", "needing").join(", ") || "nothing";
+      const lines = describe(panel, rank, pass, this.kinds);
+      if (panel.stages) lines.push(`needs ${needs}`, `needed by ${feeds}`);
+      byId("status").textContent = lines.join("; ");
+    }
+    this.repaint();
+  }
+
+  /** Select the pass that many places further on the same rank, and bring it into view. */
+  #step(by) {
+    const { chart } = this;
+    if (!chart.selected) return;
+    const { panel, rank, pass } = chart.selected;
+    const next = Math.max(panel.first[rank], Math.min(panel.first[rank + 1] - 1, pass + by));
+    const length = chart.to - chart.from;
+    if (panel.starts[next] < chart.from || panel.ends[next] > chart.to) {
+      chart.show(panel.starts[next] - length / 2, panel.starts[next] + length / 2);
+    }
+    this.#select(panel, next);
+  }
+
+  #point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return { x: event.clientX - box.left, y: event.clientY - box.top };
+  }
+
+  #hover(event) {
+    const { tip } = this;
+    const { x, y } = this.#point(event);
+    const found = this.chart.hit(x, y);
+    this.chart.pointer = found;
+    tip.hidden = !found || (found.pass < 0 && found.copy < 0);
+    if (!tip.hidden) {
+      const { panel, rank, pass, copy } = found;
+      const lines = pass < 0 ? describeCopy(panel, rank, copy, this.kinds) : describe(panel, rank, pass, this.kinds);
+      tip.textContent = lines.join("\n");
+      const left = event.clientX + 14 + tip.offsetWidth > window.innerWidth ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14;
+      const top = event.clientY + 14 + tip.offsetHeight > window.innerHeight ? event.clientY - 14 - tip.offsetHeight : event.clientY + 14;
+      tip.style.left = Math.max(0, left) + "px";
+      tip.style.top = Math.max(0, top) + "px";
+    }
+    this.repaint();
+  }
+
+  #leave() {
+    this.chart.pointer = null;
+    this.tip.hidden = true;
+    this.repaint();
+  }
+
+  #listen(keys) {
+    this.#listenToPointers();
+    this.scroller.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
+    this.scroller.addEventListener("scroll", () => this.repaint());
+    this.#listenToOverview();
+    const actions = this.#actions();
+    keys.addEventListener("keydown", (event) => {
+      const action = event.ctrlKey || event.metaKey || event.altKey ? undefined : actions[event.key];
+      if (!action) return;
+      event.preventDefault();
+      action();
+    });
+    const buttons = { in: "+", out: "-", fit: 0, taller: "]", flatter: "[", memory: "m" };
+    for (const [id, key] of Object.entries(buttons)) byId(id).addEventListener("click", actions[key]);
+    const layout = () => this.layout();
+    window.addEventListener("resize", layout);
+    new ResizeObserver(layout).observe(this.scroller); // what is around it grows and shrinks with what it says
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layout);
+  }
+
+  #actions() {
+    const fit = () => this.#zoom(1e-9);
+    return {
+      "+": () => this.#zoom(1.5),
+      "=": () => this.#zoom(1.5),
+      "-": () => this.#zoom(1 / 1.5),
+      0: fit,
+      "[": () => this.#setRows(this.chart.boxHeight / 1.25 - 0.5),
+      "]": () => this.#setRows(this.chart.boxHeight * 1.25 + 0.5),
+      m: () => this.#toggleMemory(),
+      n: () => this.#step(1),
+      p: () => this.#step(-1),
+      Escape: () => this.#select(null, -1),
+      ArrowLeft: () => this.#move(80, 0),
+      ArrowRight: () => this.#move(-80, 0),
+      ArrowUp: () => this.#move(0, 60),
+      ArrowDown: () => this.#move(0, -60),
+    };
+  }
+
+  /** Mouse and touch: one pointer drags, two pinch, and one that stays in place selects. */
+  #listenToPointers() {
+    const { canvas, chart } = this;
+    const down = new Map(); // pointer -> where it was last
+    let travelled = 0;
+    canvas.addEventListener("pointerdown", (event) => {
+      if (event.button !== 0) return;
+      canvas.setPointerCapture(event.pointerId);
+      if (down.size === 0) travelled = 0;
+      down.set(event.pointerId, this.#point(event));
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      const last = down.get(event.pointerId);
+      if (!last) {
+        if (event.pointerType !== "touch") this.#hover(event);
+        return;
+      }
+      const now = this.#point(event);
+      travelled += Math.abs(now.x - last.x) + Math.abs(now.y - last.y);
+      down.set(event.pointerId, now);
+      if (down.size === 1) {
+        if (travelled < 5) return;
+        this.#leave();
+        this.#move(now.x - last.x, now.y - last.y);
+      } else if (down.size === 2) {
+        const other = [...down].find(([id]) => id !== event.pointerId)[1];
+        const [before, after] = [Math.abs(last.x - other.x), Math.abs(now.x - other.x)];
+        if (before > 8 && after > 8) chart.zoom(after / before, other.x);
+        else this.#move((now.x - last.x) / 2, (now.y - last.y) / 2);
+        this.repaint();
+      }
+    });
+    canvas.addEventListener("pointerup", (event) => {
+      const { x, y } = this.#point(event);
+      if (down.delete(event.pointerId) && down.size === 0 && travelled < 5) {
+        const found = chart.hit(x, y);
+        this.#select(found?.panel, found ? found.pass : -1);
+        this.#hover(event);
+      }
+    });
+    canvas.addEventListener("pointercancel", (event) => down.delete(event.pointerId));
+    canvas.addEventListener("pointerleave", () => this.#leave());
+  }
+
+  #wheel(event) {
+    const pixels = event.deltaMode === 1 ? 16 : 1; // some browsers count lines
+    const nothingToScroll = this.fills && this.scroller.scrollHeight <= this.scroller.clientHeight;
+    const sideways = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
+    if (sideways && Math.abs(sideways) >= Math.abs(event.deltaY) * (event.shiftKey ? 0 : 1)) {
+      event.preventDefault();
+      this.#move(-sideways * pixels, 0);
+    } else if (event.ctrlKey || event.metaKey || nothingToScroll) {
+      event.preventDefault();
+      // A pinch on a touchpad comes as small steps with ctrlKey, a wheel as steps of about 100.
+      const steps = Math.max(-120, Math.min(120, event.deltaY * pixels));
+      this.#zoom(Math.exp(-steps * (Math.abs(steps) < 50 ? 0.01 : 0.003)), this.#point(event).x);
+    }
+  }
+
+  /** Its window follows the pointer. */
+  #listenToOverview() {
+    const { overview, chart } = this;
+    const { canvas } = overview;
+    const follow = (event) => {
+      const middle = overview.time(event.clientX - canvas.getBoundingClientRect().left);
+      const half = (chart.to - chart.from) / 2;
+      chart.show(middle - half, middle + half);
+      this.repaint();
+    };
+    canvas.addEventListener("pointerdown", (event) => {
+      canvas.setPointerCapture(event.pointerId);
+      follow(event);
+    });
+    canvas.addEventListener("pointermove", (event) => {
+      if (canvas.hasPointerCapture(event.pointerId)) follow(event);
+    });
+  }
+}

@@ -1,0 +1,51 @@
+"""``mpipe serve`` as a process of its own, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.pipeline import cli
+
+
+@contextlib.contextmanager
+def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address of a server, with a slash behind it, and its process, which is gone after this."""
+    command = [sys.executable, "-m", "megatron.pipeline.cli", "serve", "--no-browser", "--port", "0", "--workers", "2", *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            said = process.stdout.readline()
+            found = re.search(r"http://\S+/", said)
+            assert found, said
+            yield found[0], process
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def command(flags: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
+    """What ``mpipe plan --json`` prints for these flags, without the seconds that it took; and what it complains about."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        cli.main(["plan", *(f"--{name}={value}" for name, value in flags.items()), "--json"])
+    plan = json.loads(out.getvalue()) if out.getvalue() else None
+    return plan and untimed(plan), err.getvalue().strip()
+
+
+def untimed(plan: dict[str, Any]) -> dict[str, Any]:
+    """A plan without the seconds that it took, which no two have in common."""
+    for told in [plan, *plan.get("candidates", [])]:
+        told.pop("plan_seconds", None)
+    return plan

@@ -1,0 +1,376 @@
+"""The page of ``mpipe serve`` in a real browser: what it shows is what the command makes, by mouse and by keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import urllib.parse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import command, serving, untimed
+
+from megatron.pipeline import cli
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium: scripts/install_chromium.sh")
+
+expect = playwright.expect
+SMALL = {"pp": "4", "microbatches": "8", "cost": "F=1,B=1.2,W=0.8,comm=0.05"}
+TIMEOUT = 60_000  # milliseconds
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving() as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root may not have
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Opened:
+    """A page of the playground, and what went wrong on it."""
+
+    page: Any
+    address: str
+    wrong: list[str] = field(default_factory=list)
+
+    def go(self, *plans: dict[str, str], **common: str) -> None:
+        """Open the page with these schedules on it, and wait until they are there."""
+        small = {"pp": SMALL["pp"], "microbatches": SMALL["microbatches"]}
+        given = [*(small | common).items(), *(("plan", urllib.parse.urlencode(plan)) for plan in plans)]
+        self.page.goto(f"{self.address}#{urllib.parse.urlencode(given)}")
+        self.ready()
+
+    def ready(self) -> None:
+        """Wait until every schedule on the page is planned or refused."""
+        expect(self.page.locator("#cards tr[aria-busy]").first).to_be_visible(timeout=TIMEOUT)
+        expect(self.page.locator("#cards tr[aria-busy=true]")).to_have_count(0, timeout=TIMEOUT)
+
+    def passes(self, number: int = 0) -> list[list[str]]:
+        """Every rank's passes, out of the columns that the timelines are painted from."""
+        return self.page.evaluate(
+            """(number) => {
+                const { panel } = window.playground.shown[number];
+                const name = (i) => `${panel.kindNames[panel.kinds[i]]}${panel.numbers[i]}.${panel.chunks[i]}`;
+                return panel.first.slice(1).map((end, rank) =>
+                    Array.from({ length: end - panel.first[rank] }, (_, i) => name(panel.first[rank] + i)));
+            }""",
+            number,
+        )
+
+    def slider(self, number: int = 0) -> Any:
+        return self.page.get_by_role("slider").nth(number)
+
+    def limit(self, number: int = 0) -> float:
+        return float(self.slider(number).get_attribute("aria-valuenow"))
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Opened]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
+    opened = Opened(context.new_page(), address)
+    opened.page.set_default_timeout(TIMEOUT)
+
+    def request(request: Any) -> None:
+        if not request.url.startswith((address, "data:", "blob:")):
+            opened.wrong.append(f"asked for {request.url}")
+
+    def said(message: Any) -> None:
+        refused = "status of 400" in message.text  # which a browser reports for every refusal
+        if message.type in ("error", "warning") and not refused:
+            opened.wrong.append(message.text)
+
+    opened.page.on("request", request)
+    opened.page.on("console", said)
+    opened.page.on("pageerror", lambda error: opened.wrong.append(str(error)))
+    yield opened
+    context.close()
+    assert not opened.wrong  # no error, and no request to anywhere else, whatever the test did
+
+
+def planned(**flags: str) -> dict[str, Any]:
+    plan, complaint = command(SMALL | {name.replace("_", "-"): value for name, value in flags.items()})
+    assert plan is not None, complaint
+    return plan
+
+
+def test_the_schedules_shown_are_those_of_the_command(opened: Opened) -> None:
+    opened.go({"schedule": "zb-v"}, {"schedule": "zb-auto", "memory-limit": "3"}, {"schedule": "interleaved", "chunks": "3"})
+    expected = [
+        planned(schedule="zb-v"),
+        planned(schedule="zb-auto", memory_limit="3"),
+        planned(schedule="interleaved", chunks="3"),
+    ]
+    for number, plan in enumerate(expected):
+        assert opened.passes(number) == plan["passes"]
+        facts = opened.page.locator("#cards tr[aria-busy]").nth(number).locator("td.fact").all_inner_texts()
+        assert facts[0] == f"{plan['span']:.5g}" and facts[1] == f"{100 * plan['bubble_rate']:.1f} %"
+        assert facts[3] == f"{100 * plan['gap']:.1f} %" and facts[4] == f"{max(plan['peak_activation']):.5g}"
+    ends = opened.page.evaluate("window.playground.shown.map((one) => Math.max(...one.panel.ends))")
+    assert ends == pytest.approx([plan["makespan"] for plan in expected])
+
+
+def test_what_is_typed_is_planned(opened: Opened) -> None:
+    page = opened.page
+    opened.go({"schedule": "zb-h1"})
+    page.get_by_label("W, backward for weights").fill("0.5")
+    page.get_by_label("one hop").fill("0.2")
+    page.get_by_label("ranks, p").fill("3")
+    page.get_by_label("on all ranks").select_option("2")
+    page.get_by_label("S, logits").fill("0.7")
+    page.get_by_label("offload").select_option("full")
+    page.get_by_label("bandwidth").fill("4")
+    page.get_by_label("schedule 1", exact=True).select_option("gis")
+    page.get_by_label("chunks per rank of schedule 1").fill("2")
+    opened.ready()
+    flags = {
+        "schedule": "gis", "pp": "3", "chunks": "2", "cost": "F=1,B=1.2,W=0.5,comm=0.2,D2H=0.25,H2D=0.25", "vocab-parallel": "2",
+        "vocab-cost": "S=0.7", "offload": "full",
+    }  # fmt: skip
+    expect(page.locator("#cards code")).to_contain_text("--vocab-cost S=0.7 --offload full")
+    expected, complaint = command(SMALL | flags)
+    if expected is None:
+        expect(page.get_by_role("alert")).to_have_text(complaint)
+    else:
+        assert opened.passes() == expected["passes"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flags"),
+    [
+        ("ranks, p", "0", {"pp": "0"}),
+        ("ranks, p", "many", {"pp": "many"}),
+        ("microbatches, m", "99999999", {"microbatches": "99999999"}),
+        ("F, forward", "-1", {"cost": "F=-1,B=1.2,W=0.8,comm=0.05"}),
+        ("memory limit of schedule 1", "x", {"memory-limit": "x"}),
+        ("memory limit of schedule 1", "0.2", {"memory-limit": "0.2"}),
+        ("chunks per rank of schedule 1", "7", {"chunks": "7"}),
+    ],
+)
+def test_bad_parameters_show_the_command_s_message(opened: Opened, name: str, value: str, flags: dict[str, str]) -> None:
+    opened.go({"schedule": "zb-v"})
+    opened.page.get_by_label(name).fill(value)
+    _, complaint = command(SMALL | {"schedule": "zb-v"} | flags)
+    expect(opened.page.get_by_role("alert")).to_have_text(complaint)
+    assert opened.page.evaluate("window.playground.timelines.chart.panels.length") == 0  # nothing is shown that is not so
+
+
+MOVES = [("ArrowDown", 3.5), ("ArrowLeft", 3), ("PageUp", 4), ("ArrowUp", 4.5), ("End", 8), ("Home", 0.5), ("PageUp", 1.5)]
+
+
+def test_arrow_keys_move_the_limit_and_the_plan_follows(opened: Opened) -> None:
+    opened.go({"schedule": "v-auto"}, {"schedule": "zb-auto"})
+    before = opened.passes()
+    assert opened.limit() == 4
+    opened.slider().focus()
+    for key, limit in MOVES:
+        opened.slider().press(key)
+        assert opened.limit() == limit
+    opened.slider().press("PageUp")
+    opened.ready()
+    assert opened.passes() == planned(schedule="v-auto", memory_limit="2.5")["passes"] != before
+    assert opened.passes(1) == planned(schedule="zb-auto")["passes"]
+    assert opened.page.get_by_label("memory limit of schedule 1").input_value() == "2.5"
+    opened.slider().press("Delete")
+    opened.ready()
+    assert opened.passes() == before and opened.page.get_by_label("memory limit of schedule 1").input_value() == ""
+
+
+def test_the_limit_is_dragged_by_the_mouse(opened: Opened) -> None:
+    opened.go({"schedule": "v-auto"})
+    mouse = opened.page.mouse
+    opened.slider().scroll_into_view_if_needed()
+    box = opened.slider().bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    mouse.move(x, y)
+    mouse.down()
+    seen = []
+    for step in range(1, 25):
+        mouse.move(x, y + step)
+        seen.append(opened.limit())
+    mouse.up()
+    opened.ready()
+    assert seen == sorted(seen, reverse=True) and 1 <= seen[-1] < 4 and seen[-1] % 0.5 == 0
+    assert opened.passes() == planned(schedule="v-auto", memory_limit=str(seen[-1]))["passes"]
+    moved = opened.slider().bounding_box()
+    assert abs(moved["y"] - box["y"] - 24) < 8  # the line is where the mouse is, or at the next limit
+
+
+def test_every_limit_is_planned_ahead(opened: Opened) -> None:
+    opened.go({"schedule": "v-auto"})
+    expect(opened.page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+    asked: list[str] = []
+    opened.page.on("request", lambda request: asked.append(request.url))
+    opened.slider().focus()
+    opened.slider().press("End")
+    for limit in range(16, 4, -1):
+        expect(opened.page.get_by_label("memory limit of schedule 1")).to_have_value(f"{limit / 2:g}")
+        opened.ready()
+        opened.slider().press("ArrowDown")
+    opened.ready()
+    assert opened.passes() == planned(schedule="v-auto", memory_limit="2")["passes"]
+    assert not [url for url in asked if "/api/" in url]
+
+
+def test_an_address_restores_everything(opened: Opened, browser: Any) -> None:
+    page = opened.page
+    opened.go({"schedule": "zb-v"})
+    page.get_by_label("one hop").fill("0.3")
+    page.get_by_label("to be short").select_option("makespan")
+    page.get_by_role("button", name="add a schedule").click()
+    page.get_by_label("schedule 2", exact=True).select_option("zb-auto")
+    page.get_by_label("memory limit of schedule 2").fill("2.5")
+    opened.ready()
+    expect(page).to_have_url(re.compile(r"schedule%3Dzb-auto%26memory-limit%3D2.5$"))
+    other = Opened(browser.new_page(), opened.address)
+    other.page.goto(page.url)
+    other.ready()
+    assert other.page.get_by_label("one hop").input_value() == "0.3"
+    assert other.page.get_by_label("to be short").input_value() == "makespan"
+    assert other.page.get_by_label("memory limit of schedule 2").input_value() == "2.5"
+    cost = "F=1,B=1.2,W=0.8,comm=0.3"
+    expected = [
+        planned(schedule="zb-v", cost=cost, objective="makespan"),
+        planned(schedule="zb-auto", cost=cost, objective="makespan", memory_limit="2.5"),
+    ]
+    assert [other.passes(number) for number in (0, 1)] == [plan["passes"] for plan in expected]
+    other.page.evaluate("location.hash = 'pp=2&microbatches=3&plan=schedule%3D1f1b'")
+    expect(other.page.locator("#cards tr[aria-busy]")).to_have_count(1)
+    other.ready()
+    assert len(other.passes()) == 2
+    other.page.close()
+
+
+def test_downloads_have_what_is_shown(opened: Opened, tmp_path: Path) -> None:
+    opened.go({"schedule": "v-half"}, {"schedule": "zb-h1"})
+    for suffix in ("SVG", "JSON", "CSV"):
+        with opened.page.expect_download() as waiting:
+            opened.page.get_by_role("link", name=f"download schedule 2 as {suffix}").click()
+        assert waiting.value.suggested_filename == f"zb-h1.{suffix.lower()}"
+        waiting.value.save_as(tmp_path / f"plan.{suffix.lower()}")
+    assert untimed(json.loads((tmp_path / "plan.json").read_text())) == planned(schedule="zb-h1")
+    assert "<!-- zb-h1 -->" in (tmp_path / "plan.svg").read_text()
+    for name in ("plan.json", "plan.csv"):
+        assert cli.main(["verify", str(tmp_path / name)]) == 0
+
+
+def test_a_point_of_the_front_shows_its_schedule(opened: Opened) -> None:
+    opened.go({"schedule": "1f1b"})
+    expect(opened.page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+    front = opened.page.locator("#pareto")
+    front.get_by_role("button", name=re.compile("^zb-v[,:]")).click()
+    expect(opened.page.get_by_label("schedule 2", exact=True)).to_have_value("zb-v")
+    opened.ready()
+    assert opened.passes(1) == planned(schedule="zb-v")["passes"]
+    reached = front.locator("[tabindex='0']")
+    expect(reached).to_have_count(1)
+    reached.focus()
+    opened.page.keyboard.press("ArrowRight")
+    expect(front.locator("figcaption")).to_contain_text("bubble")
+    opened.page.keyboard.press("Enter")
+    expect(opened.page.locator("#cards tr[aria-busy]")).to_have_count(3)
+    opened.page.get_by_role("button", name=re.compile("^remove schedule 2")).click()
+    expect(opened.page.locator("#cards tr[aria-busy]")).to_have_count(2)
+
+
+def test_keys_alone_reach_everything(opened: Opened) -> None:
+    opened.go({"schedule": "v-auto"})
+    reached = set()
+    for _ in range(60):
+        opened.page.keyboard.press("Tab")
+        reached.add(
+            opened.page.evaluate("document.activeElement.id || document.activeElement.ariaLabel || document.activeElement.name")
+        )
+        outline = opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none" or opened.page.evaluate("document.activeElement === document.body")
+    assert {
+        "pp",
+        "F",
+        "offload",
+        "schedule 1",
+        "memory limit of schedule 1",
+        "download schedule 1 as CSV",
+        "add",
+        "scroller",
+    } <= reached
+    assert {"memory limit of v-auto", "link"} <= reached
+    nameless = opened.page.evaluate(
+        "[...document.querySelectorAll('input, select, button, [role=slider]')].filter((one) =>"
+        " !(one.labels?.length || one.ariaLabel || one.textContent.trim())).map((one) => one.outerHTML)"
+    )
+    assert nameless == []
+
+
+# The contrast of every text with what is behind it, by WCAG's formula; disabled inputs may be faint.
+CONTRASTS = """() => {
+    const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const linear = (part) => ((part /= 255), part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
+    const behind = (one) => {
+        const colour = one ? numbers(getComputedStyle(one).backgroundColor) : [255, 255, 255];
+        return colour.length === 4 && colour[3] === 0 ? behind(one.parentElement) : colour;
+    };
+    const found = [];
+    for (const one of document.querySelectorAll("body *")) {
+        const own = [...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+        if (!(own || one.matches("input, select")) || one.disabled || !one.checkVisibility()) continue;
+        const style = getComputedStyle(one);
+        const [a, b] = [numbers(one.closest("svg") ? style.fill : style.color), behind(one)].map(light);
+        found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), one.outerHTML.slice(0, 80)]);
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_all_text_can_be_read(opened: Opened, scheme: str) -> None:
+    opened.page.emulate_media(color_scheme=scheme)
+    opened.go({"schedule": "zb-v"}, {"schedule": "1f1b", "memory-limit": "1"})
+    expect(opened.page.get_by_role("alert").nth(1)).to_contain_text("mpipe: ")
+    contrasts = opened.page.evaluate(CONTRASTS)
+    assert len(contrasts) > 40 and [one for one in contrasts if one[0] < 4.5] == []
+    paper = opened.page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", paper))) < 150) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("width", [1280, 800])
+def test_it_fits_into_the_window(opened: Opened, width: int) -> None:
+    opened.page.set_viewport_size({"width": width, "height": 800})
+    opened.go({"schedule": "zb-v"}, {"schedule": "1f1b"})
+    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    for name in ("chart", "overview"):
+        assert opened.page.locator(f"#{name}").bounding_box()["width"] > width / 2
+
+
+def test_the_same_timelines_serve_a_page_from_a_file(opened: Opened, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(planned(schedule="zb-v")))
+    assert cli.main(["draw", str(plan), "-o", str(tmp_path / "page.html")]) == 0
+    opened.address = "file:"
+    page = opened.page
+    page.goto((tmp_path / "page.html").as_uri())
+    expect(page.locator("#facts tbody tr")).to_have_count(1)
+    page.keyboard.press("m")
+    expect(page.locator("#memory")).to_have_attribute("aria-pressed", "true")
+    box = page.locator("#chart").bounding_box()
+    assert box["height"] > 300
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 60)
+    expect(page.locator("#status")).to_contain_text("needed by")
+    page.keyboard.press("Escape")
+    expect(page.locator("#status")).to_be_empty()
+    opened.wrong[:] = [one for one in opened.wrong if "page.html" not in one]

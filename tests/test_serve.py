@@ -1,0 +1,303 @@
+"""The server of ``mpipe serve``: what it answers is what the commands answer, and it stays awake and to itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+from served import command, serving, untimed
+
+from megatron.pipeline import cli
+from megatron.pipeline.serve import server, workers
+from megatron.pipeline.serve.answers import FLAGS, Answer
+from megatron.pipeline.serve.workers import Busy, Workers
+
+SMALL = {"pp": "4", "microbatches": "8"}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serving() as (address, _):
+        yield address
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, bytes, dict[str, str]]:
+    request = urllib.request.Request(url, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read(), dict(response.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers)
+
+
+def ask(address: str, flags: dict[str, str], suffix: str = "") -> tuple[int, Any]:
+    status, body, _ = get(f"{address}api/plan{suffix}?{urllib.parse.urlencode(flags)}")
+    return status, body if suffix else json.loads(body)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "zb-v", "cost": "F=1,B=1.2,W=0.8,comm=0.05", "objective": "makespan"},
+        {"schedule": "v-auto", "memory-limit": "2.5", "chunks": "2"},
+        {"schedule": "seq-1f1b", "splits": "4"},
+        {"schedule": "gis-h", "offload": "full", "cost": "D2H=0.5,H2D=0.5"},
+        {"schedule": "zb-h1", "vocab-parallel": "2", "vocab-cost": "S=0.4,T=0.3"},
+        {"schedule": "auto", "memory-limit": "4"},
+    ],
+    ids=lambda flags: "-".join(flags.values()).replace(",", "-"),
+)
+def test_a_plan_is_the_one_of_the_command(address: str, flags: dict[str, str]) -> None:
+    expected, complaint = command(flags | SMALL)
+    status, told = ask(address, flags | SMALL)
+    assert status == 200 and not complaint
+    assert untimed(told["plan"]) == expected
+    assert expected is not None and told["panel"]["counts"] == [len(row) for row in expected["passes"]]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"schedule": "zb-w"},
+        {"schedule": "1f1b", "pp": "many"},
+        {"schedule": "1f1b", "microbatches": "-3"},
+        {"schedule": "1f1b", "pp": "5000"},
+        {"schedule": "1f1b", "microbatches": "100000000"},
+        {"schedule": "1f1b", "chunks": "3"},
+        {"schedule": "1f1b", "memory-limit": "2"},
+        {"schedule": "v-auto", "cost": "F=1,G=2"},
+        {"schedule": "auto", "memory-limit": "0.2"},
+        {"schedule": "file:/etc/passwd"},
+        {"schedule": "zb-h1", "vocab-cost": "S=1"},
+    ],
+    ids=lambda flags: "-".join(flags.values()).replace(",", "-").replace("/", "."),
+)
+def test_bad_parameters_are_refused_in_the_command_s_words(address: str, flags: dict[str, str]) -> None:
+    _, complaint = command(SMALL | flags)
+    assert complaint.startswith("mpipe: ") and "\n" not in complaint
+    assert ask(address, SMALL | flags) == (400, {"message": complaint})
+
+
+def test_what_is_missing_is_named(address: str) -> None:
+    _, complaint = command({"schedule": "1f1b", "pp": "4"})
+    assert "--microbatches" in complaint
+    assert ask(address, {"schedule": "1f1b", "pp": "4", "microbatches": ""}) == (400, {"message": complaint})
+
+
+@pytest.mark.parametrize("name", ["output", "o", "costs", "json", "exact", "help", "-help"])
+def test_flags_that_read_write_or_take_minutes_are_not_for_pages(address: str, name: str) -> None:
+    status, told = ask(address, SMALL | {"schedule": "1f1b", name: "/tmp/never"})
+    assert status == 400 and told["message"].startswith(f"mpipe: unknown parameter {name!r}; allowed are schedule, pp, ")
+
+
+def test_a_page_may_ask_for_every_other_flag() -> None:
+    told: set[str] = set()
+    cli.main(["plan", "--schedule=1f1b", "--pp=1", "--microbatches=1"], lambda options: told.update(vars(options)))
+    own = {"run", "flags", "output", "costs", "json", "exact"}
+    assert {name.replace("_", "-") for name in told - own} == set(FLAGS)
+
+
+def test_downloads_are_what_the_commands_write(address: str, tmp_path: Path) -> None:
+    flags = {"schedule": "v-half", **SMALL}
+    expected, _ = command(flags)
+    status, text = ask(address, flags, ".json")
+    assert status == 200 and untimed(json.loads(text)) == expected
+    (tmp_path / "plan.json").write_bytes(text)
+    for name, *rest in (["export", "-o", "x.csv"], ["draw", "--memory", "-o", "x.svg"]):
+        with contextlib.chdir(tmp_path):
+            assert cli.main([name, "plan.json", *rest]) == 0
+    assert ask(address, flags, ".csv") == (200, (tmp_path / "x.csv").read_bytes())
+    status, picture = ask(address, flags, ".svg")
+    drawn = (tmp_path / "x.svg").read_text()
+    assert status == 200 and b"<!-- v-half -->" in picture and picture.decode().count("<!--") == drawn.count("<!--")
+    assert ask(address, {"schedule": "seq-1f1b", **SMALL}, ".csv")[0] == 400
+    assert ask(address, flags, ".png")[0] == 404
+    _, _, headers = get(f"{address}api/plan.csv?{urllib.parse.urlencode(flags)}")
+    assert headers["content-disposition"] == 'attachment; filename="v-half.csv"' and headers["content-type"].startswith(
+        "text/csv"
+    )
+
+
+def test_only_the_own_page_may_ask(address: str) -> None:
+    port = urllib.parse.urlsplit(address).port
+    for host in ("localhost", "127.0.0.1"):
+        assert get(address, {"Host": f"{host}:{port}"})[0] == 200
+    for host in ("evil.example", f"127.0.0.1.evil.example:{port}", ""):
+        assert get(address, {"Host": host})[0] == 400
+    assert get(f"{address}api/about", {"Sec-Fetch-Site": "same-origin"})[0] == 200
+    assert get(f"{address}api/about", {"Sec-Fetch-Site": "cross-site"})[0] == 403
+
+
+@pytest.mark.parametrize("path", ["", "web/playground.js", "view/paint.js", "api/about", "api/plan", "nothing"])
+def test_every_answer_keeps_the_page_to_its_server(address: str, path: str) -> None:
+    _, _, headers = get(address + path)
+    assert headers["content-security-policy"].startswith("default-src 'self'; ")
+    assert headers["x-content-type-options"] == "nosniff" and "access-control-allow-origin" not in headers
+
+
+def test_no_file_outside_is_served(address: str) -> None:
+    for path in ("web/../server.py", "web/%2e%2e/server.py", "web//etc/passwd", "view/../page.py"):
+        assert get(address + path)[0] == 404
+
+
+def test_a_port_that_is_taken_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "--no-browser", "--port", str(port)]) == 2
+    assert capsys.readouterr().err == (
+        f"mpipe: cannot listen at 127.0.0.1, port {port} (Address already in use): give another --port, or 0 for any\n"
+    )
+
+
+@pytest.mark.parametrize("flags", [["--port", "70000"], ["--port", "x"], ["--workers", "0"]])
+def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["serve", "--no-browser", *flags])
+    assert refused.value.code == 2 and f"{flags[1]!r}: expected" in capsys.readouterr().err
+
+
+def test_a_host_that_is_every_address_goes_by_the_machine_s_name() -> None:
+    assert server._names("127.0.0.1") == ["localhost", "127.0.0.1", "127.0.0.1"]
+    assert socket.gethostname() in server._names("0.0.0.0") and "0.0.0.0" not in server._names("0.0.0.0")
+
+
+def test_an_interrupt_ends_it_with_all_its_processes() -> None:
+    with serving() as (address, process):
+        assert ask(address, {"schedule": "zb-v", **SMALL})[0] == 200
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3  # two workers, and what starts them
+        os.kill(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+        assert process.returncode in (0, 130) and "Traceback" not in said, said
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not alive
+
+
+def test_answers_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEPT", 10)
+    kept = server._Kept()
+    for name in "abc":
+        kept.put(((name, ""),), Answer(200, b"1234"))
+        kept.get((("a", ""),))
+    assert [kept.get(((name, ""),)) is not None for name in "abc"] == [True, False, True] and kept.size == 8
+    kept.put((("a", ""),), Answer(200, b"12"))
+    assert kept.size == 6
+
+
+def with_workers(count: int, use: Any) -> Any:
+    """What a coroutine function makes of that many workers."""
+
+    async def run() -> Any:
+        async with Workers(count, os.getpid, []) as pool:
+            return await asyncio.wait_for(use(pool), 60)
+
+    return asyncio.run(run())
+
+
+def test_the_newest_that_is_waited_for_goes_first_and_what_is_ahead_last() -> None:
+    ended: list[str] = []
+
+    async def use(pool: Workers) -> None:
+        async def job(name: str, seconds: float, ahead: bool = False) -> None:
+            await pool.run(time.sleep, seconds, ahead=ahead)
+            ended.append(name)
+
+        begin = [asyncio.create_task(job("first", 0.5))]
+        await asyncio.sleep(0.2)
+        for name, seconds, ahead in (
+            ("ahead", 0.01, True),
+            ("old", 0.02, False),
+            ("ahead too", 0.03, True),
+            ("new", 0.04, False),
+        ):
+            begin.append(asyncio.create_task(job(name, seconds, ahead)))
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*begin)
+
+    with_workers(1, use)
+    assert ended == ["first", "new", "old", "ahead", "ahead too"]
+
+
+def test_what_is_ahead_leaves_a_process_free() -> None:
+    async def use(pool: Workers) -> None:
+        ahead = [asyncio.create_task(pool.run(time.sleep, 3 + i, ahead=True)) for i in range(3)]
+        await asyncio.sleep(0.2)
+        await pool.run(time.sleep, 0.01)
+        assert not any(task.done() for task in ahead)
+        for task in ahead:
+            task.cancel()
+
+    with_workers(2, use)
+
+
+def test_the_same_job_is_run_once_for_all_who_ask(tmp_path: Path) -> None:
+    async def use(pool: Workers) -> list[str]:
+        before = asyncio.create_task(pool.run(time.sleep, 0.3))
+        asked = [asyncio.create_task(pool.run(tempfile.mkdtemp, "", "made", str(tmp_path))) for _ in range(5)]
+        await asyncio.sleep(0.1)
+        asked[0].cancel()  # the others still wait for it
+        await before
+        return await asyncio.gather(*asked[1:])
+
+    made = with_workers(1, use)
+    assert len(set(made)) == 1 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_job_that_nobody_waits_for_is_dropped_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PATIENCE", 0.1)
+
+    async def use(pool: Workers) -> tuple[int, int]:
+        before = await pool.run(os.getpid)
+        endless = asyncio.create_task(pool.run(time.sleep, 3600))
+        waiting = asyncio.create_task(pool.run(time.sleep, 3601))
+        await asyncio.sleep(0.3)
+        endless.cancel()
+        waiting.cancel()
+        return before, await pool.run(os.getpid)
+
+    before, after = with_workers(1, use)
+    assert before != after
+
+
+def test_too_many_jobs_give_way_to_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "MOST_WAITING", 2)
+
+    async def use(pool: Workers) -> list[Any]:
+        running = asyncio.create_task(pool.run(time.sleep, 0.5))
+        await asyncio.sleep(0.2)
+        others = [asyncio.create_task(pool.run(time.sleep, 0.01 + i / 100)) for i in range(4)]
+        return await asyncio.gather(running, *others, return_exceptions=True)
+
+    told = with_workers(1, use)
+    assert [isinstance(one, Busy) for one in told] == [False, True, True, False, False]
+
+
+def test_what_a_job_raises_is_raised_and_its_process_goes_on() -> None:
+    async def use(pool: Workers) -> tuple[int, int]:
+        before = await pool.run(os.getpid)
+        with pytest.raises(ValueError, match="math domain"):
+            await pool.run(__import__("math").sqrt, -1)
+        return before, await pool.run(os.getpid)
+
+    before, after = with_workers(1, use)
+    assert before == after
+
+
+def test_the_script_that_installs_a_browser_is_one() -> None:
+    subprocess.run(["bash", "-n", Path(__file__).parents[1] / "scripts/install_chromium.sh"], check=True, timeout=30)
