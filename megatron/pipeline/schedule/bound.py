@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +17,7 @@ ORIGINS = 4  # from how many ranks' points of view at least a span is looked at,
 SMALL = 512  # where there are fewer microbatches times stages, all are looked at, and more often
 
 
+@lru_cache(maxsize=256)  # a search asks for what its report tells, and searches within other limits ask again
 def lower_bound(problem: Problem) -> float:
     """A span (or makespan, if that is the objective) that no schedule can beat.
 

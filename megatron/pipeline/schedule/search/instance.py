@@ -133,8 +133,10 @@ class Instance:
         span, makespan = self._times(order, np.ones((1, 1, 1)), ends)
         if span < 0:
             return None
-        values = [self._times(order, factors, np.empty(self.shape)) for factors in self._draws] or [(span, makespan)]
-        value = float(np.mean(values, axis=0)[0 if self.problem.objective is Objective.SPAN else 1])
+        goal = 0 if self.problem.objective is Objective.SPAN else 1
+        value = (span, makespan)[goal]
+        if self._draws:
+            value = float(np.mean([self._times(order, factors, np.empty(self.shape)) for factors in self._draws], axis=0)[goal])
         return Plan(value, span, makespan, order, ends)
 
     def _times(self, order: Array, factors: Array, ends: Array) -> tuple[float, float]:

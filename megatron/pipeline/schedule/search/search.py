@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +31,7 @@ _ROUNDS = 3  # namely with this many per rank: its two ends, and how its middle 
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan this much longer than the best is worth squeezing, and at first worth going on from
 _HOPELESS = 1.01  # a level whose best seed is this much longer than another level's plan is not searched further
+_KEPT = 64  # levels whose plans are kept: whoever tries several limits, one after another, searches them once
 
 
 def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
@@ -53,29 +55,33 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
                 f"there; give at least {rounded_up(least)}",
                 max(map(problem.microbatch_memory, range(problem.ranks))),
             )
-    whole, short = Instance(problem), _cut_down(problem)
-    plans = _read(whole, known)
-    small = whole if short is problem else Instance(short)
-    small_plans = plans if small is whole else _read(small, known)
-    levels = _levels(whole)
+    unlimited = replace(problem, limits=None)
+    short = _cut_down(unlimited)
+    (whole, plans), (small, _) = _read(unlimited, known), _read(short, known)
+    levels = _levels(whole, problem.limits)
     best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
     for limits in levels:
         if best is not None and lower_bound(_limited(problem, limits)) >= best.value * (1 - SLACK):
             break  # nor can levels with less memory win
-        found = _search_level(whole, small, small_plans, limits, best.value * _HOPELESS if best else np.inf)
+        level = _level(short, known, tuple(limits.tolist()))
+        more = whole.problem.microbatches - small.problem.microbatches
+        hopeless = best.value * _HOPELESS if best else np.inf
+        if not level.begin or level.begin[0].value + more * period_and_unit(small)[0] > hopeless:
+            continue
+        found = _whole(whole, small, level.plans, _room(whole, limits)) if more else level.plans[0]
         if found is not None and (best is None or found.value < best.value * (1 - SLACK)):
             best = found
     assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
     return whole.passes(best)
 
 
-def _levels(instance: Instance) -> list[Array]:
-    """Limits of all ranks: the problem's own, then less and less memory, by chunks, or for many ranks by several.
+def _levels(instance: Instance, own: Sequence[float] | None) -> list[Array]:
+    """Limits of all ranks: their own, then less and less memory, by chunks, or for many ranks by several.
 
     Where all stages hold the same, only whole chunks count: limits in between are those below.
     """
     problem = instance.problem
-    most = _room(instance, np.array(np.inf if problem.limits is None else problem.limits))
+    most = _room(instance, np.array(np.inf if own is None else own))
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
@@ -100,37 +106,68 @@ def _room(instance: Instance, limits: Array) -> Array:
     return np.minimum(everything, limits)
 
 
-def _read(instance: Instance, known: Known) -> list[Plan]:
-    plans = map(instance.read, known(instance.problem))
-    return [plan for plan in plans if plan is not None]
+@lru_cache(maxsize=4)
+def _read(problem: Problem, known: Known) -> tuple[Instance, list[Plan]]:
+    """The arrays of a problem, and what is known as plans of it."""
+    instance = Instance(problem)
+    plans = map(instance.read, known(problem))
+    return instance, [plan for plan in plans if plan is not None]
 
 
 def _fitting(instance: Instance, plans: Iterable[Plan], limits: Array) -> list[Plan]:
     return [plan for plan in plans if instance.within(plan, limits)]
 
 
-def _search_level(whole: Instance, small: Instance, known: list[Plan], limits: Array, hopeless: float) -> Plan | None:
-    """The best plan found within exactly these limits; None if that is not much better than ``hopeless``.
+@dataclass(frozen=True)
+class _Level:
+    """The plans found within exactly these limits, whatever other levels have; made when they are asked for.
 
-    Args:
-        small: the instance with fewer microbatches that is planned first, or ``whole`` itself.
-        known: plans of ``small``.
+    Attributes:
+        known: plans to begin with, within any limits.
     """
-    budget = int(min(_MOST, max(_FEWEST, _PASSES / small.lengths.sum())))
-    room = _room(small, limits)
-    goal = lower_bound(_limited(small.problem, limits)) * (1 + SLACK) if not small.problem.jitter else 0.0
-    begin = _begin(small, known, room, budget // 2, goal)
-    more = whole.problem.microbatches - small.problem.microbatches
-    if not begin or begin[0].value + more * period_and_unit(small)[0] > hopeless:
-        return None
-    improved = [_improve(small, plan, room, budget // 2 // _STARTS, goal) for plan in begin]
-    return _whole(whole, small, improved, _room(whole, limits), budget) if more else min(improved, key=_value)
+
+    instance: Instance
+    known: list[Plan]
+    limits: tuple[float, ...]
+
+    @cached_property
+    def begin(self) -> list[Plan]:
+        """The plans to begin with, the best first; none where there is no room for any."""
+        return _begin(self.instance, self.known, self._room, _budget(self.instance) // 2, self._goal)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """These improved, the best first."""
+        tries = _budget(self.instance) // 2 // _STARTS
+        return sorted((_improve(self.instance, plan, self._room, tries, self._goal) for plan in self.begin), key=_value)
+
+    @cached_property
+    def _goal(self) -> float:
+        """A value that cannot be beaten."""
+        problem = self.instance.problem
+        return 0.0 if problem.jitter else lower_bound(replace(problem, limits=self.limits)) * (1 + SLACK)
+
+    @property
+    def _room(self) -> Array:
+        return _room(self.instance, np.array(self.limits))
 
 
-def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array, budget: int) -> Plan | None:
+@lru_cache(maxsize=_KEPT)
+def _level(problem: Problem, known: Known, limits: tuple[float, ...]) -> _Level:
+    """Plans of a problem, which has no limits, within these."""
+    return _Level(*_read(problem, known), limits)
+
+
+def _budget(instance: Instance) -> int:
+    """How many plans are made for one level."""
+    return int(min(_MOST, max(_FEWEST, _PASSES / instance.lengths.sum())))
+
+
+def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array) -> Plan | None:
     """A plan for all microbatches: the plans for fewer repeat their middle, and building blocks are tried at full length."""
+    budget = _budget(small)
     found: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
-    for plan in sorted(plans, key=_value)[:2]:
+    for plan in plans[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
