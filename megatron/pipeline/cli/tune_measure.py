@@ -1,0 +1,197 @@
+"""``mpipe tune --measure``: time single layers and links on this machine, and keep that in a file that ``--gpu`` takes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.cli.memory import STOCK_1F1B, quietly, read_flags
+from megatron.pipeline.cli.summary import plain_table, wrote
+from megatron.pipeline.training import atomic
+from megatron.pipeline.tune import activations, device
+from megatron.pipeline.tune.device import Device
+from megatron.pipeline.tune.measure import fit, outcome, processes, rank
+from megatron.pipeline.tune.measure.rank import Found, Job
+from megatron.pipeline.tune.measure.sizes import candidates, dense, layer_flags, shape
+
+# What makes any flags those of a model alone, of which every rank has its own.
+_ALONE: dict[str, Any] = STOCK_1F1B | {
+    "pipeline_schedule": "1f1b",
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+    "recompute_activations": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+    "mtp_num_layers": None,
+    "micro_batch_size": 1,
+    "global_batch_size": None,
+    "rampup_batch_size": None,
+    "train_iters": 1,
+    "lr": 1.0,
+    "min_lr": 0.0,
+    "lr_warmup_init": 0.0,
+    "lr_warmup_iters": 0,
+    "lr_warmup_fraction": None,
+    "lr_decay_iters": None,
+    "tokenizer_type": "NullTokenizer",
+}
+
+_RANKS_PER_CORE = 8
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``--measure`` that the search has no use for; ``--gpu``, ``--output`` and the model's it shares."""
+    group = parser.add_argument_group("measuring")
+    group.add_argument(
+        "--measure",
+        action="store_true",
+        help="time a layer of the model and the links of this machine, and write that to -o FILE.json, for --gpu; under "
+        "torchrun or srun, those between nodes too",
+    )
+    group.add_argument("--ranks", type=int, metavar="N", help="processes that measure at once (all GPUs; without one, all cores)")
+    group.add_argument(
+        "--tensor",
+        type=_sizes,
+        default=(1, 2, 4, 8),
+        metavar="1,2,4,8",
+        help="tensor-parallel sizes: those that do not divide the model are left out",
+    )
+    group.add_argument("--micro-batch-sizes", type=_sizes, default=(1, 2, 4), metavar="1,2,4", help="samples at once")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure, write the file and print a table.
+
+    Args:
+        options: with ``output``, ``gpu`` (the device whose links and peak count where they cannot be measured, or None),
+            ``flags`` of ``pretrain_gpt.py``, and what ``add_flags`` adds.
+
+    Raises:
+        ValueError: wrong options or flags, or a file that this cannot be added to.
+        SystemExit: with one line, where a rank dies, fails or hangs. Nothing is written.
+    """
+    if Path(options.output or "").suffix != ".json":
+        raise ValueError(f"--measure writes a file for --gpu: give -o FILE.json{f', not {options.output}' if options.output else ''}")
+    path = Path(options.output)
+    base = device.read(options.gpu) if options.gpu else None
+    before = outcome.existing(path)
+    with quietly():
+        model, ranks = _model(options.flags), _ranks(options.ranks)
+    if ranks == 1 and base is None:
+        raise ValueError(outcome.NO_LINKS)
+    args = dense(model)
+    if args is not model:
+        _say(f"experts are measured as one MLP of the width that a token passes, {args.ffn_hidden_size}")
+    job = Job(args, tuple(candidates(args, options.tensor, options.micro_batch_sizes)))
+    found = _found(job, ranks)
+    if found is None:
+        return
+    measured = outcome.make(found, args, base, " ".join(["mpipe", *map(shlex.quote, sys.argv[1:])]))
+    kept = outcome.merged(before, measured, path)
+    atomic.write_text(path, kept.to_json())
+    print(text(found, args, measured))
+    wrote(options.output)
+
+
+def text(found: Found, args: Namespace, measured: Device) -> str:
+    """What was measured, for people: times, and how well the formulas agree with them."""
+    heads = ("tensor", "samples", "F ms", "B ms", "W ms", "predicted", "activation MiB", "predicted")
+    rows = []
+    for timing in found.timings:
+        whole, alone = shape(args, timing.size), shape(layer_flags(args, timing.size), timing.size)
+        total = timing.forward + timing.backward + timing.weight
+        rows.append(
+            [
+                str(timing.size.tensor),
+                str(timing.size.microbatch),
+                *(f"{1000 * seconds:.3f}" for seconds in (timing.forward, timing.backward, timing.weight)),
+                f"{fit.ideal_seconds(whole, measured) / measured.efficiency / total:.2f}",
+                f"{timing.activation / 2**20:.2f}",
+                f"{activations.layer_activation(alone) / timing.activation:.2f}",
+            ]
+        )
+    speeds = (
+        f"{measured.name}: {measured.peak / 1e12:.4g} TFLOP/s, of which {measured.efficiency:.0%} in layers; memory "
+        f"{measured.memory / 2**30:.4g} GiB at {measured.bandwidth / 1e9:.4g} GB/s; host copies "
+        f"{measured.to_host / 1e9:.4g} and {measured.to_device / 1e9:.4g} GB/s"
+    )
+    links = [
+        f"{name:<8} {1e6 * link.latency:.4g} us, {link.bandwidth / 1e9:.4g} GB/s"
+        + ("" if name in found.links else ", not measured")
+        for name, link in (("within", measured.within), ("hop", measured.hop), ("between", measured.between))
+    ]
+    left_out = [f"memory is too small for {size}" for size in found.too_large]
+    note = "predicted: times of the formulas at that efficiency, and bytes that they count, over what was measured"
+    return "\n".join([speeds, *links, "", plain_table(heads, rows), "", note, *left_out])
+
+
+def _model(flags: list[str]) -> Namespace:
+    """The flags of a model, complete."""
+    from megatron.pipeline.training.validation import validate
+
+    args = read_flags(flags, _ALONE)
+    args.mock_data, args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path = True, None, None, None, None
+    validate(args, 1)
+    return args
+
+
+def _ranks(wanted: int | None) -> int:
+    """How many processes measure: those that torchrun or srun has started, or those that are to be started here."""
+    import torch
+
+    if "RANK" in os.environ:
+        if wanted is not None:
+            raise ValueError(f"--ranks {wanted}: torchrun or srun has started all ranks; leave --ranks out")
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    most, why = (gpus, "one for each GPU") if gpus else (_RANKS_PER_CORE * cores, f"{_RANKS_PER_CORE} for each of {cores} cores")
+    if wanted is not None and not 1 <= wanted <= most:
+        raise ValueError(f"--ranks {wanted}: give from 1 to {most}, {why}")
+    return wanted or gpus or cores
+
+
+def _found(job: Job, ranks: int) -> Found | None:
+    """What all ranks find, on the one process that is to tell; None on others."""
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        if "RANK" in os.environ:
+            told: list[str] = []
+
+            def tell(at: str) -> None:
+                if first and told[-1:] != [at]:
+                    told.append(at)
+                    _say(at)
+
+            found = rank.run(job, tell)
+            return found if first else None
+        return processes.run(rank.run, job, ranks, _say)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise SystemExit(f"mpipe tune --measure: {' '.join(str(error).split())[:500]}; nothing was written") from None
+
+
+def _say(at: str) -> None:
+    print(f"mpipe tune --measure: {at}", file=sys.stderr, flush=True)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, such as 1,2,4, got {text!r}")
+    return sizes

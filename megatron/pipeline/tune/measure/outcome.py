@@ -1,0 +1,116 @@
+"""From what ranks have measured to a ``Device`` in a file."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+from megatron.pipeline.tune import device
+from megatron.pipeline.tune.device import Device, MeasuredLayer
+from megatron.pipeline.tune.estimate import layer_size
+from megatron.pipeline.tune.measure import fit
+from megatron.pipeline.tune.measure.rank import Found, Timing
+from megatron.pipeline.tune.measure.sizes import shape
+
+
+def make(found: Found, args: Namespace, base: Device | None, command: str) -> Device:
+    """A device of what was measured.
+
+    Args:
+        args: flags of the model whose layers these are.
+        base: the device whose latency counts, its links where there were none to measure, and on a GPU its peak; where it is None
+            and the GPU is of a shipped kind, that one.
+        command: how this was measured, for people.
+
+    Raises:
+        ValueError: a number is nowhere to be had.
+    """
+    base = base or (known(found.name) if found.gpu else None)
+    links, taken = dict(found.links), []
+    for name, other in (("within", None), ("hop", "within"), ("between", "hop")):
+        if name in links:
+            continue
+        if base is not None:
+            links[name] = getattr(base, name)
+            taken.append(f"{name} of {base.name}")
+        elif other in links:
+            links[name] = links[other]
+            taken.append(f"{name} as {other}")
+        else:
+            raise ValueError(NO_LINKS)
+    peak = found.peak
+    if found.gpu and base is not None:
+        peak = base.peak
+        taken.append(f"peak of {base.name}")
+    latency = base.latency if base is not None else 0.0
+    taken.append(f"latency of {base.name}" if base is not None else "latency, 0")
+    where = f"{found.ranks} ranks" + (f" on {found.nodes} nodes" if found.nodes > 1 else "")
+    source = f"measured on {date.today()} by {where}, torch {found.torch}: {command}"
+    bare = Device(
+        name=found.name,
+        memory=found.memory,
+        peak=peak,
+        efficiency=1.0,
+        bandwidth=found.bandwidth,
+        latency=latency,
+        within=links["within"],
+        hop=links["hop"],
+        between=links["between"],
+        to_host=found.to_host,
+        to_device=found.to_device,
+        source=f"{source}; not measured: {', '.join(taken)}",
+    )
+    if not found.timings:
+        return bare
+    layers = [(shape(args, timing.size), _layer(args, timing)) for timing in found.timings]
+    return replace(bare, efficiency=fit.efficiency(bare, layers), layers=tuple(layer for _, layer in layers))
+
+
+NO_LINKS = "one rank has no links to measure: say whose to take with --gpu NAME, or measure with --ranks 2 or more"
+
+
+def known(name: str) -> Device | None:
+    """The shipped device of a GPU that CUDA calls so, such as A100-80GB of NVIDIA A100-SXM4-80GB."""
+    kinds = [kind for kind in device.shipped() if all(part in name for part in kind.split("-"))]
+    return device.named(kinds[0]) if kinds else None
+
+
+def existing(path: Path) -> Device | None:
+    """What is measured already.
+
+    Raises:
+        ValueError: the file is no device's, or cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        return device.read(str(path))
+    except ValueError as error:
+        raise ValueError(f"cannot add to {error}; move it away, or give another -o") from None
+
+
+def merged(before: Device | None, now: Device, path: Path) -> Device:
+    """What was measured now, with those layers of before that were not measured again.
+
+    All else is of now, the efficiency too: it says what to expect of sizes near to those measured last.
+
+    Raises:
+        ValueError: they are of different machines.
+    """
+    if before is None:
+        return now
+    if before.name != now.name:
+        raise ValueError(f"{path} is of {before.name}, and this is {now.name}: give another -o")
+    again = {_without_times(layer) for layer in now.layers}
+    kept = tuple(layer for layer in before.layers if _without_times(layer) not in again)
+    return replace(now, layers=kept + now.layers)
+
+
+def _layer(args: Namespace, timing: Timing) -> MeasuredLayer:
+    return MeasuredLayer(*layer_size(shape(args, timing.size)), timing.forward, timing.backward, timing.weight)  # type: ignore[arg-type, call-arg]
+
+
+def _without_times(layer: MeasuredLayer) -> MeasuredLayer:
+    return replace(layer, forward=1.0, backward=1.0, weight=1.0)

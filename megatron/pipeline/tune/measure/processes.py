@@ -1,0 +1,136 @@
+"""The ranks that measure, where nobody else starts them: processes of this machine, listened to until one has the result."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from megatron.pipeline.tune.measure.rank import SILENCE, Tell
+
+_PATIENCE = 2.0  # seconds for the rank whose death makes others fail to be seen dead
+
+
+class RankFailed(RuntimeError):
+    """A rank died, failed or hung; one line says which, where and how."""
+
+
+def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, silence: float = SILENCE) -> Any:
+    """Call ``work(job, tell)`` on every rank of a world; returns what it returns on rank 0.
+
+    Args:
+        work: a function at the top of a module; ``rank.run``.
+        tell: called with what rank 0 is at, whenever that changes.
+        silence: seconds that a rank may go without telling.
+
+    Raises:
+        RankFailed: all ranks have been ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    listeners = []
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_serve, args=(work, job, theirs, rank, ranks, port), daemon=True)
+            process.start()
+            theirs.close()
+            listeners.append(_Listener(rank, process, ours))
+        return _listen(listeners, tell, silence)
+    finally:
+        for one in listeners:
+            one.end()
+
+
+class _Listener:
+    """What is known of one rank: what it is at, since when, and how it ended."""
+
+    def __init__(self, rank: int, process: SpawnProcess, connection: Connection) -> None:
+        self.rank, self.process, self.connection = rank, process, connection
+        self.at, self.heard = "start-up", time.monotonic()
+        self.failure: str | None = None
+        self.died = self.done = False
+        self.result: Any = None
+
+    def read(self) -> None:
+        """Take one message, or notice that there will be no more."""
+        self.heard = time.monotonic()
+        try:
+            kind, content = self.connection.recv()
+        except EOFError:
+            self.process.join(timeout=_PATIENCE)
+            code = self.process.exitcode
+            self.died, self.failure = (
+                True,
+                f"died (signal {-code})" if code is not None and code < 0 else f"ended with status {code}",
+            )
+            return
+        if kind == "at":
+            self.at = content
+        elif kind == "failed":
+            self.failure = content
+        else:
+            self.done, self.result = True, content
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
+    told = ""
+    until: float | None = None  # when to stop waiting for more failures
+    while not all(one.done for one in listeners):
+        waited = [one for one in listeners if not one.done and one.failure is None]
+        now = time.monotonic()
+        ends = [one.heard + silence for one in waited] if until is None else [until]
+        ready: list[Any] = wait([one.connection for one in waited], timeout=max(0.0, min(ends, default=now) - now))
+        for one in waited:
+            if one.connection in ready:
+                one.read()
+        failed = [one for one in listeners if one.failure is not None]
+        if failed and until is None:
+            until = time.monotonic() + _PATIENCE
+        if failed and (not waited or any(one.died for one in failed) or time.monotonic() >= (until or 0.0)):
+            # Ranks that lose a peer fail as well: the one that died is why.
+            one = min(failed, key=lambda one: not one.died)
+            raise RankFailed(f"rank {one.rank} of {len(listeners)} {one.failure}, at: {one.at}")
+        if not ready and not failed:
+            one = min(waited, key=lambda one: one.heard)
+            raise RankFailed(f"rank {one.rank} of {len(listeners)} has said nothing for {silence:g} s, at: {one.at}")
+        if listeners[0].at != told:
+            told = listeners[0].at
+            tell(told)
+    return listeners[0].result
+
+
+def _serve(work: Callable[[Any, Tell], Any], job: Any, connection: Connection, rank: int, ranks: int, port: int) -> None:
+    """A rank, from torchrun's environment to the last message."""
+    import logging
+    import warnings
+
+    warnings.filterwarnings("ignore")  # of packages that are not there, on every rank
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="localhost")
+    try:
+        result = work(job, lambda text: connection.send(("at", text)))
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        connection.send(("failed", f"failed ({type(error).__name__}: {lines[0][:200]})"))
+    else:
+        connection.send(("done", result if rank == 0 else None))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

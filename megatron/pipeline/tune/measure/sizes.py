@@ -1,0 +1,78 @@
+"""Which layers are measured: those of a model at several tensor-parallel sizes and microbatch sizes."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.tune.gpt import Experts, Shape
+
+_VOCABULARY = 128  # rows beside the layer, which cost nothing
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layer of the model as one of ``tensor`` ranks has it, for so many samples at once."""
+
+    tensor: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"1/{self.tensor} of a layer, {self.microbatch} {'sample' if self.microbatch == 1 else 'samples'}"
+
+
+def dense(args: Namespace) -> Namespace:
+    """The same model with one MLP, as wide as those that a token passes on average, in the place of experts.
+
+    Args:
+        args: after ``validate``.
+    """
+    experts = Experts.of(args)
+    if experts is None:
+        return args
+    args = copy.copy(args)
+    args.num_experts, args.ffn_hidden_size = None, round(experts.mean_ffn)
+    args.moe_ffn_hidden_size = args.moe_shared_expert_intermediate_size = args.expert_tensor_parallel_size = None
+    args.moe_grouped_gemm, args.moe_layer_freq = False, 1
+    return args
+
+
+def candidates(args: Namespace, tensors: Sequence[int], microbatches: Sequence[int]) -> list[Size]:
+    """All sizes of the model that can be built.
+
+    Args:
+        args: flags of a dense model after ``validate``.
+
+    Raises:
+        ValueError: no tensor-parallel size divides the model.
+    """
+    fitting = [tensor for tensor in tensors if not any(width % tensor for width in _cut(args).values())]
+    if not fitting:
+        widths = ", ".join(f"{width} of --{name.replace('_', '-')}" for name, width in _cut(args).items())
+        raise ValueError(f"--tensor {','.join(map(str, tensors))}: none of these divides {widths}; 1 always does")
+    return [Size(tensor, microbatch) for tensor in sorted(set(fitting)) for microbatch in sorted(set(microbatches))]
+
+
+def shape(args: Namespace, size: Size) -> Shape:
+    """The model whose layer is measured, cut over ``size.tensor`` ranks."""
+    args = copy.copy(args)
+    args.tensor_model_parallel_size, args.micro_batch_size = size.tensor, size.microbatch
+    args.padded_vocab_size = _VOCABULARY
+    return Shape.of(args)
+
+
+def layer_flags(args: Namespace, size: Size) -> Namespace:
+    """A model of one layer that is by itself what one of the ranks has: as wide a residual stream, fewer heads, a smaller MLP."""
+    args = copy.copy(args)
+    for name, width in _cut(args).items():
+        setattr(args, name, width // size.tensor)
+    args.num_layers, args.micro_batch_size, args.padded_vocab_size = 1, size.microbatch, _VOCABULARY
+    return args
+
+
+def _cut(args: Namespace) -> dict[str, int]:
+    """What tensor-parallel ranks share, by the names of flags."""
+    names = ("num_attention_heads", *(["num_query_groups"] if args.group_query_attention else []), "ffn_hidden_size")
+    return {name: getattr(args, name) for name in names}
