@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,19 @@ def test_a_host_that_is_every_address_goes_by_the_machine_s_name() -> None:
     assert socket.gethostname() in server._names("0.0.0.0") and "0.0.0.0" not in server._names("0.0.0.0")
 
 
+def test_a_browser_is_opened_where_there_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(server.webbrowser, "open", opened.append)
+    monkeypatch.setattr(server.sys, "platform", "linux")
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    server._open("there")
+    assert not opened
+    monkeypatch.setenv("DISPLAY", ":0")
+    server._open("there")
+    assert opened == ["there"]
+
+
 def test_an_interrupt_ends_it_with_all_its_processes() -> None:
     with serving() as (address, process):
         assert ask(address, {"schedule": "zb-v", **SMALL})[0] == 200
@@ -210,33 +223,37 @@ def with_workers(count: int, use: Any) -> Any:
     return asyncio.run(run())
 
 
-def test_the_newest_that_is_waited_for_goes_first_and_what_is_ahead_last() -> None:
+@contextlib.asynccontextmanager
+async def occupied(pool: Workers, folder: Path) -> AsyncIterator[None]:
+    """The pool's only process has a job that ends when this does."""
+    os.mkfifo(folder / "fifo")
+    job = asyncio.create_task(pool.run(Path.read_text, folder / "fifo"))
+    with await asyncio.to_thread(open, folder / "fifo", "w"):  # waits for the reader
+        yield
+        await asyncio.sleep(0.1)  # until what was asked for meanwhile is in line
+    await job
+
+
+def test_the_newest_that_is_waited_for_goes_first_and_what_is_ahead_last(tmp_path: Path) -> None:
     ended: list[str] = []
 
     async def use(pool: Workers) -> None:
-        async def job(name: str, seconds: float, ahead: bool = False) -> None:
-            await pool.run(time.sleep, seconds, ahead=ahead)
+        async def job(name: str, seconds: float) -> None:
+            await pool.run(time.sleep, seconds, ahead="ahead" in name)
             ended.append(name)
 
-        begin = [asyncio.create_task(job("first", 0.5))]
-        await asyncio.sleep(0.2)
-        for name, seconds, ahead in (
-            ("ahead", 0.01, True),
-            ("old", 0.02, False),
-            ("ahead too", 0.03, True),
-            ("new", 0.04, False),
-        ):
-            begin.append(asyncio.create_task(job(name, seconds, ahead)))
-            await asyncio.sleep(0.02)
-        await asyncio.gather(*begin)
+        async with occupied(pool, tmp_path):
+            names = ["ahead", "old", "ahead too", "new"]
+            asked = [asyncio.create_task(job(name, 0.01 + at / 100)) for at, name in enumerate(names)]
+        await asyncio.gather(*asked)
 
     with_workers(1, use)
-    assert ended == ["first", "new", "old", "ahead", "ahead too"]
+    assert ended == ["new", "old", "ahead", "ahead too"]
 
 
 def test_what_is_ahead_leaves_a_process_free() -> None:
     async def use(pool: Workers) -> None:
-        ahead = [asyncio.create_task(pool.run(time.sleep, 3 + i, ahead=True)) for i in range(3)]
+        ahead = [asyncio.create_task(pool.run(time.sleep, 3600 + i, ahead=True)) for i in range(3)]
         await asyncio.sleep(0.2)
         await pool.run(time.sleep, 0.01)
         assert not any(task.done() for task in ahead)
@@ -248,15 +265,14 @@ def test_what_is_ahead_leaves_a_process_free() -> None:
 
 def test_the_same_job_is_run_once_for_all_who_ask(tmp_path: Path) -> None:
     async def use(pool: Workers) -> list[str]:
-        before = asyncio.create_task(pool.run(time.sleep, 0.3))
-        asked = [asyncio.create_task(pool.run(tempfile.mkdtemp, "", "made", str(tmp_path))) for _ in range(5)]
-        await asyncio.sleep(0.1)
-        asked[0].cancel()  # the others still wait for it
-        await before
+        async with occupied(pool, tmp_path):
+            asked = [asyncio.create_task(pool.run(tempfile.mkdtemp, "", "made", str(tmp_path))) for _ in range(5)]
+            await asyncio.sleep(0.1)
+            asked[0].cancel()  # the others still wait for it
         return await asyncio.gather(*asked[1:])
 
     made = with_workers(1, use)
-    assert len(set(made)) == 1 and len(list(tmp_path.iterdir())) == 1
+    assert len(set(made)) == 1 and len(list(tmp_path.glob("made*"))) == 1
 
 
 def test_a_job_that_nobody_waits_for_is_dropped_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,17 +291,16 @@ def test_a_job_that_nobody_waits_for_is_dropped_or_ended(monkeypatch: pytest.Mon
     assert before != after
 
 
-def test_too_many_jobs_give_way_to_newer_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_jobs_give_way_to_newer_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(workers, "MOST_WAITING", 2)
 
     async def use(pool: Workers) -> list[Any]:
-        running = asyncio.create_task(pool.run(time.sleep, 0.5))
-        await asyncio.sleep(0.2)
-        others = [asyncio.create_task(pool.run(time.sleep, 0.01 + i / 100)) for i in range(4)]
-        return await asyncio.gather(running, *others, return_exceptions=True)
+        async with occupied(pool, tmp_path):
+            asked = [asyncio.create_task(pool.run(time.sleep, 0.01 + at / 100)) for at in range(4)]
+        return await asyncio.gather(*asked, return_exceptions=True)
 
     told = with_workers(1, use)
-    assert [isinstance(one, Busy) for one in told] == [False, True, True, False, False]
+    assert [isinstance(one, Busy) for one in told] == [True, True, False, False]
 
 
 def test_what_a_job_raises_is_raised_and_its_process_goes_on() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import webbrowser
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Mapping
@@ -222,7 +223,9 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _open(address: str) -> None:
-    """Open the page where there is a browser; the server answers as soon as it runs, and until then the browser waits."""
+    """Open the page where there is a browser with windows; it waits until the server runs."""
+    if sys.platform.startswith("linux") and not {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        return  # what there may be would take over the terminal
     with contextlib.suppress(webbrowser.Error):
         webbrowser.open(address)
 

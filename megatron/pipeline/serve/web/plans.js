@@ -41,6 +41,7 @@ export class Plans {
     });
     if (!response) return { flags, message: "mpipe serve does not answer: is it still running?" };
     const told = await response.json();
+    delete told.plan?.passes; // the panel has them, packed
     const answer = { flags, ...told };
     if (response.status === 200 || response.status === 400) {
       this.#answers.set(address(flags), answer); // else it gave way to others, and may be asked for again

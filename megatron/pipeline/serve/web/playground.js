@@ -7,7 +7,7 @@ import { Plans } from "./plans.js";
 import { Row } from "./row.js";
 import { card, flags, format, label, limits, parse } from "./state.js";
 
-const SLOW = 2; // seconds that a plan takes, above which none is made ahead
+const SLOW = 30; // seconds that a plan takes, above which none is made ahead
 const PAUSE = 150; // milliseconds after the last change, before plans are made ahead and the address is written
 
 /** A schedule on the page: its values, what shows them, and the answer that is shown. */
