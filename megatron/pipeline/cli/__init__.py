@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 
-from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, vocabulary
+from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 
 
@@ -63,8 +63,8 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     commands = parser.add_subparsers(
-        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|serve|launch", required=True, parser_class=Parser
+        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|tune|serve|launch", required=True, parser_class=Parser
     )
-    for command in (plan, simulate, draw, compare, export, vocabulary, memory, serve, launch):
+    for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch):
         command.add(commands)
     return parser

@@ -51,6 +51,7 @@ _ALONE: dict[str, Any] = STOCK_1F1B | {
 }
 
 _RANKS_PER_CORE = 8
+_TENSOR, _SAMPLES = (1, 2, 4, 8), (1, 2, 4)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +66,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", type=int, metavar="N", help="processes that measure at once (all GPUs; without one, all cores)")
     group.add_argument(
         "--tensor",
-        type=_sizes,
-        default=(1, 2, 4, 8),
+        type=sizes,
         metavar="1,2,4,8",
-        help="tensor-parallel sizes: those that do not divide the model are left out",
+        help="tensor-parallel sizes: those that do not divide the model are left out (1,2,4,8)",
     )
-    group.add_argument("--micro-batch-sizes", type=_sizes, default=(1, 2, 4), metavar="1,2,4", help="samples at once")
+    group.add_argument("--micro-batch-sizes", type=sizes, metavar="1,2,4", help="samples at once (1,2,4)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,7 +85,9 @@ def run(options: argparse.Namespace) -> None:
         SystemExit: with one line, where a rank dies, fails or hangs. Nothing is written.
     """
     if Path(options.output or "").suffix != ".json":
-        raise ValueError(f"--measure writes a file for --gpu: give -o FILE.json{f', not {options.output}' if options.output else ''}")
+        raise ValueError(
+            f"--measure writes a file for --gpu: give -o FILE.json{f', not {options.output}' if options.output else ''}"
+        )
     path = Path(options.output)
     base = device.read(options.gpu) if options.gpu else None
     before = outcome.existing(path)
@@ -96,7 +98,7 @@ def run(options: argparse.Namespace) -> None:
     args = dense(model)
     if args is not model:
         _say(f"experts are measured as one MLP of the width that a token passes, {args.ffn_hidden_size}")
-    job = Job(args, tuple(candidates(args, options.tensor, options.micro_batch_sizes)))
+    job = Job(args, tuple(candidates(args, options.tensor or _TENSOR, options.micro_batch_sizes or _SAMPLES)))
     found = _found(job, ranks)
     if found is None:
         return
@@ -187,11 +189,12 @@ def _say(at: str) -> None:
     print(f"mpipe tune --measure: {at}", file=sys.stderr, flush=True)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def sizes(text: str) -> tuple[int, ...]:
+    """An argument type for ``1,2,4``."""
     try:
-        sizes = tuple(int(word) for word in text.split(","))
+        numbers = tuple(int(word) for word in text.split(","))
     except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, such as 1,2,4, got {text!r}")
-    return sizes
+    return numbers

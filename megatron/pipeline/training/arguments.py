@@ -66,6 +66,11 @@ def flags() -> list[str]:
     return sorted(_parser()._option_string_actions)
 
 
+def actions() -> list[argparse.Action]:
+    """What every flag means, in the order of ``--help``."""
+    return list(_parser()._actions)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing usage and exiting: the launcher reports every bad value in the same way."""
 

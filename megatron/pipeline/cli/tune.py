@@ -1,0 +1,324 @@
+"""``mpipe tune``: the fastest training of a model on a cluster, as a file that ``pretrain_gpt.py --config`` runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.cli import tune_measure
+from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, names
+from megatron.pipeline.cli.memory import quietly, read_flags
+from megatron.pipeline.cli.progress import Progress
+from megatron.pipeline.cli.summary import plain_table, wrote
+from megatron.pipeline.cli.tune_measure import sizes
+from megatron.pipeline.schedule import families
+from megatron.pipeline.tune import device
+from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.tune.iteration import Cluster, Misfit, Result
+from megatron.pipeline.tune.layouts import Choices, Layouts
+from megatron.pipeline.tune.memory import GIB, OVERHEAD
+from megatron.pipeline.tune.parameters import total_parameters
+from megatron.pipeline.tune.rescue import smallest_changes
+from megatron.pipeline.tune.search import Found, search
+from megatron.pipeline.tune.write import chosen, extras, write_config
+from megatron.pipeline.view.tuning import Training, draw_front
+
+NOTE = f"""\
+Tokens of all GPUs in a second. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
+and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration that
+does not compute: bubble, unequal stages, messages of ranks that share layers, recomputation, or the step: gradients, optimizer and
+weights between two pipelines; "memory" where more of it would be faster. All of it is predicted: docs/tuning.md says how."""
+_LOST = {"between": "step", "inequality": "unequal stages"}
+_FILES = ("best", "second", "third")
+_TRIED = 3  # of the best that --verify runs
+
+
+def add(commands: Commands) -> None:
+    help = "find the fastest training of a model on a cluster, or measure this machine"
+    note = (
+        "All other flags are those of pretrain_gpt.py, --config FILE among them; their layout and schedule are replaced. " + NOTE
+    )
+    parser = commands.add_parser("tune", help=help, description=help, epilog=note, allow_abbrev=False)
+    flag = parser.add_argument
+    flag("--gpus", type=_count, metavar="N", help="GPUs of the cluster")
+    flag("--gpus-per-node", type=_count, default=8, metavar="N", help="of them on each node (8)")
+    flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
+    flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
+    flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
+    flag("--json", action="store_true", help="print one JSON object")
+    flag("--processes", type=_count, metavar="N", help="that plan (all cores)")
+    group = parser.add_argument_group("what is tried, where not everything is to be")
+    group.add_argument("--pipeline", type=sizes, metavar="4,8", help="pipeline-parallel sizes (all)")
+    group.add_argument("--context", type=sizes, metavar="1,2", help="context-parallel sizes (those that leave 4096 tokens)")
+    group.add_argument("--expert", type=sizes, metavar="1,2", help="expert-parallel sizes (powers of two)")
+    group.add_argument(
+        "--schedules", type=names, metavar="NAME,..", help="families (those that can be best); auto ones plan for what fits"
+    )
+    group = parser.add_argument_group("trying")
+    group.add_argument(
+        "--verify", action="store_true", help="run the three best and stock here, and compare with what is predicted"
+    )
+    group.add_argument("--iterations", type=_count, default=6, metavar="N", help="of each run of --verify (6)")
+    tune_measure.add_flags(parser)
+    parser.set_defaults(run=run, takes_flags=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.measure:
+        tune_measure.run(options)
+        return
+    directory = Path(options.output or "runs/tune")
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"-o {directory} is a file: give a directory, which gets best.yaml and all else")
+    for name in options.schedules or ():
+        families.named(name)
+    flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
+    cluster = _cluster(options)
+    with quietly():
+        base = _base(flags)
+        layouts = Layouts(base, cluster, _choices(options))
+        with Progress("schedules") as progress:
+            ours = search(layouts, processes=options.processes, progress=progress)
+        if not ours.results:
+            raise ValueError(_fits_nowhere(layouts, ours))
+        with Progress("stock's") as progress:
+            stock = search(layouts, stock=True, wanted=3, processes=options.processes, progress=progress)
+        directory.mkdir(parents=True, exist_ok=True)
+        written = _write(directory, flags, cluster, ours, stock)
+    told = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
+    (directory / "report.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    print(json.dumps(told) if options.json else _text(base, cluster, ours, stock))
+    if not options.json:
+        print()
+        for path in (*written.values(), directory / "throughput.png", directory / "report.json"):
+            wrote(str(path))
+        print(f"\n{_how_to_run(cluster, directory)}")
+    if options.verify:
+        _verify(options, written, [*ours.best(_TRIED), *stock.best(1)])
+
+
+def report(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> dict[str, Any]:
+    """What ``--json`` says."""
+    shape = Shape.of(base_shape(base))
+    return {
+        "gpus": cluster.gpus,
+        "gpus_per_node": cluster.per_node,
+        "gpu": cluster.device.name,
+        "global_batch_size": base.global_batch_size,
+        "seq_length": base.seq_length,
+        "parameters": total_parameters(shape, not base.untie_embeddings_and_output_weights),
+        "planned": ours.tried + stock.tried,
+        "slower": ours.beaten + stock.beaten,
+        "misfits": len(ours.misfits) + len(stock.misfits),
+        "best": [row(result) for result in ours.best()],
+        "stock": [row(result) for result in stock.best(3)],
+        "front": [row(result) for result in ours.front()],
+        "stock_front": [row(result) for result in stock.front()],
+    }
+
+
+def row(result: Result) -> dict[str, Any]:
+    """What the report says of one training."""
+    args, fullest = result.candidate.args, result.fullest
+    return {
+        "tp": args.tensor_model_parallel_size,
+        "cp": args.context_parallel_size,
+        "ep": args.expert_model_parallel_size,
+        "pp": args.pipeline_model_parallel_size,
+        "dp": args.data_parallel_size,
+        "micro_batch_size": args.micro_batch_size,
+        "microbatches": result.candidate.microbatches,
+        "schedule": chosen(result),
+        "with": extras(result),
+        "memory_limit": result.memory_limit,
+        "iteration_seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "mfu": result.mfu,
+        "bubble": result.parts.bubble / result.seconds,
+        "parts": asdict(result.parts),
+        "lost_to": result.parts.limit,
+        "starved": result.starved,
+        "bytes": {
+            "state": fullest.state,
+            "activations": fullest.activations,
+            "other": fullest.total - fullest.state - fullest.activations,
+            "total": fullest.total,
+        },
+        "ranks": [asdict(rank) | {"total": rank.total} for rank in result.ranks],
+    }
+
+
+def base_shape(base: Namespace) -> Namespace:
+    """Flags of a model, complete, whatever its layout is."""
+    return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
+
+
+def _base(flags: list[str]) -> Namespace:
+    from megatron.pipeline.training.tokenizer import build_tokenizer
+
+    base = read_flags(flags)
+    if not base.global_batch_size:
+        raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
+    base.rampup_batch_size = None
+    base.transformer_impl = base.transformer_impl or "transformer_engine"
+    base.vocab_size = build_tokenizer(base).vocab_size
+    return base
+
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    missing = [flag for flag, value in (("--gpus N", options.gpus), ("--gpu NAME", options.gpu)) if not value]
+    if missing:
+        raise ValueError(f"give {' and '.join(missing)}; known GPUs are {', '.join(device.shipped())} and files of --measure")
+    gpus, per_node = options.gpus, min(options.gpus, options.gpus_per_node)
+    if gpus % per_node:
+        raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
+    if gpus > MOST_RANKS**2:
+        raise ValueError(f"--gpus {gpus}: give at most {MOST_RANKS**2}")
+    return Cluster(device.read(options.gpu), gpus, per_node)
+
+
+def _choices(options: argparse.Namespace) -> Choices:
+    return Choices(
+        options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes, options.schedules
+    )
+
+
+def _write(directory: Path, flags: list[str], cluster: Cluster, ours: Found, stock: Found) -> dict[str, Path]:
+    """The files of the best trainings, by what they are."""
+    results = dict(zip(_FILES, ours.best(), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
+    written = {}
+    for name, result in results.items():
+        path = directory / f"{name}.yaml"
+        what = ", ".join([chosen(result), *extras(result)])
+        head = (
+            f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
+            f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, {result.fullest.total / GIB:.1f} GiB."
+        )
+        write_config(result, flags, path, head)
+        written[name] = path
+    groups = {"megatron.pipeline": [_training(each) for each in ours.results]}
+    if stock.results:
+        groups["stock Megatron"] = [_training(each) for each in stock.results]
+    title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
+    draw_front(groups, directory / "throughput.png", cluster.device.memory / GIB, title)
+    return written
+
+
+def _training(result: Result) -> Training:
+    name = ", ".join([_layout(result), chosen(result), *extras(result)])
+    return Training(name, result.tokens_per_second, result.fullest.total / GIB)
+
+
+def _layout(result: Result) -> str:
+    told = row(result)
+    shown = ("pp",) if all(told[name] == 1 for name in ("tp", "cp", "ep", "pp", "dp")) else ("tp", "cp", "ep", "pp", "dp")
+    return " ".join(f"{name.upper()}{told[name]}" for name in shown if told[name] > 1 or len(shown) == 1)
+
+
+def _text(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> str:
+    told = report(base, cluster, ours, stock)
+    title = (
+        f"{told['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
+        f"{base.global_batch_size} samples of {base.seq_length} tokens an iteration\n"
+        f"{told['planned']} trainings planned, {told['slower']} known to be slower; {told['misfits']} do not fit"
+    )
+    best, under = ours.best(), stock.best(3)
+    parts = [title, _table(best)]
+    if under:
+        faster = best[0].tokens_per_second / under[0].tokens_per_second - 1
+        parts += [
+            f"the best under megatron-core's own schedules\n\n{_table(under)}",
+            f"the best is {faster:+.1%} against stock's",
+        ]
+    else:
+        parts.append("nothing fits under megatron-core's own schedules")
+    return "\n\n".join([*parts, NOTE])
+
+
+def _cluster_name(cluster: Cluster) -> str:
+    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} a node"
+
+
+def _table(results: list[Result]) -> str:
+    heads = ["", "TP", "CP", "EP", "PP", "DP", "batch", "tokens/s", "MFU", "s", "bubble", "state", "activations", "other", "GiB"]
+    heads += ["lost to", "schedule"]
+    cells = []
+    for number, result in enumerate(results, 1):
+        told = row(result)
+        lost = f"{_LOST.get(told['lost_to'], told['lost_to'])} {told['parts'][told['lost_to']] / result.seconds:.1%}"
+        cells.append(
+            [
+                str(number),
+                *(str(told[name]) for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size")),
+                f"{result.tokens_per_second:.0f}",
+                f"{result.mfu:.1%}",
+                f"{result.seconds:.3g}",
+                f"{told['bubble']:.1%}",
+                *(f"{told['bytes'][name] / GIB:.1f}" for name in ("state", "activations", "other", "total")),
+                f"{lost}{', memory' if result.starved else ''}",
+                ", ".join([chosen(result), *extras(result)]),
+            ]
+        )
+    return plain_table(heads, cells, words=2)
+
+
+def _how_to_run(cluster: Cluster, directory: Path) -> str:
+    nodes, here = -(-cluster.gpus // cluster.per_node), directory / "best.yaml"
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {cluster.gpus} pretrain_gpt.py --config {here}"
+    return f"CONFIG={here} sbatch --nodes {nodes} --gpus-per-node {cluster.per_node} scripts/slurm/pretrain_gpt.sbatch"
+
+
+def _fits_nowhere(layouts: Layouts, found: Found) -> str:
+    """What is short, by how much, and the smallest changes that fit."""
+    cluster, base = layouts.cluster, layouts.base
+    if not found.misfits:
+        reasons = "; ".join(f"{reason} ({times} times)" for reason, times in found.refused[:3])
+        return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {reasons}"
+    least: Misfit = min(found.misfits, key=lambda misfit: misfit.needs)
+    result = ", ".join(f"{flag} {value}" for flag, value in _sizes_of(least).items() if value != 1)
+    size, needs = cluster.device.memory / GIB, least.needs / GIB
+    changes = smallest_changes(layouts)
+    would = f"; what would fit: {'; or '.join(changes)}" if changes else "; no number of GPUs up to 16 times as many would help"
+    return (
+        f"this model fits nowhere on {cluster.gpus} x {cluster.device.name}: its fullest GPU needs at least {needs:.1f} GiB, "
+        f"{needs - size:.1f} GiB more than the {size:.0f} that it has ({result or 'one GPU'}; weights, gradients and optimizer state "
+        f"are {least.state / GIB:.1f} GiB of it){would}"
+    )
+
+
+def _sizes_of(misfit: Misfit) -> dict[str, int]:
+    args = misfit.candidate.args
+    return {
+        "TP": args.tensor_model_parallel_size,
+        "CP": args.context_parallel_size,
+        "PP": args.pipeline_model_parallel_size,
+        "DP": args.data_parallel_size,
+    }
+
+
+def _verify(options: argparse.Namespace, written: dict[str, Path], results: list[Result]) -> None:
+    from megatron.pipeline.tune import trial
+
+    ranks = options.gpus
+    names_ = [f"{name}: {chosen(result)}" for name, result in zip(written, results, strict=True)]
+    measured = trial.run(list(written.values()), ranks, options.iterations)
+    print("\n" + plain_table(*trial.table(names_, [result.seconds for result in results], measured)))
+    warning = trial.disagreement(names_, measured)
+    if warning:
+        print(f"WARNING: {warning}")
+    failed = [name for name, one in zip(names_, measured, strict=True) if one.failure]
+    if failed:
+        reasons = "; ".join(one.failure for one in measured if one.failure)
+        raise ValueError(f"{' and '.join(failed)} could not be run here: {reasons}")
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,6}", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -1,0 +1,362 @@
+"""How long one iteration of a training takes, and what its time goes into: from flags, a schedule's family and a cluster.
+
+``evaluate`` plans the schedule for the memory that is left on a GPU, simulates it at the costs of ``estimate``, and adds what
+comes between two pipelines: the sum of gradients over data-parallel ranks, the optimizer's step, and new weights on all of them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import Any
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.choose import Variant
+from megatron.pipeline.schedule.costs import Costs
+from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.tune import gpt
+from megatron.pipeline.tune.device import Device
+from megatron.pipeline.tune.estimate import EXPOSED_HOPS, estimate, layer_seconds
+from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.tune.links import Links
+from megatron.pipeline.tune.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
+
+STOCK = "stock"
+OFF = "off"
+BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; the last sum has nothing to run beside
+STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
+_ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many GPUs of a kind, on nodes of so many."""
+
+    device: Device
+    gpus: int
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A training that could be started.
+
+    Attributes:
+        args: its flags, validated, with ``padded_vocab_size``.
+        changes: those that a search has given it, by name.
+        variant: the family of its schedule.
+        layers: of every stage, in the model's order.
+    """
+
+    args: Namespace
+    changes: Mapping[str, Any]
+    variant: Variant
+    layers: tuple[int, ...]
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether megatron-core's own function runs it."""
+        return bool(self.args.pipeline_schedule == STOCK)
+
+    @property
+    def placement(self) -> Placement:
+        return families.placement(self.variant.name, self.args.pipeline_model_parallel_size, self.variant.chunks)
+
+    @property
+    def microbatches(self) -> int:
+        return int(self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size))
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return None if self.args.vocab_parallel == OFF else Vocabulary(self.args.vocab_parallel)
+
+    @property
+    def offload(self) -> Offload | None:
+        return None if self.args.offload == OFF else Offload(self.args.offload)
+
+    @property
+    def objective(self) -> Objective:
+        """What an iteration takes: see docs/post_validation.md."""
+        return Objective.SPAN if self.args.post_validation else Objective.MAKESPAN
+
+    @property
+    def tokens(self) -> int:
+        """Of an iteration."""
+        return int(self.args.global_batch_size * self.args.seq_length)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of an iteration, as a mean over all ranks, by what they go into.
+
+    Attributes:
+        kernels: what computes, on the ranks that share a layer at the same time.
+        messages: waiting for the ranks that share a layer.
+        recomputation: forwards that run again.
+        inequality: until the rank with most to do has done as much.
+        bubble: what is left of the pipeline.
+        between: two pipelines: gradients, step and weights.
+    """
+
+    kernels: float
+    messages: float
+    recomputation: float
+    inequality: float
+    bubble: float
+    between: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def limit(self) -> str:
+        """The largest that is not computing."""
+        lost = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return max(lost, key=lambda name: lost[name])
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate that fits.
+
+    Attributes:
+        seconds: of an iteration.
+        parts: what they go into.
+        ranks: memory of every pipeline rank.
+        costs: what the schedule was planned for, in seconds and bytes.
+        memory_limit: bytes of activations that it was planned within; None where the family has no choice.
+        starved: whether more memory would make it faster.
+        mfu: operations of the model over what all GPUs could do, without recomputation.
+    """
+
+    candidate: Candidate
+    seconds: float
+    parts: Parts
+    ranks: list[RankMemory]
+    costs: Costs
+    memory_limit: float | None
+    starved: bool
+    mfu: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.candidate.tokens / self.seconds
+
+    @property
+    def fullest(self) -> RankMemory:
+        return max(self.ranks, key=lambda rank: rank.total)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A candidate that does not fit, with the bytes that its fullest rank needs at least.
+
+    Attributes:
+        state: how many of these are weights, gradients and optimizer state.
+    """
+
+    candidate: Candidate
+    needs: float
+    state: float
+
+
+@dataclass(frozen=True)
+class Beaten:
+    """A candidate of which it is proven, without planning, that it takes longer than was asked for."""
+
+    candidate: Candidate
+
+
+def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Misfit | Beaten:
+    """What a candidate takes and holds.
+
+    Args:
+        beat: seconds of an iteration; what cannot be shorter is not planned.
+    """
+    args, placement, variant = candidate.args, candidate.placement, candidate.variant
+    besides = beside_activations(args, placement, candidate.layers, candidate.vocabulary)
+    left = [cluster.device.memory - beside.total for beside in besides]
+    if min(left) <= 0:
+        return _misfit(candidate, besides, 0.0)
+    costs, between = costs_of(cluster, candidate), between_pipelines(cluster, candidate, besides)
+    chooses = families.named(variant.name).memory_is == "default"
+    limit = min(left) if chooses else None
+    try:
+        planned = _plan(candidate, costs, limit, beat - between)
+    except LimitTooLow as error:
+        return _misfit(candidate, besides, error.least)
+    if planned is None:
+        return Beaten(candidate)
+    schedule, problem, pipeline = planned
+    ranks = predict(args, schedule, candidate.layers)
+    if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
+        return _misfit(candidate, besides, max(rank.activations for rank in ranks))
+    parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
+    operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
+    mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
+    starved = chooses and lower_bound(problem) > 1.002 * lower_bound(replace(problem, limits=None))
+    return Result(candidate, parts.total, parts, ranks, costs, limit, starved, mfu)
+
+
+def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
+    """What its passes take and hold."""
+    args, shape = candidate.args, Shape.of(candidate.args)
+    overlaps = candidate.variant.name == "interleaved" and getattr(args, "overlap_p2p_comm", True)
+    exposed = 0.0 if overlaps or not candidate.is_stock else EXPOSED_HOPS[candidate.variant.name]
+    split = candidate.variant.name not in _FUSED
+    return estimate(
+        shape,
+        candidate.placement,
+        candidate.layers,
+        cluster.device,
+        candidate.vocabulary,
+        split,
+        links_of(cluster, args),
+        exposed,
+    )
+
+
+_FUSED = ("1f1b", "interleaved", "1f1b-v")
+
+
+def links_of(cluster: Cluster, args: Namespace) -> Links:
+    """What the ranks of a training talk over."""
+    return Links.of(
+        cluster.device,
+        cluster.per_node,
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.expert_model_parallel_size,
+        args.data_parallel_size,
+        args.pipeline_model_parallel_size,
+    )
+
+
+def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Beside]) -> float:
+    """Seconds between two pipelines on the slowest rank.
+
+    Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
+    ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what is longer than these counts, and the last bucket.
+    """
+    args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
+    copies = args.data_parallel_size * args.context_parallel_size
+    count = max(beside.count.total for beside in besides)
+    own = count / copies if args.use_distributed_optimizer else count
+    step = device.moving(STEP_BYTES * own)
+    tied = 0.0
+    apart = candidate.placement.home(candidate.placement.last_stage)[0] and candidate.vocabulary is None
+    if apart and not args.untie_embeddings_and_output_weights:  # both ends add up the gradients of one matrix
+        size = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
+        tied = links.hop.all_reduce(gradient_bytes(args) * size, 2)
+    if copies == 1:
+        return step + tied
+    work = costs_of(cluster, candidate).stages
+    rows = candidate.placement.stages
+    backward = min(sum(work[stage].backward + work[stage].weight for stage in row) for row in rows)
+    forward = min(sum(work[stage].forward for stage in row) for row in rows)
+    once = links.data.all_gather(gradient_bytes(args) * count, copies)
+    if not args.use_distributed_optimizer:
+        once *= 2
+    bucket = once * min(1.0, BUCKET / count)
+    reduce = max(bucket, once - backward) if args.overlap_grad_reduce else once
+    gather = 0.0
+    if args.use_distributed_optimizer:
+        gather = links.data.all_gather(gpt.number_bytes(args) * count, copies)
+        gather = max(0.0, gather - forward) if args.overlap_param_gather else gather
+    return step + tied + reduce + gather
+
+
+def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
+    """Seconds that no schedule of this candidate can beat, by the work of its busiest rank alone: known in a moment."""
+    costs = costs_of(cluster, candidate)
+    return max(_work(candidate, costs)) + candidate.microbatches * costs.vocabulary.total
+
+
+def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, Problem, float] | None:
+    """The schedule of so many microbatches as say it all, its problem, and the seconds of a pipeline of all of them.
+
+    Returns:
+        None where no schedule can be shorter than ``beat``.
+    """
+    whole, ranks = candidate.microbatches, candidate.placement.ranks
+    fewer = max(_ROUNDS * ranks, 2 * ranks + whole % ranks)
+    fewer += (whole - fewer) % ranks  # interleaved wants multiples of the ranks
+    count = min(whole, fewer)
+    problem = _problem(candidate, costs, count, limit)
+    more = (whole - count) * (max(_work(candidate, costs)) / whole + costs.vocabulary.total)
+    if lower_bound(problem) + more > beat:
+        return None
+    schedule = families.solve(candidate.variant.name, problem)
+    seconds = _length(candidate, costs, schedule)
+    if count < whole:
+        step = min(ranks, count - 1)
+        shorter = families.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
+        more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
+    return schedule, problem, seconds + more * (count < whole)
+
+
+def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
+    return families.problem(
+        candidate.variant.name,
+        candidate.placement.ranks,
+        microbatches,
+        costs,
+        candidate.variant.chunks,
+        limit,
+        objective=candidate.objective,
+        group=candidate.variant.group,
+        vocabulary=candidate.vocabulary,
+        offload=candidate.offload,
+    )
+
+
+def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
+    ran = recomputed(candidate.args, Shape.of(candidate.args), schedule)
+    return candidate.objective.length(simulate(ran, costs))
+
+
+def _work(candidate: Candidate, costs: Costs) -> list[float]:
+    """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
+    kinds = (Kind.F, Kind.BW) if candidate.variant.name in _FUSED else (Kind.F, Kind.B, Kind.W)
+    if Shape.of(candidate.args).holding.recomputes:
+        kinds = (*kinds, Kind.R)
+    rows = candidate.placement.stages
+    return [candidate.microbatches * sum(costs.stages[stage].seconds(kind) for stage in row for kind in kinds) for row in rows]
+
+
+def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float) -> Parts:
+    shape, count = Shape.of(candidate.args), candidate.microbatches
+    work = [seconds + count * costs.vocabulary.total for seconds in _work(candidate, costs)]
+    alone = layer_seconds(shape, cluster.device, Links.within(_without_links(cluster.device)))
+    shared = layer_seconds(shape, cluster.device, links_of(cluster, candidate.args))
+    layers = sum(candidate.layers) / candidate.placement.ranks
+    messages = count * layers * (shared.total - alone.total)
+    again = 0.0
+    if shape.holding.recomputes:
+        again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)
+    mean, most = fmean(work), max(work)
+    return Parts(
+        kernels=mean - messages - again,
+        messages=messages,
+        recomputation=again,
+        inequality=most - mean,
+        bubble=max(0.0, pipeline - most),
+        between=between,
+    )
+
+
+def _without_links(device: Device) -> Device:
+    return device.with_links(1e30)
+
+
+def _misfit(candidate: Candidate, besides: list[Beside], activations: float) -> Misfit:
+    fullest = max(besides, key=lambda beside: beside.total)
+    return Misfit(candidate, fullest.total + activations, fullest.state)

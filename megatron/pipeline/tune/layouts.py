@@ -1,0 +1,242 @@
+"""All ways in which a training could share out a model over so many GPUs, as flags that ``pretrain_gpt.py`` accepts.
+
+From the flags of one training: its own layout and schedule are replaced, all else stays. torch is needed here, since flags are
+checked as training checks them.
+"""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import Variant
+from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.tune.iteration import OFF, STOCK, Candidate, Cluster
+
+# Flags that a search gives itself, with what they are where it does not.
+SEARCHED: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "sequence_parallel": False,
+    "micro_batch_size": 1,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "layer_redistribution": False,
+    "pipeline_schedule": STOCK,
+    "pipeline_memory_limit": None,
+    "pipeline_costs": None,
+    "post_validation": False,
+    "post_validation_when": None,
+    "post_validation_copy": None,
+    "vocab_parallel": OFF,
+    "offload": OFF,
+    "offload_profile": False,
+    "offload_host_memory": None,
+    "offload_cpu_bandwidth": None,
+    "recompute_activations": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "recompute_modules": None,
+    "recompute_fused_backward": False,
+    "use_distributed_optimizer": False,
+    "overlap_grad_reduce": False,
+    "overlap_param_gather": False,
+}
+# What only the output layer of --vocab-parallel can do: with any of these no other way is tried.
+_NEEDS_SPREADING = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE_RECOMPUTE = {"recompute_granularity": "selective"}
+OURS = ("1f1b", "zb-h1", "zb-auto", "interleaved", "gis", "v-auto")
+STOCKS = ("1f1b", "interleaved")
+_CHUNKS = {"interleaved": (2, 3, 4)}  # of families that take several; more hardly help those that split the backward
+LONG = 4096  # tokens of a sequence that are worth cutting up
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What to try, by dimension; None for whatever may be of use.
+
+    Attributes:
+        tensor, pipeline, context, expert, microbatch: sizes.
+        schedules: names of families.
+    """
+
+    tensor: Sequence[int] | None = None
+    pipeline: Sequence[int] | None = None
+    context: Sequence[int] | None = None
+    expert: Sequence[int] | None = None
+    microbatch: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+
+
+@dataclass
+class Layouts:
+    """All layouts of a model on a cluster.
+
+    Attributes:
+        base: flags of a training as they were read, with ``vocab_size``; the engine of its layers is what GPUs would use.
+        refused: why sizes do not go together, with how many do not so.
+    """
+
+    base: Namespace
+    cluster: Cluster
+    choices: Choices = Choices()
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every layout under megatron-core's own schedule, as flags."""
+        base, gpus = self.base, self.cluster.gpus
+        for tensor, context, expert in product(self._tensors(), self._contexts(), self._experts()):
+            for pipeline in self._pipelines(gpus // (tensor * context) if gpus % (tensor * context) == 0 else 0):
+                data = gpus // (tensor * context * pipeline)
+                for microbatch in self._microbatches(data):
+                    sizes = {
+                        "tensor_model_parallel_size": tensor,
+                        "context_parallel_size": context,
+                        "expert_model_parallel_size": expert,
+                        "pipeline_model_parallel_size": pipeline,
+                        "micro_batch_size": microbatch,
+                    }
+                    shared = data * context > 1 and base.optimizer == "adam"
+                    more = {
+                        "sequence_parallel": tensor > 1,
+                        "use_distributed_optimizer": shared,
+                        "overlap_grad_reduce": shared and data > 1,
+                        "overlap_param_gather": shared and data > 1,
+                    }
+                    try:
+                        self.changed(sizes | more)
+                    except ValueError as error:
+                        self.refused[str(error)] += 1
+                    else:
+                        yield sizes | more
+
+    def changed(self, changes: Mapping[str, Any]) -> Namespace:
+        """The flags of a training with other values, validated.
+
+        Raises:
+            ValueError: they do not go together.
+        """
+        from megatron.pipeline.training.tokenizer import padded_vocab_size
+        from megatron.pipeline.training.validation import validate
+
+        args = copy.copy(self.base)
+        for name, value in (SEARCHED | dict(changes)).items():
+            setattr(args, name, value)
+        engine, args.transformer_impl = args.transformer_impl, "local"  # what is tried here runs elsewhere
+        validate(args, self.cluster.gpus)
+        args.transformer_impl = engine
+        args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
+        return args
+
+    def candidates(self, layout: Mapping[str, Any], stock: bool) -> Iterator[Candidate]:
+        """All schedules of a layout, with nothing that saves memory: see ``remedies``.
+
+        Args:
+            stock: those that megatron-core has, instead of ours.
+        """
+        ranks = layout["pipeline_model_parallel_size"]
+        pipelined = ranks > 1
+        names = STOCKS if stock else self.choices.schedules or OURS
+        spread: list[dict[str, Any]] = [{}]
+        if pipelined and stock:
+            spread.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
+        elif pipelined:
+            spread += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
+        if any(getattr(self.base, name) for name in _NEEDS_SPREADING):
+            spread = [changes for changes in spread if "vocab_parallel" in changes]
+        for changes, variant in product(spread, _variants(names, ranks)):
+            chosen: dict[str, Any] = {} if stock else {"pipeline_schedule": variant.name}
+            if families.named(variant.name).any_chunks and variant.chunks:
+                chosen["num_virtual_stages_per_pipeline_rank"] = variant.chunks
+            try:
+                yield self._candidate(variant, {**layout, **changes, **chosen})
+            except ValueError as error:
+                self.refused[str(error)] += 1
+
+    def remedies(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same with what takes less memory and more time."""
+        args = candidate.args
+        if args.recompute_granularity is None:
+            fused = {"recompute_fused_backward": not candidate.is_stock}
+            ways: list[dict[str, Any]] = [FULL_RECOMPUTE | fused]
+            if args.transformer_impl == "local":
+                ways.append(dict(CORE_RECOMPUTE))
+            yield from self._changed_all(candidate, ways)
+        if args.offload == OFF and not candidate.is_stock and args.pipeline_model_parallel_size > 1:
+            yield from self._changed_all(candidate, [{"offload": "full"}])
+
+    def interlocked(self, candidate: Candidate) -> Iterator[Candidate]:
+        """The same with iterations that interlock."""
+        if not candidate.is_stock and candidate.args.pipeline_model_parallel_size > 1:
+            yield from self._changed_all(candidate, [{"post_validation": True}])
+
+    def _changed_all(self, candidate: Candidate, ways: Sequence[Mapping[str, Any]]) -> Iterator[Candidate]:
+        for changes in ways:
+            try:
+                yield self._candidate(candidate.variant, {**candidate.changes, **changes})
+            except ValueError as error:
+                self.refused[str(error)] += 1
+
+    def _candidate(self, variant: Variant, changes: Mapping[str, Any]) -> Candidate:
+        from megatron.core.transformer.enums import LayerType
+
+        from megatron.pipeline.model.layout import stage_layers
+
+        args = self.changed(changes)
+        placement = families.placement(variant.name, args.pipeline_model_parallel_size, variant.chunks)
+        layers = tuple(row.count(LayerType.decoder) for row in stage_layers(args, placement))
+        candidate = Candidate(args, changes, variant, layers)
+        if variant.name == "interleaved" and candidate.microbatches % placement.ranks:
+            raise ValueError(f"interleaved needs microbatches that are a multiple of {placement.ranks} ranks")
+        return candidate
+
+    def _tensors(self) -> Sequence[int]:
+        return self.choices.tensor or _powers(min(self.cluster.per_node, self.cluster.gpus))
+
+    def _contexts(self) -> Sequence[int]:
+        return self.choices.context or _powers(max(1, self.base.seq_length // LONG))
+
+    def _experts(self) -> Sequence[int]:
+        return self.choices.expert or (_powers(self.base.num_experts) if self.base.num_experts else [1])
+
+    def _pipelines(self, most: int) -> list[int]:
+        return [size for size in self.choices.pipeline or range(1, most + 1) if most and most % size == 0]
+
+    def _microbatches(self, data: int) -> list[int]:
+        whole = self.base.global_batch_size
+        return [size for size in self.choices.microbatch or (1, 2, 4, 8) if whole % (size * data) == 0]
+
+
+def _variants(names: Sequence[str], ranks: int) -> Iterator[Variant]:
+    if ranks == 1:
+        yield Variant("1f1b")
+        return
+    for name in names:
+        family = families.named(name)
+        if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
+            continue
+        if family.any_chunks and family.chunks > 1:
+            yield from (Variant(name, chunks) for chunks in _CHUNKS.get(name, (2,)))
+        else:
+            yield Variant(name)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]

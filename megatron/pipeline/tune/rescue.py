@@ -1,0 +1,54 @@
+"""What would make a model fit that fits nowhere: the smallest changes, one of each kind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.pipeline.tune import device
+from megatron.pipeline.tune.iteration import Result, evaluate
+from megatron.pipeline.tune.layouts import Layouts
+
+_MOST_DOUBLINGS = 4
+
+
+def smallest_changes(layouts: Layouts) -> list[str]:
+    """The least number of GPUs, the longest sequence and the smallest GPU with which something fits, in words."""
+    cluster, base = layouts.cluster, layouts.base
+    found = []
+    for gpus in (cluster.gpus << doubling for doubling in range(1, _MOST_DOUBLINGS + 1)):
+        per_node = cluster.per_node if cluster.gpus >= cluster.per_node else min(8, gpus)
+        if fits(replace_cluster(layouts, gpus=gpus, per_node=per_node)):
+            found.append(f"{gpus} GPUs instead of {cluster.gpus}")
+            break
+    for length in (base.seq_length >> halving for halving in range(1, _MOST_DOUBLINGS + 1)):
+        shorter = copy.copy(base)
+        shorter.seq_length = length
+        if length and fits(replace(layouts, base=shorter)):
+            found.append(f"--seq-length {length} instead of {base.seq_length}")
+            break
+    for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):
+        if other.memory > cluster.device.memory and fits(replace_cluster(layouts, device=other)):
+            found.append(f"--gpu {other.name}")
+            break
+    return found
+
+
+def fits(layouts: Layouts) -> bool:
+    """Whether anything of the least memory does."""
+    return any(isinstance(outcome, Result) for outcome in _leanest(layouts))
+
+
+def _leanest(layouts: Layouts) -> Iterator[object]:
+    """What becomes of candidates that save memory in all ways, in every layout of one sample at a time."""
+    narrow = replace(layouts, choices=replace(layouts.choices, microbatch=(1,), schedules=("1f1b", "v-auto")))
+    for layout in narrow:
+        for candidate in narrow.candidates(layout, stock=False):
+            for leaner in narrow.remedies(candidate):
+                yield evaluate(narrow.cluster, leaner)
+
+
+def replace_cluster(layouts: Layouts, **changes: object) -> Layouts:
+    """The same layouts on another cluster."""
+    return replace(layouts, cluster=replace(layouts.cluster, **changes))  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""The best trainings on a cluster: over layouts, schedules and what saves memory, each planned and simulated.
+
+Candidates are tried in the order of what they could take at best, by several processes, until no other can be among the best.
+What more memory would make faster is tried again with what saves some.
+"""
+
+from __future__ import annotations
+
+import heapq
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import count
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds
+from megatron.pipeline.tune.layouts import Layouts
+
+BEST = 10
+
+_WORTH = 0.995  # costs are not known better: what could gain less than this over the best of its layout is not planned
+
+Place = tuple[int, ...]
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+        results: all that fit, the fastest first.
+        misfits: what does not fit.
+        tried, beaten: how many were planned, and of how many it was clear that they are slower.
+        refused: why flags do not go together, by how often.
+    """
+
+    results: list[Result] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
+    tried: int = 0
+    beaten: int = 0
+    refused: list[tuple[str, int]] = field(default_factory=list)
+
+    def best(self, wanted: int = BEST) -> list[Result]:
+        """The fastest of every layout, the fastest first."""
+        fastest: dict[Place, Result] = {}
+        for result in self.results:
+            fastest.setdefault(place(result.candidate), result)
+        return list(fastest.values())[:wanted]
+
+    def front(self) -> list[Result]:
+        """Those that no other beats in both time and memory, the fastest first."""
+        front: list[Result] = []
+        for result in self.results:
+            if not front or result.fullest.total < front[-1].fullest.total:
+                front.append(result)
+        return front
+
+
+def place(candidate: Candidate) -> Place:
+    """The layout of a candidate."""
+    args = candidate.args
+    return (
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.expert_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.data_parallel_size,
+        args.micro_batch_size,
+    )
+
+
+def search(
+    layouts: Layouts,
+    stock: bool = False,
+    wanted: int = BEST,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, known: None,
+) -> Found:
+    """Find the fastest trainings.
+
+    Args:
+        stock: of those that megatron-core's own schedules can run, instead of ours.
+        wanted: how many layouts are to be ranked; whatever is slower is not planned.
+        processes: that plan; by default as many as there are cores.
+        progress: told again and again how many candidates are done with, and how many are known.
+    """
+    cluster, found = layouts.cluster, Found()
+    numbers = count()
+    open_: list[tuple[int, float, int, Candidate]] = []
+    processes = processes or os.cpu_count() or 1
+
+    def add(candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            heapq.heappush(open_, (_effort(candidate), least_seconds(cluster, candidate), next(numbers), candidate))
+
+    for layout in layouts:
+        add(layouts.candidates(layout, stock))
+    known, interlocking = len(open_), stock
+    with _pool(processes) as pool:
+        running: dict[Future[Result | Misfit | Beaten], Candidate] = {}
+        while open_ or running or not interlocking:
+            if not open_ and not running:  # ranked; would the best be faster if their iterations interlocked?
+                interlocking = True
+                add(other for result in found.best(wanted) for other in layouts.interlocked(result.candidate))
+                known += len(open_)
+                continue
+            while open_ and len(running) < 2 * processes:
+                _, least, _, candidate = heapq.heappop(open_)
+                threshold = _threshold(found, candidate, wanted)
+                if least > threshold:
+                    found.beaten += 1
+                else:
+                    running[pool.submit(evaluate, cluster, candidate, threshold)] = candidate
+            for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                del running[future]
+                before = len(open_)
+                add(_taken(found, future.result(), layouts))
+                known += len(open_) - before
+            progress(found.tried + found.beaten, known)
+    found.results.sort(key=_rank)
+    found.refused = layouts.refused.most_common()
+    return found
+
+
+def _taken(found: Found, outcome: Result | Misfit | Beaten, layouts: Layouts) -> Iterator[Candidate]:
+    """Note what became of a candidate; what should be tried because of it."""
+    if isinstance(outcome, Beaten):
+        found.beaten += 1
+        return
+    found.tried += 1
+    if isinstance(outcome, Misfit):
+        found.misfits.append(outcome)
+    else:
+        found.results.append(outcome)
+        found.results.sort(key=_rank)
+    if isinstance(outcome, Misfit) or outcome.starved:
+        yield from layouts.remedies(outcome.candidate)
+
+
+def _threshold(found: Found, candidate: Candidate, wanted: int) -> float:
+    """Seconds above which a candidate is of no use: its layout has a faster one, or enough other layouts have."""
+    best = found.best(wanted)
+    own = [result.seconds * _WORTH for result in best if place(result.candidate) == place(candidate)]
+    last = best[-1].seconds if len(best) == wanted else float("inf")
+    return min([last, *own])
+
+
+def _effort(candidate: Candidate) -> int:
+    """How long planning takes: what is quick is tried first, since most of the rest is then known to be slower."""
+    searches = families.named(candidate.variant.name).memory_is == "default"
+    return searches + 2 * (candidate.offload is not None)
+
+
+def _rank(result: Result) -> tuple[float, float]:
+    """The fastest first; of those within a thousandth the one that needs least memory."""
+    return float(f"{result.seconds:.3g}"), result.fullest.total
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    """Processes that plan without torch, which takes long to import."""
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))

@@ -1,0 +1,88 @@
+"""What a search has found, as files that ``pretrain_gpt.py --config`` runs: the flags, and the costs that its schedule is for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.training.atomic import write_text
+from megatron.pipeline.tune.iteration import Result
+from megatron.pipeline.tune.layouts import SEARCHED
+
+
+def write_config(result: Result, flags: Sequence[str], path: Path, head: str) -> None:
+    """Write one training: ``path``, and beside it ``.costs.json`` where its schedule is planned for costs.
+
+    Args:
+        flags: the command line of ``pretrain_gpt.py`` that the search began with.
+        head: what to say at the top of the file, line by line.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    from megatron.pipeline.training.arguments import parse
+
+    changes: dict[str, Any] = SEARCHED | dict(result.candidate.changes)
+    if not result.candidate.is_stock:
+        costs = path.with_suffix(".costs.json")
+        write_text(costs, result.costs.to_json() + "\n")
+        changes["pipeline_costs"] = str(costs)
+        if result.memory_limit is not None:
+            changes["pipeline_memory_limit"] = f"{result.memory_limit / 2**30:.4f}GiB"
+    told = as_config(vars(parse(flags)) | changes)
+    comment = "".join(f"# {line}\n" for line in head.splitlines())
+    write_text(path, f"{comment}\n{yaml.safe_dump(told, sort_keys=False)}")
+
+
+def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that are not at their defaults, as ``--config`` reads them."""
+    from megatron.pipeline.training.arguments import actions
+
+    told: dict[str, Any] = {}
+    for action in actions():
+        value = values.get(action.dest)
+        if action.dest in ("config", "help") or value == action.default:
+            continue
+        name = action.option_strings[0].lstrip("-")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            told[name] = bool(value)
+        elif action.nargs == 0:
+            if value == action.const:
+                told[name] = True
+        elif value is not None:
+            told[name] = _plain(value)
+    return told
+
+
+def chosen(result: Result) -> str:
+    """A schedule with what is left to its user, such as ``interleaved, 3 chunks``."""
+    variant = result.candidate.variant
+    several = families.named(variant.name).any_chunks and variant.chunks
+    name = f"stock {variant.name}" if result.candidate.is_stock else variant.name
+    return f"{name}, {variant.chunks} chunks" if several and variant.name == "interleaved" else name
+
+
+def extras(result: Result) -> list[str]:
+    """What goes with a schedule, in flags without their dashes."""
+    args = result.candidate.args
+    told = {
+        f"vocab-parallel {args.vocab_parallel}": args.vocab_parallel != "off",
+        "layer-redistribution": args.layer_redistribution,
+        "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
+        f"recompute {args.recompute_granularity}": args.recompute_granularity,
+        f"offload {args.offload}": args.offload != "off",
+        "post-validation": args.post_validation,
+    }
+    return [what for what, given in told.items() if given]
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str) else str(value)
