@@ -112,11 +112,6 @@ def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
 
 def _serve(work: Callable[[Any, Tell], Any], job: Any, connection: Connection, rank: int, ranks: int, port: int) -> None:
     """A rank, from torchrun's environment to the last message."""
-    import logging
-    import warnings
-
-    warnings.filterwarnings("ignore")  # of packages that are not there, on every rank
-    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="localhost")
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -85,6 +87,9 @@ def run(job: Job, tell: Tell) -> Found:
     Returns:
         The same on all ranks.
     """
+    # Upstream warns of every package that is not there, and torch of what upstream uses, on every rank.
+    warnings.filterwarnings("ignore")
+    logging.getLogger("megatron.core").setLevel(logging.ERROR)
     from megatron.pipeline import patches
 
     patches.install()
