@@ -18,6 +18,9 @@ from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import linear, v
 from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.search import search
+from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
+from megatron.pipeline.schedule.search.search import _improve
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.verify import rounded_up, verify, verify_programs
 
@@ -270,3 +273,23 @@ def test_stages_may_hold_nothing() -> None:
 def test_times_may_differ_by_more_than_a_float_can_tell(name: str, p: int, m: int, times: tuple[float, float, float]) -> None:
     problem = families.problem(name, p, m, uniform(families.placement(name, p), *times, hop=1e100 if max(times) < 1 else 0))
     verify(families.solve(name, problem), problem.costs, problem.limits)
+
+
+def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = uniform(families.placement("v-auto", 4), 1, 1.2, 0.8, hop=0.05)
+    improved: list[Array] = []
+
+    def improve(instance: Instance, plan: Plan, limits: Array, *rest: Any) -> Plan:
+        improved.append(limits)
+        return _improve(instance, plan, limits, *rest)
+
+    monkeypatch.setattr(search, "_improve", improve)
+    alone = {}
+    for limit in (2.5, 3.0, 3.5):
+        search._level.cache_clear()
+        alone[limit] = families.plan("v-auto", 4, 12, costs, memory_limit=limit)
+    expected = len(improved)
+    improved.clear()
+    search._level.cache_clear()
+    assert {limit: families.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
+    assert len(improved) < expected
