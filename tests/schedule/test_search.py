@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.search import search
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
-from megatron.pipeline.schedule.search.search import _improve
+from megatron.pipeline.schedule.search.search import _begin
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.verify import rounded_up, verify, verify_programs
 
@@ -277,19 +277,19 @@ def test_times_may_differ_by_more_than_a_float_can_tell(name: str, p: int, m: in
 
 def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = uniform(families.placement("v-auto", 4), 1, 1.2, 0.8, hop=0.05)
-    improved: list[Array] = []
+    begun: list[Array] = []
 
-    def improve(instance: Instance, plan: Plan, limits: Array, *rest: Any) -> Plan:
-        improved.append(limits)
-        return _improve(instance, plan, limits, *rest)
+    def begin(instance: Instance, known: list[Plan], limits: Array, *rest: Any) -> list[Plan]:
+        begun.append(limits)
+        return _begin(instance, known, limits, *rest)
 
-    monkeypatch.setattr(search, "_improve", improve)
+    monkeypatch.setattr(search, "_begin", begin)
     alone = {}
-    for limit in (2.5, 3.0, 3.5):
+    for limit in (4.5, 5.0, 5.5):
         search._level.cache_clear()
         alone[limit] = families.plan("v-auto", 4, 12, costs, memory_limit=limit)
-    expected = len(improved)
-    improved.clear()
+    levels = len(begun)
+    begun.clear()
     search._level.cache_clear()
     assert {limit: families.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
-    assert len(improved) < expected
+    assert len(begun) < levels
