@@ -13,7 +13,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from megatron.pipeline.tune import activations, device, estimate
 from megatron.pipeline.tune.device import Device, Link, MeasuredLayer
 from megatron.pipeline.tune.gpt import Shape
 from megatron.pipeline.tune.links import Links
-from megatron.pipeline.tune.measure import fit, outcome, processes
+from megatron.pipeline.tune.measure import fit, links, outcome, processes, rank
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 from megatron.pipeline.tune.measure.fit import Sending
 from megatron.pipeline.tune.measure.links import nodes, partners
@@ -146,6 +147,45 @@ def test_partners_come_in_two_turns() -> None:
     assert partners(0, 2) == [1, None]
     assert partners(0, 1) == [None, None]
     assert nodes(["a", "b", "a"]) == [[0, 2], [1]]
+
+
+def test_the_better_of_two_turns_counts_and_what_is_too_large_is_left_out(
+    args: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Layer:
+        """Takes 1 s in its first measurement, and 1 s less in each further one; three samples are too many for it."""
+
+        seconds = iter(range(10, 0, -1))
+        measured: ClassVar[list[tuple[int, int]]] = []
+
+        def __init__(self, flags: Namespace) -> None:
+            self.heads = flags.num_attention_heads
+
+        def measure(self, microbatch: int, *_: Any) -> Any:
+            self.measured.append((self.heads, microbatch))
+            if microbatch == 3:
+                raise torch.OutOfMemoryError
+            return Passes(float(next(self.seconds)))
+
+        def close(self) -> None:
+            pass
+
+    class Passes(tuple[float, ...]):
+        total: float
+
+        def __new__(cls, total: float) -> Passes:
+            passes = super().__new__(cls, (total / 2, total / 4, total / 4, 1.0))
+            passes.total = total
+            return passes
+
+    monkeypatch.setitem(sys.modules, "megatron.pipeline.tune.measure.layers", SimpleNamespace(Layer=Layer))
+    monkeypatch.setattr(links, "together", lambda _: None)
+    monkeypatch.setattr(rank, "_everyone", lambda mine: [mine, mine and Passes(mine.total + 5)])
+    sizes = (Size(1, 1), Size(1, 3), Size(2, 1))
+    timings, too_large = rank._layers(rank.Job(args, sizes), torch.device("cpu"), lambda _: None)
+    assert Layer.measured == [(4, 1), (4, 3), (2, 1), (2, 1), (4, 1), (4, 3)]
+    assert [(one.size, one.total) for one in timings] == [(Size(1, 1), 12.0), (Size(2, 1), 13.0)], "of the slowest rank"
+    assert too_large == [Size(1, 3)]
 
 
 # The device.

@@ -115,7 +115,7 @@ def text(found: Found, args: Namespace, measured: Device) -> str:
     rows = []
     for timing in found.timings:
         whole, alone = shape(args, timing.size), shape(layer_flags(args, timing.size), timing.size)
-        total = timing.forward + timing.backward + timing.weight
+        total = timing.total
         rows.append(
             [
                 str(timing.size.tensor),

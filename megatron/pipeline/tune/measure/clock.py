@@ -35,7 +35,13 @@ class Clock:
         return float(start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start)
 
 
-def repeated(clock: Clock, parts: Callable[[], Sequence[Any]], iterations: int, warm_up: int) -> list[float]:
+def repeated(
+    clock: Clock,
+    parts: Callable[[], Sequence[Any]],
+    iterations: int,
+    warm_up: int,
+    which: Callable[[Sequence[float]], float] = median,
+) -> list[float]:
     """Median seconds of every part of something that is done several times.
 
     The host does not wait in between, as it does not in a training: what it takes to start kernels is seen only where the GPU
@@ -43,6 +49,7 @@ def repeated(clock: Clock, parts: Callable[[], Sequence[Any]], iterations: int, 
 
     Args:
         parts: does it once, and returns the marks before, between and after the parts.
+        which: of a part's seconds is the one to return; by default the median.
     """
     for _ in range(warm_up):
         parts()
@@ -50,4 +57,4 @@ def repeated(clock: Clock, parts: Callable[[], Sequence[Any]], iterations: int, 
     marks = [parts() for _ in range(iterations)]
     clock.settle()
     times = [[clock.between(*pair) for pair in pairwise(row)] for row in marks]
-    return [median(part) for part in zip(*times, strict=True)]
+    return [which(part) for part in zip(*times, strict=True)]

@@ -7,7 +7,7 @@ import os
 import socket
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,6 +49,10 @@ class Timing:
     backward: float
     weight: float
     activation: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
@@ -132,26 +136,33 @@ def run(job: Job, tell: Tell) -> Found:
 
 
 def _layers(job: Job, device: torch.device, tell: Tell) -> tuple[list[Timing], list[Size]]:
-    """Every size, on all ranks at once: they share power, or cores, when they train."""
+    """Every size, on all ranks at once: they share power, or cores, when they train.
+
+    All are measured twice, the second time in the opposite order, and the better counts: so what else a machine does for a while
+    makes no size look slow.
+    """
     from megatron.pipeline.tune.measure.layers import Layer
     from megatron.pipeline.tune.measure.links import together
 
-    timings, too_large = [], []
-    for tensor in dict.fromkeys(size.tensor for size in job.sizes):
-        sizes = [size for size in job.sizes if size.tensor == tensor]
+    timings: dict[Size, Timing] = {}
+    for sizes in (order := _by_tensor(job.sizes)) + order[::-1]:
         layer = _unless_too_large(partial(Layer, layer_flags(job.args, sizes[0])))
         for size in sizes:
             at = partial(tell, str(size))
             at()
             together(device)
             everyone = _everyone(layer and _unless_too_large(partial(layer.measure, size.microbatch, job.iterations, at)))
-            if None in everyone:
-                too_large.append(size)
-            else:
-                timings.append(Timing(size, *max(everyone, key=lambda one: one.total)))
+            if None not in everyone:
+                slowest = Timing(size, *max(everyone, key=lambda one: one.total))
+                timings[size] = min(slowest, timings.get(size, slowest), key=lambda one: one.total)
         if layer:
             layer.close()
-    return timings, too_large
+    return [timings[size] for size in job.sizes if size in timings], [size for size in job.sizes if size not in timings]
+
+
+def _by_tensor(sizes: Sequence[Size]) -> list[list[Size]]:
+    """Those of one layer together."""
+    return [[size for size in sizes if size.tensor == tensor] for tensor in dict.fromkeys(size.tensor for size in sizes)]
 
 
 def _unless_too_large(action: Callable[[], T]) -> T | None:
