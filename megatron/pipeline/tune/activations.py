@@ -134,6 +134,11 @@ def output_activation(shape: Shape) -> float:
     return hidden_bytes(shape) + SINGLE * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers
 
 
+def output_retained(shape: Shape) -> float:
+    """Bytes of those that its W needs: its input, and the gradient of the logits in the model's precision."""
+    return hidden_bytes(shape) + shape.holding.number * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers
+
+
 def output_temporary(shape: Shape) -> float:
     """Bytes of logits in 16 bits, and later of their gradient, beside that softmax; a model in float32 has one of them only."""
     number = shape.holding.number

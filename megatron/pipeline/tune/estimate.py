@@ -1,9 +1,10 @@
 """From what a GPT has to compute and to hold to what passes cost on a device.
 
-The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same share
-of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to begin. A
-layer that was measured takes what was measured in place of the first two. The model of memory is that of ``activations``; ``memory`` adds all else
-that a rank needs.
+The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same
+share of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to
+begin. A layer that was measured takes what was measured in place of the first two. The model of memory is that of
+``activations``; ``memory`` adds all else that a rank needs. docs/model.md has the formulas, and how well they agree with
+published trainings.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from megatron.pipeline.tune.device import Device, MeasuredLayer
 from megatron.pipeline.tune.gpt import Shape, Work
 from megatron.pipeline.tune.links import Links, hop_seconds, layer_communication
 
-# What megatron-core's own schedules wait for in every F and every B: 1F1B for both directions, and interleaved where messages do not
-# overlap (--no-overlap-p2p-communication) for those of an F and a B at once.
+# Messages that megatron-core's own schedules wait for in every F and every B: 1F1B for both directions, and interleaved where
+# messages do not overlap (--no-overlap-p2p-communication) for those of an F and a B at once.
 EXPOSED_HOPS = {"1f1b": 1.0, "interleaved": 0.5}
+# Passes of layers take so much longer beside the collectives of a spread vocabulary: the least of the 6 to 9 % that Yeung et al.
+# report (arXiv 2411.05288). Interlaced, ranks wait for these collectives instead.
+BESIDE_COLLECTIVES = 1.06
 
 
 def estimate(
@@ -46,7 +50,8 @@ def estimate(
             ``EXPOSED_HOPS``.
     """
     links = links or Links.within(device)
-    seconds, hop = layer_seconds(shape, device, links), hop_seconds(shape, links)
+    slower = BESIDE_COLLECTIVES if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
+    seconds, hop = layer_seconds(shape, device, links).times(slower), hop_seconds(shape, links)
     gap = device.latency + exposed_hops * hop
 
     def stage(count: int, gap: float = 0.0) -> StageCosts:
@@ -110,29 +115,28 @@ def output_costs(shape: Shape, device: Device) -> StageCosts:
     kept = activations.output_activation(shape)
     work = _seconds(device, gpt.output_work(shape).times(shape.holding.of_cut_layers))
     forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.holding.tensor))
-    return _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, kept))
+    return _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
 
 
 def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:
     """The costs of every rank's share of embedding and output layer.
 
     Of the three products with a shard's rows, S has the logits and with one barrier the gradient by its input, T the others
-    (arXiv 2411.05288, algorithms 1 and 2). IF writes hidden states, of which it reads its own rows, IB reads all gradients and
-    adds those of its own rows in float32.
+    (arXiv 2411.05288, algorithms 1 and 2).
     """
     links = links or Links.within(device)
     rows = shards(shape, ranks).rows
     product = device.seconds(gpt.row_work(shape) * rows) / shape.holding.context
     early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
     loss = list(map(device.moving, traffic.loss_traffic(shape, rows, spread=True)))
-    part = activations.hidden_bytes(shape)
+    embedding = list(map(device.moving, traffic.embedding_traffic(shape, 1 / ranks)))
     return VocabularyCosts(
         S=device.latency + early * product + loss[0] + (loss[1] if early == 2 else 0.0),
         T=device.latency + (3 - early) * product + (loss[1] if early == 1 else 0.0),
-        IF=device.latency + device.moving((1 + 1 / ranks) * part),
-        IB=device.latency + device.moving((1 + 4 / ranks) * part),
+        IF=device.latency + embedding[0],
+        IB=device.latency + embedding[1],
         activation=activations.shard_activation(shape, rows),
-        exchange=links.hop.all_gather(part, ranks),
+        exchange=links.hop.all_gather(activations.hidden_bytes(shape), ranks),
     )
 
 

@@ -1,6 +1,6 @@
 """Which links the ranks of a layout talk over, and what that takes within a layer.
 
-Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks are neighbours, and pipeline stages the farthest apart.
+Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks are neighbours, and stages the farthest apart.
 """
 
 from __future__ import annotations
@@ -41,20 +41,24 @@ class Links:
         """
         stage = tensor * context * data
 
+        def stays(ranks: int) -> bool:
+            """Whether neighbours, so many at a time, are always on one node."""
+            return stage * pipeline <= per_node or per_node % ranks == 0
+
         def group(first: int, size: int) -> Link:
             """Of ranks so far apart: a ring over several nodes goes through the network cards of all of its members on each."""
-            if size == 1 or first * size <= per_node:
+            if size == 1 or stays(first * size):
                 return device.within
             mine = max(1, per_node // first)
             return Link(device.between.latency, min(device.within.bandwidth, mine * device.between.bandwidth))
 
-        far = stage * pipeline > per_node
         return cls(
-            hop=device.between if far and pipeline > 1 else device.hop,
+            # If any stage's neighbour is on another node: the slowest hop sets the pace of all.
+            hop=device.hop if stage * pipeline <= per_node or pipeline == 1 else device.between,
             tensor=group(1, tensor),
             context=group(tensor, context),
             # All-to-alls send to every rank by itself: what leaves a node shares each rank's own card.
-            expert=device.within if tensor * expert <= per_node else device.between,
+            expert=device.within if stays(tensor * expert) else device.between,
             data=group(tensor, context * data),
         )
 
@@ -63,8 +67,8 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
     """Seconds that F and B of a layer wait for the ranks that share it.
 
     Tensor parallelism: two all-reduces in each, or as much as an all-gather and a reduce-scatter under sequence parallelism
-    (Korthikanti et al., section 4.2.2); that of W's inputs runs beside B. Context parallelism: keys and values go round, in B with
-    their gradients, beside attention, so only what is longer than that counts. Experts: tokens go to theirs and back.
+    (Korthikanti et al., section 4.2.2); that of W's inputs runs beside B. Context parallelism: keys and values go round, in B
+    with their gradients, beside attention, so only what is longer than that counts. Experts: tokens go to theirs and back.
 
     Args:
         attention: seconds of F and B of attention alone.

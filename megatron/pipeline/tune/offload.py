@@ -58,14 +58,19 @@ def lean_activation(shape: Shape) -> float:
     return shape.tokens * (attention + gpt.HALF * (2 if shape.gated else 1) * shape.ffn)
 
 
+def published_shape(hidden: int, seq: int) -> Shape:
+    """A layer of the models in figure 1 of the paper: heads 128 wide that share 8 groups of keys and values."""
+    return replace(Shape.plain(1, hidden, hidden // 128, seq, 1), groups=8)
+
+
 def published_k(hidden: int, seq: int, device: Device) -> float:
-    """k of the models in figure 1 of the paper: heads 128 wide that share 8 groups of keys and values.
+    """k of ``published_shape``.
 
     Formula 1 as it is printed, 10/(3(6h + s)) times operations over bytes per second, is that of heads that share nothing, and
     agrees with only 3 of the figure's 24 cells. With r = 8/(h/128) groups per head, k is 2(16 + 4r + c)/(3((20 + 4r)h + 4s)) of
     the same, and all 24 agree with c = 0.755 bytes per token and unit of width, which the paper does not explain.
     """
-    shape = replace(Shape.plain(1, hidden, hidden // 128, seq, 1), groups=8)
+    shape = published_shape(hidden, seq)
     return k_of(shape, device, lean_activation(shape) + _UNEXPLAINED * shape.tokens * shape.hidden)
 
 

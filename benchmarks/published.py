@@ -1,0 +1,293 @@
+"""Published trainings beside what the model of time and memory predicts of them, and the efficiencies that are fitted to them.
+
+    python benchmarks/published.py            prints the tables of docs/model.md
+    python benchmarks/published.py --write    fits, and writes efficiencies into the devices' files and tables into the document
+
+One schedule is planned for every cell of ``published_figures``, and both its time and its memory are predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, K, Method, Source
+
+from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import Costs, StageCosts
+from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
+from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.tune import gpt, offload
+from megatron.pipeline.tune.balance import balanced_layers
+from megatron.pipeline.tune.device import Device, named
+from megatron.pipeline.tune.estimate import EXPOSED_HOPS, computing_seconds, estimate
+from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.tune.memory import GIB, predict
+
+DOCUMENT = ROOT / "docs" / "model.md"
+DEVICES = ROOT / "megatron" / "pipeline" / "tune" / "devices"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was published of one method in one column, and what is predicted; throughput also of the column's baseline."""
+
+    source: str
+    column: str
+    method: str
+    throughput: float
+    published_throughput: float
+    memory: float
+    published_memory: float
+    baseline: float
+    published_baseline: float
+
+    @property
+    def error(self) -> float:
+        """Of throughput."""
+        return self.throughput / self.published_throughput - 1
+
+    @property
+    def speedup(self) -> float:
+        """Over the baseline."""
+        return self.throughput / self.baseline
+
+    @property
+    def published_speedup(self) -> float:
+        return self.published_throughput / self.published_baseline
+
+    @property
+    def relative_error(self) -> float:
+        """Of the throughput relative to the baseline of the column."""
+        return self.speedup / self.published_speedup - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.memory / self.published_memory - 1
+
+
+def cells(device: Device, sources: Sequence[Source] = SOURCES) -> list[Cell]:
+    """Every cell of the tables, in their order."""
+    return [cell for source in sources for column in source.columns for cell in _column(source, column, device)]
+
+
+def _column(source: Source, column: Column, device: Device) -> list[Cell]:
+    found = {name: _predict(source, column, method, device) for name, method in source.methods.items()}
+    return [
+        Cell(
+            source.name,
+            column.name,
+            name,
+            throughput,
+            column.throughput[name],
+            memory,
+            column.memory[name],
+            found[source.baseline][0],
+            column.throughput[source.baseline],
+        )
+        for name, (throughput, memory) in found.items()
+    ]
+
+
+def _predict(source: Source, column: Column, method: Method, device: Device) -> tuple[float, float]:
+    """Throughput and memory of the fullest rank, in the source's units."""
+    args = _arguments(column.flags)
+    shape = Shape.of(args)
+    family = families.named(method.schedule)
+    placement = families.placement(method.schedule, RANKS, column.chunks if family.name == "interleaved" else None)
+    layers = balanced_layers(shape.layers, placement, _not_layers(source, method, shape, placement))
+    hops = EXPOSED_HOPS[family.name] if method.waits else 0.0
+    costs = estimate(shape, placement, layers, device, method.vocabulary, exposed_hops=hops)
+    objective = Objective.MAKESPAN if method.synchronized else Objective.SPAN
+    planned = costs if method.synchronized else _medians(costs)
+
+    def plan(limit: float | None) -> Schedule:
+        """Args: limit: microbatches that a rank may hold."""
+        most = max(stage.activation for stage in planned.stages)
+        return families.plan(
+            family.name,
+            RANKS,
+            column.microbatches,
+            planned,
+            placement.chunks,
+            None if limit is None else limit * most + (MOST_WAITING + 1) * planned.vocabulary.activation,
+            objective=objective,
+            vocabulary=method.vocabulary,
+        )
+
+    schedule = plan(method.limit)
+    seconds = objective.length(simulate(schedule, costs))
+    held = predict(args, schedule if method.held is None else plan(method.held), layers)
+    fullest = max(rank.allocated for rank in held)
+    return source.rate(shape, column.microbatches / seconds), fullest / source.byte_unit
+
+
+@cache
+def _arguments(flags: tuple[str, ...]) -> argparse.Namespace:
+    return predicted([*flags, "--pipeline-schedule", "stock"]).args
+
+
+def _not_layers(source: Source, method: Method, shape: Shape, placement: Placement) -> Mapping[int, float]:
+    """What stages do beside layers, in layers, where layers make room for it."""
+    if method.redistributes:  # by Narayanan's operations, in which layers recompute: see tests/tune/test_balance.py
+        return {placement.last_stage: gpt.output_in_layers(shape, recompute=True)}
+    return dict.fromkeys((0, placement.last_stage), float(source.ends))
+
+
+def _medians(costs: Costs) -> Costs:
+    """What Zero Bubble's planner is given: for every stage the median F, B and W of all, and its own memory, in microbatches."""
+    names = ("forward", "backward", "weight")
+    seconds = [statistics.median(getattr(stage, name) for stage in costs.stages) for name in names]
+    stages = (StageCosts(*seconds, activation=1.0, retained=stage.retained / stage.activation) for stage in costs.stages)
+    return replace(costs, stages=tuple(stages))
+
+
+def reached(device: Device) -> list[float]:
+    """TFLOP/s of the layers that the PipeOffload paper computes k for."""
+    found = []
+    for hidden in offload.HIDDEN_SIZES:
+        for seq in offload.SEQUENCE_LENGTHS:
+            shape = replace(offload.published_shape(hidden, seq), norm=2, biases=True, qkv_bias=True)
+            found.append(gpt.layer_work(shape).total / computing_seconds(shape, device).total / 1e12)
+    return found
+
+
+def deviations(device: Device, found: Sequence[Cell]) -> dict[str, list[float]]:
+    """By source, logarithms of predicted over published throughput."""
+    logs: dict[str, list[float]] = {}
+    for cell in found:
+        logs.setdefault(cell.source, []).append(math.log(cell.throughput / cell.published_throughput))
+    logs["PipeOffload"] = [math.log(value / REACHED[device.name]) for value in reached(device)]
+    return logs
+
+
+def imbalance(device: Device, found: Sequence[Cell]) -> float:
+    """The deviations' mean, each source weighing the same: 0 where the efficiency is fitted."""
+    return statistics.mean(map(statistics.mean, deviations(device, found).values()))
+
+
+def cells_of(device: Device) -> list[Cell]:
+    """What a device is fitted to besides ``REACHED``: both tables are of A100s."""
+    return cells(device) if device.name == A100 else []
+
+
+def fitted(device: Device, tolerance: float = 2e-4) -> Device:
+    """The device with the efficiency, rounded to three digits, at which predictions are as often above as below."""
+    while abs(off := imbalance(device, cells_of(device))) > tolerance:
+        device = replace(device, efficiency=device.efficiency * math.exp(-off))
+    return replace(device, efficiency=round(device.efficiency, 3))
+
+
+def tables(found: Sequence[Cell]) -> list[str]:
+    """The Markdown tables of docs/model.md, for the devices as they are."""
+    shown = [_throughputs(source, found) for source in SOURCES]
+    shown += [_peaks(source, found) for source in SOURCES]
+    return [_fit(found), *(table for each in shown for table in each), _k()]
+
+
+def _throughputs(source: Source, found: Sequence[Cell]) -> list[str]:
+    head = f"{source.name}: `{source.baseline}` in {source.unit}, others over it"
+
+    def shown(cell: Cell) -> str:
+        if cell.method == source.baseline:
+            return f"{cell.throughput:.4g} / {cell.published_throughput:.4g} ({cell.error:+.1%})"
+        return f"{cell.speedup:.2f} / {cell.published_speedup:.2f} ({cell.relative_error:+.1%})"
+
+    return _grids(source, found, head, shown)
+
+
+def _peaks(source: Source, found: Sequence[Cell]) -> list[str]:
+    head = f"{source.name}: {'GiB' if source.byte_unit == GIB else 'GB'} of the fullest GPU"
+
+    def shown(cell: Cell) -> str:
+        return f"{cell.memory:.1f} / {cell.published_memory:.4g} ({cell.memory_error:+.1%})"
+
+    return _grids(source, found, head, shown)
+
+
+def _grids(source: Source, found: Sequence[Cell], head: str, shown: Callable[[Cell], str]) -> list[str]:
+    """One table for every model, methods by columns."""
+    grids = []
+    for group in dict.fromkeys(column.name.split(", ")[0] for column in source.columns):
+        columns = [column.name for column in source.columns if column.name.startswith(f"{group}, ")]
+        rows = [
+            [f"`{method}`", *(shown(cell) for cell in found if cell.method == method and cell.column in columns)]
+            for method in source.methods
+        ]
+        grids.append(_markdown([f"{head}, {group}", *(name.split(", ")[1] for name in columns)], rows))
+    return grids
+
+
+def _fit(found: Sequence[Cell]) -> str:
+    rows = []
+    for name in (A100, H100):
+        device = named(name)
+        for source, logs in deviations(device, found if name == A100 else ()).items():
+            errors = [math.expm1(log) for log in logs]
+            rows.append(
+                [f"`{name}`", f"{device.efficiency:g}", source, str(len(logs))]
+                + [f"{error:+.1%}" for error in (math.expm1(statistics.mean(logs)), min(errors), max(errors))]
+            )
+    return _markdown(["device", "efficiency", "throughputs of", "cells", "mean deviation", "least", "most"], rows)
+
+
+def _k() -> str:
+    grid = offload.grid(offload.DEVICES["A100"])
+    rows = [
+        [str(hidden), *(f"{mine:.2f} / {its:.2f}" for mine, its in zip(row, published, strict=True))]
+        for hidden, row, published in zip(offload.HIDDEN_SIZES, grid, K, strict=True)
+    ]
+    return _markdown(["k on an A100, by hidden size and sequence length", *map(str, offload.SEQUENCE_LENGTHS)], rows)
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
+    return "".join([lines[0], f"|---|{'---:|' * (len(head) - 1)}\n", *lines[1:]])
+
+
+def worst(found: Sequence[Cell], error: Callable[[Cell], float] = lambda cell: cell.relative_error) -> Cell:
+    return max(found, key=lambda cell: abs(error(cell)))
+
+
+def summary(found: Sequence[Cell]) -> str:
+    """The sentence of docs/model.md that says how good it is."""
+    slow, full = worst(found), worst(found, lambda cell: cell.memory_error)
+    return (
+        f"The worst of {len(found)} throughputs relative to the baseline of its column is {slow.relative_error:+.1%} "
+        f"({slow.source}, `{slow.method}`, {slow.column}),\nthe worst peak {full.memory_error:+.1%} "
+        f"({full.source}, `{full.method}`, {full.column}).\n"
+    )
+
+
+def _write(found: Sequence[Cell]) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for table in tables(found):
+        text = re.sub(rf"^{re.escape(table.splitlines()[0])}\n(?:\|.*\n)+", lambda _, now=table: now, text, flags=re.M)
+    text = re.sub(r"^The worst of \d+ throughputs .*\n.*\n", lambda _: summary(found), text, flags=re.M)
+    DOCUMENT.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="fit the devices, and write them and the tables")
+    options = parser.parse_args()
+    if options.write:
+        for name in (A100, H100):
+            (DEVICES / f"{name}.json").write_text(fitted(named(name)).to_json(), encoding="utf-8")
+        named.cache_clear()
+    found = cells(named(A100))
+    print("\n".join([*tables(found), summary(found)]))
+    if options.write:
+        _write(found)
+
+
+if __name__ == "__main__":
+    main()

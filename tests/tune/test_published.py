@@ -1,0 +1,53 @@
+"""The model of time and memory against what was published: throughput within 5 % of its column's baseline, memory within 8 %."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import published
+import pytest
+from published_figures import A100, H100, K
+
+from megatron.pipeline.tune import offload
+from megatron.pipeline.tune.device import named
+
+
+@pytest.fixture(scope="module")
+def found() -> list[published.Cell]:
+    return published.cells(named(A100))
+
+
+def test_every_cell_is_predicted(found: list[published.Cell]) -> None:
+    assert Counter(cell.source for cell in found) == {"Zero Bubble": 24, "Vocabulary Parallelism": 40}
+    for cell in found:
+        assert abs(cell.relative_error) <= 0.05, cell
+        assert abs(cell.memory_error) <= 0.08, cell
+
+
+def test_efficiencies_are_fitted(found: list[published.Cell]) -> None:
+    """The files have, to the third digit, the one at which the sources' mean deviation is 0."""
+    for name, cells, sources in ((A100, found, 3), (H100, [], 1)):
+        device = named(name)
+        assert abs(published.imbalance(device, cells)) < 0.0005 / device.efficiency + 2e-4
+        assert len(published.deviations(device, cells)) == sources
+        assert "fitted" in device.source
+
+
+def test_fitting_finds_the_efficiency_again() -> None:
+    device = named(H100)
+    assert published.fitted(replace(device, efficiency=0.9)).efficiency == device.efficiency
+
+
+def test_the_published_k() -> None:
+    """All 24 cells to the last digit; an H100 computes twice as fast and copies 1.4 times as fast."""
+    found = offload.grid(offload.DEVICES["A100"])
+    assert [[f"{k:.2f}" for k in row] for row in found] == [[f"{k:.2f}" for k in row] for row in K]
+    for mine, its in zip(offload.grid(offload.DEVICES["H100"]), found, strict=True):
+        assert mine == pytest.approx([2 * 15 / 21 * k for k in its])
+
+
+def test_the_document_has_all_of_it(found: list[published.Cell]) -> None:
+    text = published.DOCUMENT.read_text(encoding="utf-8")
+    for table in (*published.tables(found), published.summary(found)):
+        assert table in text
