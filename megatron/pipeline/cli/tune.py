@@ -51,6 +51,7 @@ def add(commands: Commands) -> None:
     flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
+    flag("--seconds", type=_count, default=45, metavar="S", help="after which no more schedules are planned (45)")
     flag("--processes", type=_count, metavar="N", help="that plan (all cores)")
     group = parser.add_argument_group("what is tried, where not everything is to be")
     group.add_argument("--pipeline", type=sizes, metavar="4,8", help="pipeline-parallel sizes (all)")
@@ -83,11 +84,11 @@ def run(options: argparse.Namespace) -> None:
         base = _base(flags)
         layouts = Layouts(base, cluster, _choices(options))
         with Progress("schedules") as progress:
-            ours = search(layouts, processes=options.processes, progress=progress)
+            ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
         with Progress("stock's") as progress:
-            stock = search(layouts, stock=True, wanted=3, processes=options.processes, progress=progress)
+            stock = search(layouts, True, 3, options.processes, options.seconds, progress)
         directory.mkdir(parents=True, exist_ok=True)
         written = _write(directory, flags, cluster, ours, stock)
     told = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
@@ -115,6 +116,7 @@ def report(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> dict
         "planned": ours.tried + stock.tried,
         "slower": ours.beaten + stock.beaten,
         "misfits": len(ours.misfits) + len(stock.misfits),
+        "left_out": ours.left_out + stock.left_out,
         "best": [row(result) for result in ours.best()],
         "stock": [row(result) for result in stock.best(3)],
         "front": [row(result) for result in ours.front()],
@@ -227,6 +229,8 @@ def _text(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> str:
         f"{base.global_batch_size} samples of {base.seq_length} tokens an iteration\n"
         f"{told['planned']} trainings planned, {told['slower']} known to be slower; {told['misfits']} do not fit"
     )
+    if told["left_out"]:
+        title += f"; {told['left_out']} were left out for lack of time: --seconds gives more"
     best, under = ours.best(), stock.best(3)
     parts = [title, _table(best)]
     if under:

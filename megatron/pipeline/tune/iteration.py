@@ -7,7 +7,7 @@ comes between two pipelines: the sum of gradients over data-parallel ranks, the 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.tune import gpt
 from megatron.pipeline.tune.device import Device
 from megatron.pipeline.tune.estimate import EXPOSED_HOPS, estimate, layer_seconds
@@ -187,8 +187,12 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     if min(left) <= 0:
         return _misfit(candidate, besides, 0.0)
     costs, between = costs_of(cluster, candidate), between_pipelines(cluster, candidate, besides)
-    chooses = families.named(variant.name).memory_is == "default"
+    chooses = families.named(variant.name).plans_for_limits
     limit = min(left) if chooses else None
+    if not chooses and not candidate.offload:
+        least = _least_peaks(candidate, costs)
+        if any(peak > most for peak, most in zip(least, left, strict=True)):
+            return _misfit(candidate, besides, max(least))
     try:
         planned = _plan(candidate, costs, limit, beat - between)
     except LimitTooLow as error:
@@ -301,6 +305,15 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
         shorter = families.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
     return schedule, problem, seconds + more * (count < whole)
+
+
+def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
+    """What every rank holds at least under a family with one order: without the vocabulary's passes, and of few microbatches."""
+    ranks = candidate.placement.ranks
+    count = min(candidate.microbatches, 2 * ranks)
+    bare = replace(candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF}))
+    schedule = families.solve(candidate.variant.name, _problem(bare, costs, count, None))
+    return activation_peaks(recomputed(candidate.args, Shape.of(candidate.args), schedule), costs)
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:

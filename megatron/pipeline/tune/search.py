@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -32,7 +33,8 @@ class Found:
     Attributes:
         results: all that fit, the fastest first.
         misfits: what does not fit.
-        tried, beaten: how many were planned, and of how many it was clear that they are slower.
+        tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and for how many there was no
+            time.
         refused: why flags do not go together, by how often.
     """
 
@@ -40,6 +42,7 @@ class Found:
     misfits: list[Misfit] = field(default_factory=list)
     tried: int = 0
     beaten: int = 0
+    left_out: int = 0
     refused: list[tuple[str, int]] = field(default_factory=list)
 
     def best(self, wanted: int = BEST) -> list[Result]:
@@ -76,6 +79,7 @@ def search(
     stock: bool = False,
     wanted: int = BEST,
     processes: int | None = None,
+    seconds: float = float("inf"),
     progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> Found:
     """Find the fastest trainings.
@@ -84,6 +88,7 @@ def search(
         stock: of those that megatron-core's own schedules can run, instead of ours.
         wanted: how many layouts are to be ranked; whatever is slower is not planned.
         processes: that plan; by default as many as there are cores.
+        seconds: after which nothing more is begun.
         progress: told again and again how many candidates are done with, and how many are known.
     """
     cluster, found = layouts.cluster, Found()
@@ -97,10 +102,13 @@ def search(
 
     for layout in layouts:
         add(layouts.candidates(layout, stock))
-    known, interlocking = len(open_), stock
+    known, interlocking, end = len(open_), stock, time.monotonic() + seconds
     with _pool(processes) as pool:
         running: dict[Future[Result | Misfit | Beaten], Candidate] = {}
         while open_ or running or not interlocking:
+            if open_ and time.monotonic() > end:
+                found.left_out += len(open_)
+                open_.clear()
             if not open_ and not running:  # ranked; would the best be faster if their iterations interlocked?
                 interlocking = True
                 add(other for result in found.best(wanted) for other in layouts.interlocked(result.candidate))
@@ -149,7 +157,7 @@ def _threshold(found: Found, candidate: Candidate, wanted: int) -> float:
 
 def _effort(candidate: Candidate) -> int:
     """How long planning takes: what is quick is tried first, since most of the rest is then known to be slower."""
-    searches = families.named(candidate.variant.name).memory_is == "default"
+    searches = families.named(candidate.variant.name).plans_for_limits
     return searches + 2 * (candidate.offload is not None)
 
 

@@ -47,3 +47,8 @@ class Family:
     even_ranks: bool = False
     memory: Callable[[int], float] | None = None
     memory_is: Literal["fixed", "least", "default"] = "default"
+
+    @property
+    def plans_for_limits(self) -> bool:
+        """Whether it makes something else of every limit, instead of having one order for all."""
+        return self.memory is not None and self.memory_is == "default"
