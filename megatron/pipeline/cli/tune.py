@@ -30,9 +30,10 @@ from megatron.pipeline.view.tuning import Training, draw_front
 
 NOTE = f"""\
 Tokens of all GPUs in a second. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
-and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration that
-does not compute: bubble, unequal stages, messages of ranks that share layers, recomputation, or the step: gradients, optimizer and
-weights between two pipelines; "memory" where more of it would be faster. All of it is predicted: docs/tuning.md says how."""
+and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
+that does not compute: bubble, unequal stages, messages of ranks that share layers, recomputation, or the step: gradients,
+optimizer and weights between two pipelines; "memory" where more of it would be faster. All of it is predicted: docs/tuning.md
+says how."""
 _LOST = {"between": "step", "inequality": "unequal stages"}
 _FILES = ("best", "second", "third")
 _TRIED = 3  # of the best that --verify runs
@@ -291,8 +292,8 @@ def _fits_nowhere(layouts: Layouts, found: Found) -> str:
     would = f"; what would fit: {'; or '.join(changes)}" if changes else "; no number of GPUs up to 16 times as many would help"
     return (
         f"this model fits nowhere on {cluster.gpus} x {cluster.device.name}: its fullest GPU needs at least {needs:.1f} GiB, "
-        f"{needs - size:.1f} GiB more than the {size:.0f} that it has ({result or 'one GPU'}; weights, gradients and optimizer state "
-        f"are {least.state / GIB:.1f} GiB of it){would}"
+        f"{needs - size:.1f} GiB more than the {size:.0f} that it has ({result or 'one GPU'}; {least.state / GIB:.1f} GiB of it "
+        f"are weights, gradients and optimizer state){would}"
     )
 
 

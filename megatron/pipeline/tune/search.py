@@ -33,8 +33,8 @@ class Found:
     Attributes:
         results: all that fit, the fastest first.
         misfits: what does not fit.
-        tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and for how many there was no
-            time.
+        tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and for how many there
+            was no time.
         refused: why flags do not go together, by how often.
     """
 
