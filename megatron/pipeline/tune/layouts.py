@@ -153,7 +153,9 @@ class Layouts:
         """
         ranks = layout["pipeline_model_parallel_size"]
         pipelined = ranks > 1
-        names = STOCKS if stock else self.choices.schedules or OURS
+        names = self.choices.schedules or (STOCKS if stock else OURS)
+        if stock:
+            names = [name for name in names if name in STOCKS] or STOCKS
         spread: list[dict[str, Any]] = [{}]
         if pipelined and stock:
             spread.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.pipeline.view.pareto import label_places
-
-_INK, _FAINT = "#222222", "#8A8A8A"
-_WIDTH, _HEIGHT, _FONT = 9.6, 5.6, 9.0  # inches, inches, points
-_FRAME = (0.09, 0.11, 0.88, 0.76)
+_INK = "#222222"
+_WIDTH, _HEIGHT, _FONT = 9.6, 5.0, 9.0  # inches, inches, points
+_LEFT, _LINE = 0.09, 0.19  # of the width; inches
 
 
 class Training(NamedTuple):
@@ -34,7 +32,7 @@ def draw_front(groups: Mapping[str, Sequence[Training]], path: str | Path, memor
     """Draw trainings, and the front of each group: the most tokens per second in every amount of memory.
 
     Args:
-        groups: trainings by what they have in common; the names of the first one's front are shown.
+        groups: trainings by what they have in common; the first one's front is numbered, and its names stand below.
         path: where the picture goes; its suffix, .png or .svg, is the format.
         memory: GiB of a GPU.
 
@@ -44,13 +42,16 @@ def draw_front(groups: Mapping[str, Sequence[Training]], path: str | Path, memor
     """
     from matplotlib.figure import Figure
 
-    everything = [training for group in groups.values() for training in group]
-    if not everything:
-        raise ValueError("nothing to draw: give at least one training")
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), facecolor="white", dpi=160)
-    axes = figure.add_axes(_FRAME)
+    if not all(groups.values()):
+        raise ValueError("nothing to draw: give at least one training of each group")
+    below = _LINE * len(front(next(iter(groups.values())))) + 0.8  # inches, for what the numbers stand for
+    high = _HEIGHT + below
+    figure = Figure(figsize=(_WIDTH, high), facecolor="white", dpi=160)
+    axes = figure.add_axes((_LEFT, below / high, 0.97 - _LEFT, (_HEIGHT - 0.75) / high))
     axes.set_xlim(0, memory * 1.03)
-    axes.set_ylim(0, 1.12 * max(training.tokens_per_second for training in everything))
+    fastest, slowest = (pick(one.tokens_per_second for group in groups.values() for one in front(group)) for pick in (max, min))
+    margin = 0.15 * (fastest - slowest) + 0.02 * fastest
+    axes.set_ylim(max(0.0, slowest - 2 * margin), fastest + margin)
     axes.axvline(memory, color=_INK, linewidth=1, linestyle=":")
     for (name, group), colour in zip(groups.items(), ("#D55E00", "#0072B2"), strict=False):
         best = front(group)
@@ -63,28 +64,23 @@ def draw_front(groups: Mapping[str, Sequence[Training]], path: str | Path, memor
             where="post",
             color=colour,
             linewidth=1.4,
-            marker="o",
-            markersize=6,
             label=name,
         )
-    named = front(next(iter(groups.values())))
-    anchors = [tuple(axes.transData.transform((one.memory, one.tokens_per_second)) * 72 / figure.dpi) for one in named]
-    sizes = [(0.56 * _FONT * len(one.name), 1.25 * _FONT) for one in named]
-    left, bottom, wide, high = _FRAME
-    frame = (left * _WIDTH * 72, bottom * _HEIGHT * 72, (left + wide) * _WIDTH * 72, (bottom + high) * _HEIGHT * 72)
-    for (x, y), one, box in zip(anchors, named, label_places(anchors, sizes, frame), strict=True):
+        axes.plot([one.memory for one in best], [one.tokens_per_second for one in best], "o", color=colour, markersize=6)
+    named = front(next(iter(groups.values())))[::-1]
+    for number, one in enumerate(named, 1):
         axes.annotate(
-            one.name,
-            (x, y),
-            xytext=((box[0] + box[2]) / 2, (box[1] + box[3]) / 2),
-            xycoords="figure points",
-            textcoords="figure points",
+            str(number),
+            (one.memory, one.tokens_per_second),
+            xytext=(0, 5),
+            textcoords="offset points",
             ha="center",
-            va="center",
-            fontsize=_FONT - 1,
+            va="bottom",
+            fontsize=_FONT,
             color=_INK,
-            arrowprops={"arrowstyle": "-", "color": _FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
         )
+    lines = [f"{n}  {one.tokens_per_second:,.0f} tokens/s  {one.memory:.1f} GiB  {one.name}" for n, one in enumerate(named, 1)]
+    figure.text(_LEFT, _LINE / 2 / high, "\n".join(lines), va="bottom", fontsize=_FONT, color=_INK, linespacing=1.4)
     axes.set_xlabel("GiB of the fullest GPU", fontsize=_FONT, color=_INK)
     axes.set_ylabel("tokens per second", fontsize=_FONT, color=_INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -94,5 +90,5 @@ def draw_front(groups: Mapping[str, Sequence[Training]], path: str | Path, memor
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=_FONT, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     if title:
-        figure.text(0.09, 0.985, title, va="top", fontsize=_FONT + 2, fontweight="bold", color=_INK)
+        figure.text(_LEFT, 0.985, title, va="top", fontsize=_FONT + 2, fontweight="bold", color=_INK)
     figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
