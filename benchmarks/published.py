@@ -109,13 +109,13 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
     objective = Objective.MAKESPAN if method.synchronized else Objective.SPAN
     planned = costs if method.synchronized else _medians(costs)
 
-    def plan(limit: float | None) -> Schedule:
+    def plan(microbatches: int, limit: float | None) -> Schedule:
         """Args: limit: microbatches that a rank may hold."""
         most = max(stage.activation for stage in planned.stages)
         return families.plan(
             family.name,
             RANKS,
-            column.microbatches,
+            microbatches,
             planned,
             placement.chunks,
             None if limit is None else limit * most + (MOST_WAITING + 1) * planned.vocabulary.activation,
@@ -123,9 +123,9 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
             vocabulary=method.vocabulary,
         )
 
-    schedule = plan(method.limit)
+    schedule = plan(column.microbatches, method.limit)
     seconds = objective.length(simulate(schedule, costs))
-    held = predict(args, schedule if method.held is None else plan(method.held), layers)
+    held = predict(args, schedule if method.held is None else plan(4 * RANKS, method.held), layers)
     fullest = max(rank.allocated for rank in held)
     return source.rate(shape, column.microbatches / seconds), fullest / source.byte_unit
 
@@ -137,7 +137,7 @@ def _arguments(flags: tuple[str, ...]) -> argparse.Namespace:
 
 def _not_layers(source: Source, method: Method, shape: Shape, placement: Placement) -> Mapping[int, float]:
     """What stages do beside layers, in layers, where layers make room for it."""
-    if method.redistributes:  # by Narayanan's operations, in which layers recompute: see tests/tune/test_balance.py
+    if method.redistributes:  # by Narayanan's operations, in which layers recompute: see tests/tune/test_estimate.py
         return {placement.last_stage: gpt.output_in_layers(shape, recompute=True)}
     return dict.fromkeys((0, placement.last_stage), float(source.ends))
 

@@ -1,0 +1,104 @@
+"""Files of GPUs: what comes with the package can be read, and whatever is wrong with another is one clear error."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.tune.device import Device, Link, MeasuredLayer, named, read, shipped
+
+LAYER = MeasuredLayer(1024, 1024.0, 2048.0, 4096.0, False, 512, 1, 2, True, 0.1, 0.2, 0.3)
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    """A device's file, with its layer, and changes by the names of fields."""
+    base = json.loads(named("A100-80GB").to_json())
+    return {**base, "layers": [vars(LAYER)], **changes}
+
+
+def test_what_comes_with_the_package_says_where_it_is_from() -> None:
+    assert shipped() == ["A100-80GB", "H100-80GB"]
+    for name in shipped():
+        device = named(name)
+        assert device.name == name and Device.from_json(device.to_json()) == device
+        assert all(word in device.source for word in ("data sheet", "fitted", "assumptions"))
+
+
+def test_a_file_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(told()), encoding="utf-8")
+    assert read(str(path)).layers == (LAYER,)
+    assert Device.from_json(read(str(path)).to_json()) == read(str(path))
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Device) if field.name not in ("layers", "source")])
+def test_every_field_is_needed(name: str) -> None:
+    row = told()
+    del row[name]
+    with pytest.raises(ValueError, match=rf"^a device: missing {name}; it has name, memory, .*, source$"):
+        Device.from_json(json.dumps(row))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speed": 1}, "a device: unknown field 'speed'; it has name, memory"),
+        ({"name": 1}, "a device: name must be of type str, got 1"),
+        ({"memory": "80 GB"}, "a device: memory must be a number, got '80 GB'"),
+        ({"peak": True}, "a device: peak must be a number, got True"),
+        ({"peak": 0}, "the peak of a device must be a number above 0, got 0"),
+        ({"memory": -1}, "the memory of a device must be a number above 0, got -1"),
+        ({"bandwidth": float("nan")}, "a device: bandwidth must be a number, got nan"),
+        ({"to_host": float("inf")}, "a device: to_host must be a number, got inf"),
+        ({"to_device": 0}, "the to_device of a device must be a number above 0, got 0"),
+        ({"efficiency": 1.1}, "the efficiency of a device is a share above 0 and of at most 1, got 1.1"),
+        ({"latency": 2}, "the latency of a device must be seconds of at least 0 and below 1, got 2"),
+        ({"within": 5}, "within of a device: expected an object with latency, bandwidth, got 5"),
+        ({"hop": {"latency": 0}}, "hop of a device: missing bandwidth; it has latency, bandwidth"),
+        ({"between": {"latency": 0, "bandwidth": 0}}, "the bandwidth of between must be a number above 0, got 0"),
+        ({"within": {"latency": -1, "bandwidth": 1}}, "the latency of within must be seconds of at least 0 and below 1, got -1"),
+        ({"layers": {}}, "layers of a device must be a list, got {}"),
+        ({"layers": [3]}, "a measured layer: expected an object with hidden, queries"),
+        ({"layers": [{**vars(LAYER), "fused": 1}]}, "a measured layer: fused must be of type bool, got 1"),
+        ({"layers": [{**vars(LAYER), "hidden": 1.5}]}, "a measured layer: hidden must be of type int, got 1.5"),
+        ({"layers": [{**vars(LAYER), "weight": 0}]}, "weight of a measured layer must be a number above 0, got 0"),
+        ({"source": None}, "a device: source must be of type str, got None"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
+)
+def test_a_malformed_field_is_one_clear_error(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(told(**changes)), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine\.json: ") as error:
+        read(str(path))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "[" * 100_000, "\x00"])
+def test_what_is_no_file_of_a_gpu(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"mine\.json: "):
+        read(str(path))
+    with pytest.raises(ValueError, match="No such file"):
+        read(str(tmp_path / "none.json"))
+
+
+def test_an_unknown_name_is_told_those_that_are_known() -> None:
+    with pytest.raises(ValueError, match=r"unknown GPU 'A100'; known are A100-80GB, H100-80GB, .*did you mean A100-80GB"):
+        read("A100")
+
+
+def test_rings() -> None:
+    """Thakur et al.: n - 1 steps of a latency and an n-th of all bytes each, twice of them for an all-reduce."""
+    link = Link(0.5, 10.0)
+    assert link.seconds(40) == 0.5 + 4
+    assert link.all_gather(40, 4) == 3 * (0.5 + 1)
+    assert link.all_reduce(40, 4) == 6 * (0.5 + 1)
+    assert link.all_to_all(40, 4) == 3 * (0.5 + 1)
+    for nothing in (link.seconds(0), link.all_gather(0, 4), link.all_reduce(40, 1), link.all_to_all(40, 1)):
+        assert nothing == 0
