@@ -6,16 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+from published_figures import SOURCES
 
 from megatron.pipeline.cli import main
 
 SHAPE = "vocabulary --pp 8 --layers 32 --hidden 3072 --heads 24 --sizes 32k,256k --state-bytes 16 "
 METHODS = ["off", "redistribution", "interlaced", "1", "2"]
-# Of the fullest of 8 A100s, in GiB, for 32k and 256k rows (arXiv 2411.05288, table 5).
-PUBLISHED = {
-    2048: {"off": (14.86, 25.64), "interlaced": (17.20, 20.17), "1": (15.63, 18.59), "2": (14.83, 17.78)},
-    4096: {"off": (21.39, 31.64), "interlaced": (27.20, 30.53), "1": (24.04, 27.34), "2": (22.44, 25.73)},
-}
 
 
 @pytest.mark.parametrize("seq", [2048, 4096])
@@ -25,13 +21,15 @@ def test_the_published_shape(seq: int, capsys: pytest.CaptureFixture[str]) -> No
     rows = json.loads(capsys.readouterr().out)["rows"]
     mfu = {method: [row["mfu"] for row in rows if row["method"] == method] for method in METHODS}
     for method in ("1", "2", "interlaced"):
-        assert mfu[method][1] == pytest.approx(mfu[method][0], rel=0.02)
+        assert mfu[method][1] == pytest.approx(mfu[method][0], rel=0.03)
     small, large = mfu["off"]
     assert 0.5 < large / small < 0.6
     assert large < 0.75 * mfu["redistribution"][1] < 0.75 * mfu["1"][1]
-    for method, published in PUBLISHED[seq].items():
-        found = [row["peak_bytes"] / 2**30 for row in rows if row["method"] == method]
-        assert found == pytest.approx(published, rel=0.1 if method == "interlaced" else 0.06)
+    published = {column.name: column.memory for column in SOURCES[1].columns}
+    for row in rows:
+        method = "baseline" if row["method"] == "off" else row["method"]
+        expected = published[f"{seq}, {row['vocabulary'] // 1024}k"][method]
+        assert row["peak_bytes"] / 2**30 == pytest.approx(expected, rel=0.1 if method == "interlaced" else 0.06)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved"])
@@ -48,7 +46,7 @@ def test_any_schedule(schedule: str, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_text_says_what_the_model_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{SHAPE} --seq 2048 --microbatches 16 --efficiency 0.5".split()) == 0
     text = capsys.readouterr().out
-    assert "products at 50% of 312 TFLOP/s" in text and "16 bytes a parameter" in text
+    assert "products at 0.5 of 312 TFLOP/s" in text and "16 bytes a parameter" in text
     assert [line.split()[0] for line in text.split("\n\n")[1].splitlines()] == ["MFU", *METHODS]
 
 

@@ -26,19 +26,6 @@ GPU = 80 * GIB
 FIRST_LINE = "# Predicted GiB of every pipeline rank (mpipe memory), for GPUs of 80:"
 HEAD = "| file | billion parameters | GPUs | PP x TP | schedule | GiB | GiB under `stock` |\n|---|---:|---:|---|---|---:|---:|\n"
 
-# GB of the fullest GPU under stock, interleaved with so many chunks, ZB-1p and ZB-2p (arXiv 2401.10241, table 4). Attention is
-# not fused there. ZB-2p may hold 16 microbatches, of which zb-h2 takes 15.
-ZERO_BUBBLE = {"1.5B": (3, 30, 40, 32, 59), "6.2B": (4, 39, 48, 42, 70)}
-# GiB of the fullest GPU with 32k, 64k, 128k and 256k rows, by --seq-length and --vocab-parallel (arXiv 2411.05288, table 5).
-VOCABULARY = {
-    (2048, "off"): (14.86, 16.32, 19.25, 25.64),
-    (2048, "1"): (15.63, 16.02, 16.84, 18.59),
-    (2048, "2"): (14.83, 15.23, 16.04, 17.78),
-    (4096, "off"): (21.39, 22.85, 25.78, 31.64),
-    (4096, "1"): (24.04, 24.47, 25.41, 27.34),
-    (4096, "2"): (22.44, 22.89, 23.80, 25.73),
-}
-
 
 @cache
 def predictions(path: Path) -> tuple[Prediction, Prediction]:
@@ -89,30 +76,6 @@ def table() -> str:
     return HEAD + "".join(rows)
 
 
-@cache
-def published() -> str:
-    """What was published, beside what is predicted without the constant for CUDA and NCCL: the tables of docs/memory.md."""
-    lines = ["| Zero Bubble, GB, predicted / published | 1F1B | interleaved | ZB-1p | ZB-2p |\n|---|---:|---:|---:|---:|\n"]
-    for name, (chunks, *figures) in ZERO_BUBBLE.items():
-        flags = ["--config", str(ROOT / f"configs/zero_bubble/{name}.yaml"), "--transformer-impl", "local", "--pipeline-schedule"]
-        wanted = (["stock"], ["stock", "--num-virtual-stages-per-pipeline-rank", str(chunks)], ["zb-h1"], ["zb-h2"])
-        sizes = [max(rank.allocated for rank in predicted([*flags, *more]).ranks) / 1e9 for more in wanted]
-        cells = (f"{size:.1f} / {figure} ({size / figure - 1:+.0%})" for size, figure in zip(sizes, figures, strict=True))
-        lines.append(f"| {name} | {' | '.join(cells)} |\n")
-    lines.append(
-        "\n| Vocabulary Parallelism 4B, GiB, predicted / published | 32k | 64k | 128k | 256k |\n|---|---:|---:|---:|---:|\n"
-    )
-    for (seq, spread), peaks in VOCABULARY.items():
-        flags = ["--config", str(ROOT / "configs/vocabulary_parallelism/4B.yaml"), "--global-batch-size", "16"]
-        flags += ["--seq-length", str(seq), "--vocab-parallel", spread, "--vocab-size"]
-        sizes = [
-            max(rank.allocated for rank in predicted([*flags, str(rows * 1024 - 1)]).ranks) / GIB for rows in (32, 64, 128, 256)
-        ]
-        cells = (f"{size:.2f} / {figure:.2f} ({size / figure - 1:+.1%})" for size, figure in zip(sizes, peaks, strict=True))
-        lines.append(f"| {seq}, `--vocab-parallel {spread}` | {' | '.join(cells)} |\n")
-    return "".join(lines)
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_a_file_says_what_is_predicted(path: Path) -> None:
     """And its model has the size that its name promises."""
@@ -125,16 +88,8 @@ def test_a_file_says_what_is_predicted(path: Path) -> None:
         assert report(own)["parameters"] / 1e9 == pytest.approx(billions, rel=0.03)
 
 
-def test_what_was_published_is_predicted() -> None:
-    """Within 4 %, and ZB-2p within 8 %: it holds a microbatch more than zb-h2."""
-    deviations = [abs(int(float(each))) for each in re.findall(r"\(([+-][\d.]+)%\)", published())]
-    assert len(deviations) == 2 * 4 + 6 * 4
-    assert max(deviations) <= 7 and sum(each > 3 for each in deviations) <= 2
-
-
-def test_the_document_has_all_of_it() -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
-    assert table() in text and published() in text
+def test_the_document_has_all_of_them() -> None:
+    assert table() in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["tiny_experts", "tiny_vocabulary"])
@@ -166,9 +121,7 @@ def _write() -> None:
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace(said(text) or "# memory\n", comment(path), 1), encoding="utf-8")
     text = DOCUMENT.read_text(encoding="utf-8")
-    for first, now in ((HEAD.splitlines()[0], table()), (published().splitlines()[0], published())):
-        end = r"(?:\|.*\n|\n(?=\| Vocab))+" if now is published() else r"(?:\|.*\n)+"
-        text = re.sub(rf"^{re.escape(first)}\n{end}", now, text, flags=re.M)
+    text = re.sub(rf"^{re.escape(HEAD)}(?:\|.*\n)+", table(), text, flags=re.M)
     DOCUMENT.write_text(text, encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.tune.balance import balanced_layers
 from megatron.pipeline.tune.device import Device, named
-from megatron.pipeline.tune.estimate import estimate
+from megatron.pipeline.tune.estimate import BESIDE_COLLECTIVES, estimate
 from megatron.pipeline.tune.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
 from megatron.pipeline.tune.parameters import parameter_bytes
 
@@ -31,8 +31,9 @@ METHODS: dict[str, tuple[Vocabulary | None, bool]] = {
 DEVICE = "A100-80GB"
 MODEL = """\
 MFU: operations of the model's matrix products, without recomputation, over what all ranks could do in the planned makespan.
-Time: products at {efficiency:.0%} of {peak:g} TFLOP/s, wherever they are; embeddings at {bandwidth:g} GB/s, messages and
-collectives at {link:g} GB/s; nothing else. Memory: {state:g} bytes a parameter, and activations in 16 bits with fused attention.
+Time: products at {efficiency:g} of {peak:g} TFLOP/s, all other kernels at as much of {bandwidth:g} GB/s, {latency:g} ms to begin
+a pass, messages and collectives at {link:g} GB/s; with 1 and 2, layers take {beside:.0%} longer beside these (docs/model.md).
+Memory: {state:g} bytes a parameter, and activations in 16 bits with fused attention.
 off: layers spread evenly. redistribution: so that the heaviest rank is as light as can be; in brackets the last stage's."""
 
 
@@ -56,7 +57,7 @@ def add(commands: Commands) -> None:
     shape("--tied", action="store_true", help="embedding and output layer share their weights")
     for name, value, what in (
         ("peak", device.peak / 1e12, "TFLOP/s of a GPU in 16 bits"),
-        ("efficiency", device.efficiency, "share of it that matrix products reach"),
+        ("efficiency", device.efficiency, "share of it that matrix products reach, and of the memory's bandwidth that others do"),
         ("bandwidth", device.bandwidth / 1e9, "GB/s of its memory"),
         ("link", device.hop.bandwidth / 1e9, "GB/s to another rank"),
         ("state-bytes", STATE_BYTES, "bytes of a parameter with its gradient and its optimizer's state"),
@@ -149,6 +150,8 @@ def _model(device: Device, state: float) -> str:
         efficiency=device.efficiency,
         peak=device.peak / 1e12,
         bandwidth=device.bandwidth / 1e9,
+        latency=device.latency * 1e3,
+        beside=BESIDE_COLLECTIVES - 1,
         link=device.hop.bandwidth / 1e9,
         state=state,
     )
