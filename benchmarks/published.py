@@ -144,9 +144,10 @@ def _not_layers(source: Source, method: Method, shape: Shape, placement: Placeme
 
 def _medians(costs: Costs) -> Costs:
     """What Zero Bubble's planner is given: for every stage the median F, B and W of all, and its own memory, in microbatches."""
-    names = ("forward", "backward", "weight")
-    seconds = [statistics.median(getattr(stage, name) for stage in costs.stages) for name in names]
-    stages = (StageCosts(*seconds, activation=1.0, retained=stage.retained / stage.activation) for stage in costs.stages)
+    forward, backward, weight = (
+        statistics.median(getattr(stage, name) for stage in costs.stages) for name in ("forward", "backward", "weight")
+    )
+    stages = (StageCosts(forward, backward, weight, 1.0, stage.retained / stage.activation) for stage in costs.stages)
     return replace(costs, stages=tuple(stages))
 
 
@@ -269,9 +270,10 @@ def summary(found: Sequence[Cell]) -> str:
 
 def _write(found: Sequence[Cell]) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    for table in tables(found):
-        text = re.sub(rf"^{re.escape(table.splitlines()[0])}\n(?:\|.*\n)+", lambda _, now=table: now, text, flags=re.M)
-    text = re.sub(r"^The worst of \d+ throughputs .*\n.*\n", lambda _: summary(found), text, flags=re.M)
+    places = {table: rf"^{re.escape(table.splitlines()[0])}\n(?:\|.*\n)+" for table in tables(found)}
+    places[summary(found)] = r"^The worst of \d+ throughputs .*\n.*\n"
+    for now, before in places.items():
+        text = re.sub(before, now, text, flags=re.M)
     DOCUMENT.write_text(text, encoding="utf-8")
 
 
