@@ -1,14 +1,15 @@
 """What wins where: the search of ``mpipe tune`` at the papers' settings, beside what the papers found by hand.
 
 python benchmarks/tuning.py [--only PART] prints Markdown tables: for each model the best training under megatron-core's own
-schedules and the best of ours, and the two claims that need a search: pipelines with offload against tensor parallelism (Wan et al.,
-"PipeOffload", 12 to 19 %), and V-Half against 1F1B, each after a grid search (Qi et al., "Controllable Memory", 16 %).
+schedules and the best of ours, and the two claims that need a search: pipelines with offload against tensor parallelism (Wan et
+al., "PipeOffload", 12 to 19 %), and V-Half against 1F1B, each after a grid search (Qi et al., "Controllable Memory", 16 %).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron.pipeline.cli.memory import quietly
@@ -40,16 +41,15 @@ OFFLOADED = (
     ("pipe_offload/83.8B", 32, "--global-batch-size 256 --seq-length 8192"),
 )
 SEARCHED = (
-    ("zero_bubble/6.2B", 16, "--global-batch-size 64"),
-    ("zero_bubble/14.6B", 16, "--global-batch-size 64"),
-    ("zero_bubble/28.3B", 32, "--global-batch-size 128"),
-    ("vocabulary_parallelism/30B", 32, "--global-batch-size 128"),
+    ("zero_bubble/14.6B", 16, "--global-batch-size 64 --seq-length 4096"),
+    ("zero_bubble/28.3B", 32, "--global-batch-size 128 --seq-length 4096"),
+    ("vocabulary_parallelism/16B", 24, "--global-batch-size 96 --seq-length 4096"),
 )
 
 
 def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool, seconds: float = 120.0) -> Result | None:
     """The best that a search finds."""
-    base = _base(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()])
+    base = _base(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()], named("A100-80GB"))
     layouts = Layouts(base, Cluster(named("A100-80GB"), gpus, 8), choices)
     found = search(layouts, stock=stock, wanted=1, seconds=seconds)
     return found.best(1)[0] if found.results else None
@@ -80,37 +80,58 @@ def line(model: str, gpus: int, flags: str, one: Result | None, other: Result | 
     return f"| {model} | {gpus} | {' '.join(flags.split()[1::2])} | {cell(one)} | {cell(other)} | {gain} |"
 
 
-def table(title: str, heads: tuple[str, str], rows: list[str]) -> None:
-    print(
-        f"\n{title}\n\n| model | GPUs | batch, length or rows | {heads[0]} | {heads[1]} | faster by |\n|---|---:|---|---|---|---:|"
-    )
-    print("\n".join(rows), flush=True)
+def table(title: str, heads: tuple[str, str], rows: Iterable[str]) -> None:
+    """Print a table, line by line as it is known."""
+    print(f"\n{title}\n\n| model | GPUs | batch, length or rows | {' | '.join(heads)} | faster by |")
+    print("|---|---:|---|---|---|---:|")
+    for row in rows:
+        print(row, flush=True)
+
+
+def undivided(model: str, gpus: int, flags: str, schedule: str, stock: bool) -> Result | None:
+    """The best on one replica of the model, over all ways to share it by tensor and pipeline parallelism."""
+    found = []
+    for tensor in (1, 2, 4, 8):
+        choices = Choices(tensor=(tensor,), pipeline=(gpus // tensor,), context=(1,), schedules=(schedule,))
+        try:
+            found.append(fastest(model, gpus, flags, choices, stock))
+        except ValueError:
+            continue
+    return max((one for one in found if one), key=lambda one: one.tokens_per_second, default=None)
+
+
+def settings() -> Iterator[str]:
+    every = Choices(context=(1,))
+    for one in SETTINGS:
+        yield line(*one, fastest(*one, every, True), fastest(*one, every, False))
+
+
+def offloaded() -> Iterator[str]:
+    tensor = Choices(tensor=(8,), pipeline=(4,), context=(1,), schedules=("interleaved",))
+    piped = Choices(tensor=(1,), pipeline=(32,), context=(1,), microbatch=(1,), schedules=("v-auto",))
+    for one in OFFLOADED:
+        yield line(*one, fastest(*one, tensor, True), fastest(*one, piped, False))
+
+
+def searched() -> Iterator[str]:
+    for one in SEARCHED:
+        yield line(*one, undivided(*one, "1f1b", True), undivided(*one, "v-half", False))
+
+
+TABLES: dict[str, tuple[str, tuple[str, str], Callable[[], Iterator[str]]]] = {
+    "settings": ("All layouts and schedules", ("stock", "megatron.pipeline"), settings),
+    "offload": ("PP with offload against TP", ("stock, TP8 x PP4", "PP32, v-auto"), offloaded),
+    "search": ("V-Half against 1F1B, each after a search, one replica", ("stock 1F1B", "V-Half"), searched),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("settings", "offload", "search"), help="one of the tables")
+    parser.add_argument("--only", choices=TABLES, help="one of the tables")
     only = parser.parse_args().only
-    every = Choices(context=(1,))
     with quietly():
-        if only in (None, "settings"):
-            rows = []
-            for setting in SETTINGS:
-                rows.append(line(*setting, fastest(*setting, every, True), fastest(*setting, every, False)))
-            table("All layouts and schedules", ("stock", "megatron.pipeline"), rows)
-        if only in (None, "offload"):
-            tensor = Choices(tensor=(8,), pipeline=(4,), context=(1,))
-            piped = Choices(
-                tensor=(1,), pipeline=(32,), context=(1,), microbatch=(1,), schedules=("interleaved", "gis", "gis-h", "zb-auto")
-            )
-            rows = [line(*setting, fastest(*setting, tensor, True), fastest(*setting, piped, False)) for setting in OFFLOADED]
-            table("PP with offload against TP", ("stock, TP8 x PP4", "PP32 with offload"), rows)
-        if only in (None, "search"):
-            rows = []
-            for setting in SEARCHED:
-                ours = fastest(*setting, Choices(context=(1,), schedules=("v-half",)), False)
-                rows.append(line(*setting, fastest(*setting, Choices(context=(1,), schedules=("1f1b",)), True), ours))
-            table("V-Half against 1F1B, each after a search", ("stock 1F1B", "V-Half"), rows)
+        for title, heads, rows in [TABLES[only]] if only else TABLES.values():
+            table(title, heads, rows())
     return 0
 
 

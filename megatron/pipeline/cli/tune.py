@@ -18,13 +18,15 @@ from megatron.pipeline.cli.summary import plain_table, wrote
 from megatron.pipeline.cli.tune_measure import sizes
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune import device
+from megatron.pipeline.tune.device import Device
 from megatron.pipeline.tune.gpt import Shape
 from megatron.pipeline.tune.iteration import Cluster, Misfit, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.memory import GIB, OVERHEAD
 from megatron.pipeline.tune.parameters import total_parameters
-from megatron.pipeline.tune.rescue import smallest_changes
+from megatron.pipeline.tune.rescue import least_needed, smallest_changes
 from megatron.pipeline.tune.search import Found, search
+from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 from megatron.pipeline.view.tuning import Training, draw_front
 
@@ -79,10 +81,12 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"-o {directory} is a file: give a directory, which gets best.yaml and all else")
     for name in options.schedules or ():
         families.named(name)
+    if options.verify and options.iterations <= WARM_UP:
+        raise ValueError(f"--iterations {options.iterations}: --verify needs more than {WARM_UP}, which are to warm up")
     flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
     cluster = _cluster(options)
     with quietly():
-        base = _base(flags)
+        base = _base(flags, cluster.device)
         layouts = Layouts(base, cluster, _choices(options))
         with Progress("schedules") as progress:
             ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
@@ -161,14 +165,16 @@ def base_shape(base: Namespace) -> Namespace:
     return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
 
 
-def _base(flags: list[str]) -> Namespace:
+def _base(flags: list[str], gpu: Device) -> Namespace:
+    """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
     from megatron.pipeline.training.tokenizer import build_tokenizer
 
     base = read_flags(flags)
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
     base.rampup_batch_size = None
-    base.transformer_impl = base.transformer_impl or "transformer_engine"
+    unfused = bool(gpu.layers) and not any(layer.fused for layer in gpu.layers)
+    base.transformer_impl = base.transformer_impl or ("local" if unfused else "transformer_engine")
     base.vocab_size = build_tokenizer(base).vocab_size
     return base
 
@@ -285,7 +291,7 @@ def _fits_nowhere(layouts: Layouts, found: Found) -> str:
     if not found.misfits:
         reasons = "; ".join(f"{reason} ({times} times)" for reason, times in found.refused[:3])
         return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {reasons}"
-    least: Misfit = min(found.misfits, key=lambda misfit: misfit.needs)
+    least = least_needed(cluster, found.misfits)
     result = ", ".join(f"{flag} {value}" for flag, value in _sizes_of(least).items() if value != 1)
     size, needs = cluster.device.memory / GIB, least.needs / GIB
     changes = smallest_changes(layouts)
