@@ -215,7 +215,7 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     args, shape = candidate.args, Shape.of(candidate.args)
     overlaps = candidate.variant.name == "interleaved" and getattr(args, "overlap_p2p_comm", True)
     exposed = 0.0 if overlaps or not candidate.is_stock else EXPOSED_HOPS[candidate.variant.name]
-    split = candidate.variant.name not in _FUSED
+    split = candidate.variant.name not in _FUSED and not _fuses_again(args)
     return estimate(
         shape,
         candidate.placement,
@@ -229,6 +229,11 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
 
 
 _FUSED = ("1f1b", "interleaved", "1f1b-v")
+
+
+def _fuses_again(args: Namespace) -> bool:
+    """Whether W runs with B since that makes its inputs again: see ``memory.recomputed``."""
+    return bool(args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block")
 
 
 def links_of(cluster: Cluster, args: Namespace) -> Links:

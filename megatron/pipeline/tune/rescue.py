@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.tune import device
-from megatron.pipeline.tune.iteration import Result, evaluate
+from megatron.pipeline.tune.iteration import Cluster, Misfit, Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
 
 _MOST_DOUBLINGS = 4
+_SLACK = 1 + 1e-6  # of memory: sums in another order
 
 
 def smallest_changes(layouts: Layouts) -> list[str]:
@@ -33,6 +35,22 @@ def smallest_changes(layouts: Layouts) -> list[str]:
             found.append(f"--gpu {other.name}")
             break
     return found
+
+
+def least_needed(cluster: Cluster, misfits: Sequence[Misfit]) -> Misfit:
+    """Of what does not fit, what needs least, with all that it needs.
+
+    A search does not plan what cannot fit anyway, so what it says of that may be less: it is tried on a GPU of that memory.
+    """
+    open_ = [(misfit.needs, number, misfit) for number, misfit in enumerate(misfits)]
+    heapq.heapify(open_)
+    while True:
+        needs, number, misfit = open_[0]
+        memory = needs * _SLACK
+        outcome = evaluate(replace(cluster, device=replace(cluster.device, memory=memory)), misfit.candidate)
+        if not isinstance(outcome, Misfit) or outcome.needs <= memory:
+            return misfit
+        heapq.heapreplace(open_, (outcome.needs, number, outcome))
 
 
 def fits(layouts: Layouts) -> bool:
