@@ -183,3 +183,21 @@ def test_the_output_layer_holds_its_softmax_until_b_and_a_gradient_of_half_the_s
     hidden, logits = 2 * 2048 * 3072, 2048 * 32 * K
     assert stages[-1].activation - stages[1].activation == hidden + 4 * logits
     assert stages[-1].retained - stages[1].retained == hidden + 2 * logits
+
+
+def test_what_recomputation_takes() -> None:
+    """All of a layer, or what is named of it; never the output layer."""
+    given, placement = shape(), linear(4)
+
+    def again(**how: object) -> list[float]:
+        stages = estimate(replace(given, holding=Holding(**how)), placement, [8] * 4, DEVICE).stages  # type: ignore[arg-type]
+        return [stage.recompute for stage in stages]
+
+    whole = layer_seconds(given, DEVICE, Links.within(DEVICE)).forward
+    assert again(recompute_layers=1) == pytest.approx([8 * whole] * 4)
+    core, mlp = again(recomputed=frozenset({"core_attn"})), again(recomputed=frozenset({"mlp"}))
+    assert core == pytest.approx([8 * DEVICE.seconds(gpt.attention_work(given).forward)] * 4)
+    assert mlp == pytest.approx([8 * DEVICE.seconds(16 * given.tokens * given.hidden**2)] * 4)
+    assert again(recomputed=frozenset({"core_attn", "mlp"})) == pytest.approx(
+        [one + other for one, other in zip(core, mlp, strict=True)]
+    )

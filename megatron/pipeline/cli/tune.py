@@ -165,7 +165,7 @@ def base_shape(base: Namespace) -> Namespace:
     return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
 
 
-def _base(flags: list[str], gpu: Device) -> Namespace:
+def _base(flags: list[str], gpu: Device | None = None) -> Namespace:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
     from megatron.pipeline.training.tokenizer import build_tokenizer
 
@@ -173,7 +173,7 @@ def _base(flags: list[str], gpu: Device) -> Namespace:
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
     base.rampup_batch_size = None
-    unfused = bool(gpu.layers) and not any(layer.fused for layer in gpu.layers)
+    unfused = bool(gpu and gpu.layers) and not any(layer.fused for layer in gpu.layers)
     base.transformer_impl = base.transformer_impl or ("local" if unfused else "transformer_engine")
     base.vocab_size = build_tokenizer(base).vocab_size
     return base

@@ -10,6 +10,7 @@ published trainings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
@@ -54,9 +55,12 @@ def estimate(
     seconds, hop = layer_seconds(shape, device, links).times(slower), hop_seconds(shape, links)
     gap = device.latency + exposed_hops * hop
 
+    again = recomputed_seconds(shape, device, seconds)
+
     def stage(count: int, gap: float = 0.0) -> StageCosts:
         waits = Work(gap, gap, device.latency if gap else 0.0)
-        return _stage(seconds.times(count).plus(waits), activations.held_by_stage(shape, count, split), waits.weight)
+        held = activations.held_by_stage(shape, count, split)
+        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=again * count)
 
     stages = [stage(count, gap) for count in layers]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
@@ -66,6 +70,8 @@ def estimate(
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.further * [(placement.last_stage, stage(1)), (placement.last_stage, output_costs(shape, device))]
     for index, more in ends:
+        if shape.holding.recomputes:  # layers alone
+            more = replace(more, recompute=0.0)
         stages[index] = _sum(stages[index], more)
     return Costs(tuple(stages), hop, copies=copies)
 
@@ -86,6 +92,23 @@ def computing_seconds(shape: Shape, device: Device) -> Work:
     """
     forward, backward = map(device.moving, traffic.layer_traffic(shape))
     return _seconds(device, gpt.layer_work(shape).times(shape.holding.of_cut_layers)).plus(Work(forward, backward, 0.0))
+
+
+def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
+    """Seconds in which B makes again what ``Holding.recomputed`` says of a layer, or all of it.
+
+    Args:
+        whole: seconds of a layer's passes.
+    """
+    held = shape.holding
+    if not held.recomputed:
+        return whole.forward
+    operations = gpt.attention_work(shape).forward if "core_attn" in held.recomputed else 0.0
+    routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
+    for name, width in (("mlp", shape.ffn - routed), ("moe", routed)):
+        if name in held.recomputed:
+            operations += 2 * shape.tokens * shape.hidden * width * (3 if shape.gated else 2)
+    return min(whole.forward, device.seconds(operations * held.of_cut_layers))
 
 
 def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
