@@ -41,9 +41,10 @@ OFFLOADED = (
     ("pipe_offload/83.8B", 32, "--global-batch-size 256 --seq-length 8192"),
 )
 SEARCHED = (
-    ("zero_bubble/14.6B", 16, "--global-batch-size 64 --seq-length 4096"),
+    ("zero_bubble/14.6B", 16, "--global-batch-size 64 --seq-length 16384"),
     ("zero_bubble/28.3B", 32, "--global-batch-size 128 --seq-length 4096"),
-    ("vocabulary_parallelism/16B", 24, "--global-batch-size 96 --seq-length 4096"),
+    ("zero_bubble/28.3B", 32, "--global-batch-size 128 --seq-length 16384"),
+    ("vocabulary_parallelism/16B", 24, "--global-batch-size 96 --seq-length 16384"),
 )
 
 

@@ -55,12 +55,12 @@ def estimate(
     seconds, hop = layer_seconds(shape, device, links).times(slower), hop_seconds(shape, links)
     gap = device.latency + exposed_hops * hop
 
-    again = recomputed_seconds(shape, device, seconds)
+    remade = recomputed_seconds(shape, device, seconds)
 
     def stage(count: int, gap: float = 0.0) -> StageCosts:
         waits = Work(gap, gap, device.latency if gap else 0.0)
         held = activations.held_by_stage(shape, count, split)
-        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=again * count)
+        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=remade * count)
 
     stages = [stage(count, gap) for count in layers]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
@@ -70,9 +70,8 @@ def estimate(
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.further * [(placement.last_stage, stage(1)), (placement.last_stage, output_costs(shape, device))]
     for index, more in ends:
-        if shape.holding.recomputes:  # layers alone
-            more = replace(more, recompute=0.0)
-        stages[index] = _sum(stages[index], more)
+        again = 0.0 if shape.holding.recomputes else more.recompute  # flags recompute layers alone
+        stages[index] = _sum(stages[index], replace(more, recompute=again))
     return Costs(tuple(stages), hop, copies=copies)
 
 
