@@ -55,7 +55,7 @@ def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
             if value == action.const:
                 told[name] = True
         elif value is not None:
-            told[name] = _plain(value)
+            told[name] = _plain(value) if action.nargs or not isinstance(value, list) else str(value)  # what is parsed from a word
     return told
 
 

@@ -1,0 +1,65 @@
+"""A small GPT on a small cluster, as ``mpipe tune`` has them before it searches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron.pipeline.cli import tune
+from megatron.pipeline.cli.memory import quietly
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import Variant
+from megatron.pipeline.tune import device
+from megatron.pipeline.tune.device import Device
+from megatron.pipeline.tune.iteration import Candidate, Cluster, Result, evaluate
+from megatron.pipeline.tune.layouts import Choices, Layouts
+
+# 0.4 billion parameters; hardly a vocabulary, so that stages are equal.
+FLAGS = (
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --untie-embeddings-and-output-weights "
+    "--position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 127 --global-batch-size 32 "
+    "--train-iters 1 --lr 1e-4"
+)
+A100 = device.named("A100-80GB")
+
+
+def layouts(flags: str = "", gpus: int = 4, gpu: Device = A100, per_node: int = 8, **choices: Any) -> Layouts:
+    """All layouts of that model.
+
+    Args:
+        flags: on top of those of the model.
+        choices: fields of ``Choices``.
+    """
+    with quietly():
+        return Layouts(tune._base([*FLAGS.split(), *flags.split()], gpu), Cluster(gpu, gpus, per_node), Choices(**choices))
+
+
+def candidate(on: Layouts, schedule: str, stock: bool = False, chunks: int | None = None, **changes: Any) -> Candidate:
+    """One of them, by what differs from a single pipeline over all GPUs."""
+    told: dict[str, Any] = {"pipeline_model_parallel_size": on.cluster.gpus, "micro_batch_size": 1}
+    if not stock:
+        told["pipeline_schedule"] = schedule
+    family = families.named(schedule)
+    if family.any_chunks and family.chunks > 1:
+        chunks = chunks or 2
+        told["num_virtual_stages_per_pipeline_rank"] = chunks
+    return on._candidate(Variant(schedule, chunks), told | changes)
+
+
+def result(on: Layouts, one: Candidate) -> Result:
+    """What it takes; it has to fit."""
+    found = evaluate(on.cluster, one)
+    assert isinstance(found, Result)
+    return found
+
+
+def on_device(on: Layouts, **changes: Any) -> Layouts:
+    """The same on GPUs of another kind."""
+    return replace(on, cluster=replace(on.cluster, device=replace(on.cluster.device, **changes)))
+
+
+def with_flags(one: Candidate, changes: Mapping[str, Any]) -> Candidate:
+    """A candidate whose flags are changed behind validation's back."""
+    args = type(one.args)(**vars(one.args) | changes)
+    return replace(one, args=args)

@@ -1,0 +1,240 @@
+"""What an iteration takes and what its time goes into, against closed forms and against planning all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tune.small import A100, candidate, layouts, on_device, result
+
+from megatron.pipeline.tune import gpt, iteration, rescue
+from megatron.pipeline.tune.device import Link
+from megatron.pipeline.tune.estimate import layer_seconds
+from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, between_pipelines, evaluate, least_seconds
+from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
+from megatron.pipeline.tune.links import Links
+from megatron.pipeline.tune.memory import beside_activations
+
+RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}
+DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+# Schedules of four ranks that take no time to plan, by family and changes.
+FOUR: list[tuple[str, dict[str, Any]]] = [
+    ("1f1b", {}),
+    ("1f1b", {"stock": True}),
+    ("interleaved", {"stock": True}),
+    ("zb-h1", {}),
+    ("gis", {}),
+    ("1f1b", {"vocab_parallel": "interlaced"}),
+    ("zb-h1", {"vocab_parallel": "1"}),
+    ("zb-h1", {"offload": "full"}),
+    ("zb-h1", RECOMPUTE),
+]
+TWO: list[tuple[str, dict[str, Any]]] = [("zb-auto", {}), ("v-auto", {}), ("v-auto", {"post_validation": True})]
+
+
+@pytest.fixture(scope="module")
+def four() -> Layouts:
+    """A node of four GPUs."""
+    return layouts()
+
+
+@pytest.fixture(scope="module")
+def two() -> Layouts:
+    return layouts(gpus=2)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Layouts:
+    """Two nodes of four."""
+    return layouts(gpus=8, per_node=4)
+
+
+def between(on: Layouts, one: Candidate) -> float:
+    return between_pipelines(on.cluster, one, beside_activations(one.args, one.placement, one.layers, one.vocabulary))
+
+
+def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:
+    """(m + p - 1)(F + B + W), and then the step; the vocabulary of 128 rows is 0.2 % of a stage."""
+    on = on_device(four, latency=0.0, hop=Link(0.0, 1e30))
+    one = candidate(on, "1f1b")
+    layer = layer_seconds(Shape.of(one.args), on.cluster.device, Links.within(on.cluster.device)).total
+    found = result(on, one)
+    assert found.seconds - found.parts.between == pytest.approx((32 + 4 - 1) * 2 * layer, rel=5e-3)
+    assert found.parts.between == pytest.approx(between(on, one))
+    assert found.tokens_per_second == pytest.approx(32 * 2048 / found.seconds)
+    operations = 32 * gpt.training_operations(Shape.of(one.args))
+    assert found.mfu == pytest.approx(operations / (found.seconds * 4 * A100.peak))
+
+
+@pytest.mark.parametrize(("schedule", "changes"), [*FOUR, *TWO], ids=str)
+def test_parts_add_up_and_no_bound_is_beaten(four: Layouts, two: Layouts, schedule: str, changes: dict[str, Any]) -> None:
+    on = two if (schedule, changes) in TWO else four
+    one = candidate(on, schedule, **changes)
+    found = result(on, one)
+    parts = found.parts
+    assert parts.total == found.seconds and min(vars(parts).values()) >= 0
+    assert least_seconds(on.cluster, one) <= found.seconds - parts.between
+    assert (parts.recomputation > 0) == (one.args.recompute_granularity == "full")
+    assert parts.messages == 0, "no ranks share a layer"
+    assert parts.inequality < 0.01 * found.seconds
+    slower = replace(on.cluster, device=replace(A100, hop=Link(1e-3, 1e9)))
+    assert isinstance(evaluate(slower, one), Result) and result(replace(on, cluster=slower), one).seconds >= found.seconds
+    without_recomputation = 0.7 * least_seconds(on.cluster, one)
+    assert isinstance(evaluate(on.cluster, one, beat=without_recomputation), Beaten)
+    assert isinstance(evaluate(on.cluster, one, beat=found.seconds * 1.0001), Result)
+
+
+@pytest.mark.parametrize(("schedule", "changes"), [*FOUR, *TWO], ids=str)
+def test_what_is_not_planned_takes_what_planning_it_would(
+    four: Layouts, two: Layouts, schedule: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = two if (schedule, changes) in TWO else four
+    one = candidate(on, schedule, **changes)
+    short = result(on, one)
+    monkeypatch.setattr(iteration, "_ROUNDS", 1000)
+    whole = result(on, one)
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.01)
+    if short.memory_limit is None:
+        assert short.fullest.total == pytest.approx(whole.fullest.total, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"pipeline_model_parallel_size": 2, **DISTRIBUTED},
+        {"pipeline_model_parallel_size": 8},
+    ],
+    ids=["tensor", "context", "data", "pipeline"],
+)
+def test_worse_links_never_make_it_faster(eight: Layouts, sizes: dict[str, Any]) -> None:
+    one = candidate(eight, "1f1b", **sizes)
+
+    def seconds(**links: Link) -> float:
+        return result(on_device(eight, **links), one).seconds
+
+    usual = seconds()
+    for name in ("within", "hop", "between"):
+        link: Link = getattr(A100, name)
+        slow = [seconds(**{name: replace(link, bandwidth=link.bandwidth / factor)}) for factor in (10, 100)]
+        late = seconds(**{name: replace(link, latency=link.latency + 1e-3)})
+        assert usual <= slow[0] * (1 + 1e-12) <= slow[1] * (1 + 1e-12) and usual <= late * (1 + 1e-12)
+    worse = seconds(within=Link(1e-3, 1e9), hop=Link(1e-3, 1e9), between=Link(1e-3, 1e9))
+    assert worse > 1.05 * usual
+
+
+def test_messages_are_those_of_ranks_that_share_a_layer(four: Layouts) -> None:
+    shared = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 1}
+    one = candidate(four, "1f1b", **shared)
+    found = result(four, one)
+    free = result(on_device(four, within=Link(0.0, 1e30)), one)
+    assert free.parts.messages == pytest.approx(0.0, abs=1e-9)
+    assert found.parts.kernels == pytest.approx(free.parts.kernels)
+    assert found.parts.limit == "messages" and found.parts.bubble == pytest.approx(0.0, abs=1e-12)
+
+
+def test_unequal_stages_are_told_from_bubble(four: Layouts) -> None:
+    """The busiest rank's work beyond the mean."""
+    wide = layouts("--vocab-size 65535")
+    one = candidate(wide, "1f1b")
+    found = result(wide, one)
+    busiest, mean = least_seconds(wide.cluster, one), found.parts.kernels
+    assert found.parts.inequality == pytest.approx(busiest - mean) and found.parts.limit == "inequality"
+    even = result(wide, candidate(wide, "1f1b", vocab_parallel="1"))
+    assert even.parts.inequality == pytest.approx(0.0, abs=1e-9) and even.seconds < found.seconds
+
+
+# Between two pipelines.
+
+
+def data_parallel(on: Layouts, **changes: Any) -> Candidate:
+    return candidate(on, "1f1b", pipeline_model_parallel_size=2, **changes)
+
+
+def test_the_distributed_optimizer_steps_its_share_and_overlap_hides_messages(four: Layouts) -> None:
+    on = on_device(four, within=Link(0.0, 10e9))
+    seconds = {
+        shared: [
+            between(on, data_parallel(on, use_distributed_optimizer=shared, overlap_grad_reduce=overlaps))
+            for overlaps in (False, True)
+        ]
+        for shared in (False, True)
+    }
+    count = 4 * 12 * 2048**2 + 128 * 2048
+    step = A100.moving(34 * count)
+    ring = 4 * count / 2 / 10e9  # float32 gradients from one of two ranks to the other
+    gathered = 2 * count / 2 / 10e9
+    assert seconds[False][0] == pytest.approx(step + 2 * ring, rel=0.01)
+    assert seconds[True][0] == pytest.approx(step / 2 + ring + gathered, rel=0.01)
+    assert seconds[False][1] < seconds[False][0] and seconds[True][1] < seconds[True][0]
+    hidden = between(on, data_parallel(on, **DISTRIBUTED))
+    assert hidden < seconds[True][1]
+    fast = on_device(four, within=Link(0.0, 1e30))
+    assert between(fast, data_parallel(fast, **DISTRIBUTED)) == pytest.approx(step / 2, rel=0.01)
+
+
+def test_tied_embeddings_are_summed_where_they_are_apart() -> None:
+    tied, flags = {}, "--vocab-size 65535"
+    for name, more in (("untied", ""), ("tied", "--tie")):
+        on = layouts(flags)
+        on.base.untie_embeddings_and_output_weights = not more
+        tied[name] = {
+            schedule: between(on, candidate(on, schedule, **changes))
+            for schedule, changes in (("1f1b", {}), ("v-auto", {}), ("zb-h1", {"vocab_parallel": "1"}))
+        }
+    size = 4 * 65536 * 2048
+    assert tied["tied"]["1f1b"] - tied["untied"]["1f1b"] == pytest.approx(A100.hop.all_reduce(size, 2), rel=0.01)
+    for schedule in ("v-auto", "zb-h1"):
+        assert tied["tied"][schedule] <= tied["untied"][schedule], "both ends are on one rank, or all ranks have a share"
+
+
+def test_post_validation_takes_the_span(four: Layouts) -> None:
+    """Without it, the time from the first rank's first pass to the last rank's last, which ZB-H2 has longer."""
+    plain, interlocked = candidate(four, "zb-h2"), candidate(four, "zb-h2", post_validation=True)
+    faster, slower = result(four, interlocked), result(four, plain)
+    assert slower.seconds - faster.seconds > 2e-3
+    assert faster.fullest.state == pytest.approx(slower.fullest.state * 30 / 18, rel=0.01), "12 bytes more can undo a step"
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("changes", [{}, {"vocab_parallel": "1"}, RECOMPUTE], ids=str)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-auto"])
+def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule: str, changes: dict[str, Any]) -> None:
+    """What does not get as far as its activations is told without them; what needs are told last is just what fits."""
+    one = candidate(two, schedule, **changes)
+    outcome = evaluate(on_device(two, memory=4e9).cluster, one)
+    assert isinstance(outcome, Misfit)
+    least = rescue.least_needed(two.cluster, [outcome])
+    assert least.needs > outcome.needs > outcome.state > 0
+    assert isinstance(evaluate(on_device(two, memory=least.needs * 0.99).cluster, one), Misfit)
+    fits = evaluate(on_device(two, memory=least.needs * 1.001).cluster, one)
+    assert isinstance(fits, Result) and fits.fullest.total <= least.needs * 1.001
+
+
+def test_a_model_whose_weights_alone_are_too_much_is_told_without_planning(two: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(iteration, "_plan", None)
+    monkeypatch.setattr(iteration, "costs_of", None)
+    outcome = evaluate(on_device(two, memory=1e9).cluster, candidate(two, "v-auto"))
+    assert isinstance(outcome, Misfit) and outcome.needs > outcome.state > 1e9
+
+
+def test_starved_is_what_more_memory_would_make_faster(two: Layouts) -> None:
+    one = candidate(two, "v-auto")
+    plenty = result(two, one)
+    outcome = evaluate(on_device(two, memory=4e9).cluster, one)
+    assert isinstance(outcome, Misfit) and not plenty.starved
+    least = rescue.least_needed(two.cluster, [outcome])
+    scarce = result(on_device(two, memory=least.needs * 1.02), one)
+    assert scarce.starved and scarce.seconds > plenty.seconds
+    assert scarce.memory_limit is not None and plenty.memory_limit is not None and scarce.memory_limit < plenty.memory_limit
+    assert scarce.fullest.total <= least.needs * 1.02
+
+
+def test_a_family_of_one_order_has_no_limit(two: Layouts) -> None:
+    found = result(two, candidate(two, "zb-h1"))
+    assert found.memory_limit is None and not found.starved

@@ -1,0 +1,240 @@
+"""A search finds what trying everything would, tries what saves memory where that is short, and writes what training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tune.small import candidate, layouts, on_device, result
+
+from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.training.arguments import parse
+from megatron.pipeline.tune import rescue, search, write
+from megatron.pipeline.tune.iteration import Candidate, Misfit, Result, evaluate
+from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
+from megatron.pipeline.tune.search import Place, place
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted(ROOT.glob("configs/**/*.yaml"))
+RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}
+QUICK = ("1f1b", "zb-h1")  # to plan
+SCARCE = 6.2e9  # bytes of a GPU
+
+
+class Here:
+    """A pool of no processes, for what takes no time to plan."""
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        from concurrent.futures import Future
+
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_pool", lambda processes: Here())
+
+
+@pytest.fixture(scope="module")
+def space() -> Layouts:
+    return layouts("--vocab-size 16383", tensor=(1,), pipeline=(1, 2, 4), microbatch=(1, 2), schedules=QUICK)
+
+
+def everything(on: Layouts, stock: bool) -> list[Result | Misfit]:
+    """What becomes of all candidates, those that save memory and those that interlock included."""
+
+    def family(one: Candidate) -> Iterator[Candidate]:
+        yield one
+        for leaner in on.remedies(one):
+            yield from family(leaner)
+
+    tried = [each for layout in on for one in on.candidates(layout, stock) for each in family(one)]
+    tried += [other for one in tried for other in on.interlocked(one)]
+    outcomes = [evaluate(on.cluster, one) for one in tried]
+    return [outcome for outcome in outcomes if isinstance(outcome, Result | Misfit)]
+
+
+def fastest(outcomes: list[Result | Misfit]) -> dict[Place, float]:
+    best: dict[Place, float] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, Result):
+            layout = place(outcome.candidate)
+            best[layout] = min(outcome.seconds, best.get(layout, float("inf")))
+    return best
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("stock", [False, True])
+@pytest.mark.parametrize("memory", [80e9, SCARCE])
+def test_a_search_finds_what_trying_everything_finds(space: Layouts, stock: bool, memory: float) -> None:
+    on = on_device(space, memory=memory)
+    best = fastest(everything(on, stock))
+    for wanted in (2, 100):
+        found = search.search(on, stock, wanted)
+        ranked = sorted(best.values())[:wanted]
+        assert len(found.best(wanted)) == len(ranked) > 1
+        for mine, its in zip(found.best(wanted), ranked, strict=True):
+            assert mine.seconds == pytest.approx(its, rel=1e-2)
+            assert mine.seconds <= best[place(mine.candidate)] * 1.006, "what gains less than 0.5 % is not planned"
+        assert all(outcome.fullest.total <= memory for outcome in found.results)
+        seconds = [each.seconds for each in found.results]
+        assert seconds == pytest.approx(sorted(seconds), rel=1e-2), "as exactly as they are ranked"
+
+
+@pytest.mark.usefixtures("here")
+def test_the_front_is_one(space: Layouts) -> None:
+    found = search.search(space, wanted=100)
+    front = found.front()
+    assert len(front) > 1 and front[0] is found.results[0]
+    for each in found.results:
+        if each not in front:
+            better = [one for one in front if one.fullest.total <= each.fullest.total and one.seconds <= each.seconds * 1.001]
+            assert better
+    memory = [one.fullest.total for one in front]
+    assert memory == sorted(memory, reverse=True)
+
+
+def test_more_processes_find_the_same(space: Layouts) -> None:
+    on = replace(space, choices=replace(space.choices, pipeline=(2, 4), microbatch=(1,)))
+    found = [search.search(on, wanted=2, processes=processes) for processes in (1, 2)]
+    one, two = ([(place(each.candidate), each.seconds) for each in each_.best(2)] for each_ in found)
+    assert one == [(layout, pytest.approx(seconds, rel=6e-3)) for layout, seconds in two]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_there_is_no_time_for_is_counted(space: Layouts) -> None:
+    reported: list[tuple[int, int]] = []
+    found = search.search(space, seconds=-1.0, progress=lambda done, known: reported.append((done, known)))
+    assert found.left_out > 20 and not found.results and found.tried == 0
+    full = search.search(space, wanted=3, progress=lambda done, known: reported.append((done, known)))
+    assert full.left_out == 0 and reported[-1] == (full.tried + full.beaten, full.tried + full.beaten)
+
+
+# What saves memory.
+
+
+def winner(on: Layouts) -> Result:
+    found = search.search(on)
+    return found.results[0]
+
+
+@pytest.mark.usefixtures("here")
+def test_recomputation_wins_where_nothing_else_fits() -> None:
+    on = on_device(layouts("--vocab-size 16383", pipeline=(4,), microbatch=(4,), schedules=("1f1b",)), memory=8e9)
+    best = winner(on)
+    assert best.candidate.args.recompute_granularity == "full" and best.parts.recomputation > 0
+    assert "recompute full" in write.extras(best)
+
+
+@pytest.mark.usefixtures("here")
+def test_attention_alone_is_made_again_where_it_is_not_fused() -> None:
+    on = layouts("--transformer-impl local", pipeline=(4,), microbatch=(2,), schedules=("1f1b",))
+    best = winner(on_device(on, memory=10e9))
+    assert best.candidate.args.recompute_granularity == "selective"
+
+
+@pytest.mark.usefixtures("here")
+def test_offload_wins_where_copies_are_fast() -> None:
+    on = on_device(
+        layouts(gpus=4, pipeline=(4,), microbatch=(4,), schedules=("zb-h1",)), to_host=1e12, to_device=1e12, memory=7e9
+    )
+    best = winner(on)
+    assert best.candidate.args.offload == "full" and "offload full" in write.extras(best)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_spread_vocabulary_wins_where_it_is_large_and_interlocking_where_it_is_shorter() -> None:
+    on = layouts("--vocab-size 131071", pipeline=(4,), microbatch=(1,), schedules=("zb-h1", "zb-h2"))
+    best = winner(on)
+    assert best.candidate.args.vocab_parallel != "off"
+    plain = winner(layouts(pipeline=(4,), microbatch=(1,), schedules=("zb-h2",)))
+    assert plain.candidate.args.post_validation
+
+
+# What would make it fit.
+
+
+def test_the_smallest_changes_fit_and_smaller_ones_do_not() -> None:
+    on = on_device(layouts(gpus=2, per_node=2), memory=4e9)
+    assert not rescue.fits(on)
+    gpus, *others = rescue.smallest_changes(on)
+    count = int(gpus.split()[0])
+    assert gpus == f"{count} GPUs instead of 2"
+    assert rescue.fits(rescue.replace_cluster(on, gpus=count))
+    assert not rescue.fits(rescue.replace_cluster(on, gpus=count // 2))
+    assert others == ["--gpu A100-80GB"], "a shorter sequence does not help: it is the weights"
+
+
+# Files.
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_flags_written_and_read_again_are_the_same(path: Path, tmp_path: Path) -> None:
+    read = vars(parse(["--config", str(path)]))
+    (tmp_path / "written.yaml").write_text(yaml.safe_dump(write.as_config(read)))
+    again = vars(parse(["--config", str(tmp_path / "written.yaml")]))
+    assert {**again, "config": None} == {**read, "config": None}
+
+
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "limited": ("v-auto", {}, 6.8e9),
+    "spread": ("zb-h1", {"vocab_parallel": "1"}, 80e9),
+    "interlaced": ("1f1b", {"vocab_parallel": "interlaced", "post_validation": True}, 80e9),
+    "offloaded": ("zb-h1", {"offload": "full"}, 80e9),
+    "recomputed": ("zb-h1", RECOMPUTE, 80e9),
+    "redistributed": ("interleaved", {"layer_redistribution": True}, 80e9),
+    "stock": ("interleaved", {"stock": True, "account_for_loss_in_pipeline_split": False}, 80e9),
+}
+MODEL = [
+    "--num-layers=8", "--hidden-size=2048", "--num-attention-heads=16", "--seq-length=2048", "--bf16",
+    "--position-embedding-type=rope", "--tokenizer-type=NullTokenizer", "--vocab-size=127", "--global-batch-size=32",
+    "--untie-embeddings-and-output-weights", "--train-iters=1", "--lr=1e-4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_accepted_and_needs_the_memory_that_was_said(kind: str, tmp_path: Path) -> None:
+    schedule, changes, memory = KINDS[kind]
+    on = on_device(layouts(gpus=2), memory=memory)
+    found = result(on, candidate(on, schedule, **changes))
+    path = tmp_path / "best.yaml"
+    write.write_config(found, MODEL, path, "one line\nanother")
+    assert path.read_text().startswith("# one line\n# another\n\n")
+    read = predicted(["--config", str(path)], world_size=2)
+    assert read.schedule.placement == found.candidate.placement
+    assert read.fullest.total == pytest.approx(found.fullest.total, rel=0.01)
+    assert read.fullest.total <= memory
+    assert path.with_suffix(".costs.json").exists() == (kind != "stock")
+    if kind == "limited":
+        assert found.starved and "pipeline-memory-limit" in path.read_text()
+
+
+def test_flags_of_the_model_stay_and_those_of_its_layout_go(tmp_path: Path) -> None:
+    on = layouts(gpus=2)
+    found = result(on, candidate(on, "zb-h1"))
+    flags = [*MODEL, "--tensor-model-parallel-size=8", "--recompute-granularity=selective", "--save=runs/mine", "--seed=7"]
+    write.write_config(found, flags, tmp_path / "best.yaml", "")
+    told = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    assert told["save"] == "runs/mine" and told["seed"] == 7 and told["pipeline-model-parallel-size"] == 2
+    assert "tensor-model-parallel-size" not in told and "recompute-granularity" not in told
+
+
+def test_a_schedule_is_called_by_what_is_left_to_its_user() -> None:
+    on = layouts(gpus=2)
+    names = [
+        write.chosen(result(on, candidate(on, name, **changes)))
+        for name, changes in [("interleaved", {"chunks": 4}), ("interleaved", {"stock": True}), ("zb-h1", {})]
+    ]
+    assert names == ["interleaved, 4 chunks", "stock interleaved, 2 chunks", "zb-h1"]
