@@ -88,13 +88,13 @@ def run(options: argparse.Namespace) -> None:
     with quietly():
         base = _base(flags, cluster.device)
         layouts = Layouts(base, cluster, _choices(options))
+        directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         with Progress("schedules") as progress:
             ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
         with Progress("stock's") as progress:
             stock = search(layouts, True, 3, options.processes, options.seconds, progress)
-        directory.mkdir(parents=True, exist_ok=True)
         written = _write(directory, flags, cluster, ours, stock)
     told = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
     (directory / "report.json").write_text(json.dumps(told) + "\n", encoding="utf-8")

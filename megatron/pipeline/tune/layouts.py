@@ -103,9 +103,15 @@ class Layouts:
         """Every layout under megatron-core's own schedule, as flags."""
         base, gpus = self.base, self.cluster.gpus
         for tensor, context, expert in product(self._tensors(), self._contexts(), self._experts()):
-            for pipeline in self._pipelines(gpus // (tensor * context) if gpus % (tensor * context) == 0 else 0):
+            pipelines = self._pipelines(gpus // (tensor * context) if gpus % (tensor * context) == 0 else 0)
+            if not pipelines:
+                self.refused[f"{gpus} GPUs cannot be shared out to TP {tensor}, CP {context} and a pipeline to be tried"] += 1
+            for pipeline in pipelines:
                 data = gpus // (tensor * context * pipeline)
-                for microbatch in self._microbatches(data):
+                microbatches = self._microbatches(data)
+                if not microbatches:
+                    self.refused[f"a batch of {base.global_batch_size} cannot be shared out to {data} data-parallel ranks"] += 1
+                for microbatch in microbatches:
                     sizes = {
                         "tensor_model_parallel_size": tensor,
                         "context_parallel_size": context,

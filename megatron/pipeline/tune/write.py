@@ -55,7 +55,8 @@ def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
             if value == action.const:
                 told[name] = True
         elif value is not None:
-            told[name] = _plain(value) if action.nargs or not isinstance(value, list) else str(value)  # what is parsed from a word
+            one_word = isinstance(value, list) and not action.nargs  # that has been read as a list, such as --moe-layer-freq
+            told[name] = str(value) if one_word else _plain(value)
     return told
 
 
