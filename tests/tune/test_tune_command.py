@@ -1,0 +1,186 @@
+"""``mpipe tune`` as users meet it: the table, the report, the files, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.cli.progress import Progress
+
+TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
+MODEL = (
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --bf16 --position-embedding-type rope "
+    "--tokenizer-type NullTokenizer --vocab-size 65535 --train-iters 1 --lr 1e-4"
+).split()
+BATCH = ["--global-batch-size", "32"]
+FOUR = ["--gpus", "4", "--gpu", "A100-80GB"]
+FEW = "--pipeline 2,4 --micro-batch-sizes 1 --schedules 1f1b,zb-h1 --processes 1".split()
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refusal."""
+    try:
+        code = main(["tune", *arguments])
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == ""
+    assert captured.err.endswith("\n") and captured.err.count("\n") == 1
+    return captured.err
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a small search, and what it printed."""
+    directory = tmp_path_factory.mktemp("tuned") / "deep" / "x"
+    command = [sys.executable, "-m", "megatron.pipeline.cli", "tune", *MODEL, *BATCH, *FOUR, *FEW, "-o", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stderr == "", "a bar is for terminals"
+    return directory, done.stdout
+
+
+def test_the_table_has_the_best_and_stock(searched: tuple[Path, str]) -> None:
+    directory, text = searched
+    assert text.startswith("0.537 billion parameters on 4 x A100-80GB, 4 a node; 32 samples of 2048 tokens an iteration\n")
+    assert re.search(r"^\d+ trainings planned, \d+ known to be slower; \d+ do not fit$", text, re.M)
+    assert text.count("tokens/s    MFU") == 2
+    assert re.search(r"^the best is \+\d+\.\d% against stock's$", text, re.M)
+    for name in ("best.yaml", "second.yaml", "third.yaml", "stock.yaml", "throughput.png", "report.json"):
+        assert f"wrote {directory / name}\n" in text and (directory / name).stat().st_size > 0
+    assert text.endswith(f"\ntorchrun --nproc-per-node 4 pretrain_gpt.py --config {directory / 'best.yaml'}\n")
+    assert (directory / "throughput.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_has_all_parts(searched: tuple[Path, str]) -> None:
+    report = json.loads((searched[0] / "report.json").read_text())
+    assert (report["gpus"], report["gpu"], report["seq_length"]) == (4, "A100-80GB", 2048)
+    assert report["planned"] > 0 and report["left_out"] == 0
+    layouts = [tuple(each[name] for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size")) for each in report["best"]]
+    assert len(set(layouts)) == len(layouts) == 3, "each layout once"
+    for each in report["best"] + report["stock"] + report["front"]:
+        assert sum(each["parts"].values()) == pytest.approx(each["iteration_seconds"])
+        assert each["tokens_per_second"] == pytest.approx(32 * 2048 / each["iteration_seconds"])
+        assert each["tp"] * each["cp"] * each["pp"] * each["dp"] == 4
+        assert len(each["ranks"]) == each["pp"]
+        size = each["bytes"]
+        assert size["state"] + size["activations"] + size["other"] == pytest.approx(size["total"])
+        assert size["total"] == pytest.approx(max(rank["total"] for rank in each["ranks"]))
+        assert 0 <= each["bubble"] < 1 and each["lost_to"] in each["parts"]
+    best, stock = report["best"][0], report["stock"][0]
+    assert best["tokens_per_second"] > stock["tokens_per_second"] and stock["schedule"].startswith("stock")
+
+
+def test_what_is_written_runs_as_it_is(searched: tuple[Path, str]) -> None:
+    """Accepted by all that training checks, with the memory that was said."""
+    directory, _ = searched
+    report = json.loads((directory / "report.json").read_text())
+    told = dict(zip(("best", "second", "third"), report["best"], strict=True)) | {"stock": report["stock"][0]}
+    for name, row in told.items():
+        found = predicted(["--config", str(directory / f"{name}.yaml")], world_size=4)
+        assert found.args.data_parallel_size == row["dp"] and found.microbatches == row["microbatches"]
+        assert found.fullest.total == pytest.approx(row["bytes"]["total"], rel=0.01)
+        first, second = (directory / f"{name}.yaml").read_text().splitlines()[:2]
+        assert first.startswith("# Found by mpipe tune for 4 x A100-80GB, 4 a node: ")
+        assert second.startswith(f"# Predicted: {row['tokens_per_second']:.0f} tokens/s, ")
+
+
+def test_json_is_one_object_and_a_time_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    few = "--pipeline 2 --micro-batch-sizes 1 --tensor 1 --schedules zb-h1 --sequence-length 1024 --processes 1".split()
+    assert main(["tune", *MODEL, *BATCH, *FOUR, *few, "-o", str(tmp_path), "--json"]) == 0
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told["seq_length"] == 1024 and told == json.loads((tmp_path / "report.json").read_text())
+    assert told["files"] == [str(tmp_path / f"{name}.yaml") for name in ("best", "stock")]
+    assert yaml.safe_load((tmp_path / "best.yaml").read_text())["seq-length"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (BATCH, "give --gpus N and --gpu NAME; known GPUs are A100-80GB, H100-80GB and files of --measure"),
+        ([*BATCH, "--gpus", "4"], "give --gpu NAME; known GPUs are"),
+        ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-80GB"),
+        ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),
+        ([*BATCH, "--gpus", "12", "--gpu", "A100-80GB"], "12 GPUs are not whole nodes of 8: change --gpus or --gpus-per-node"),
+        ([*BATCH, "--gpus", "0", "--gpu", "A100-80GB"], "--gpus: expected a whole number of at least 1, got '0'"),
+        ([*BATCH, *FOUR, "--pipeline", "two"], "--pipeline: expected whole numbers of at least 1, such as 1,2,4, got 'two'"),
+        ([*BATCH, *FOUR, "--schedules", "zb-h3"], "unknown schedule 'zb-h3'; known are .* did you mean zb-h2 or zb-h1"),
+        ([*BATCH, *FOUR, "--no-such-flag"], "--no-such-flag"),
+        ([*BATCH, *FOUR, "-o", str(TINY)], "is a file: give a directory"),
+        ([*BATCH, *FOUR, "-o", f"{TINY}/below"], "Not a directory"),
+        (FOUR, "compares iterations of one batch: give --global-batch-size"),
+        (
+            "--gpus 64 --gpu A100-80GB --global-batch-size 7 --tensor 1 --pipeline 4".split(),
+            "there is no layout of this model for 64 GPUs and a batch of 7: a batch of 7 cannot be shared out to 16 data-par",
+        ),
+        (
+            [*BATCH, *FOUR, "--tensor", "3"],
+            "there is no layout of this model for 4 GPUs and a batch of 32: 4 GPUs cannot be shared out to TP 3, CP 1",
+        ),
+        (
+            [*BATCH, *"--gpus 8 --gpu A100-80GB --pipeline 8 --num-layers 4 --tensor 1".split()],
+            "there is no layout .*: --num-layers 4 cannot be split over 8 pipeline ranks",
+        ),
+    ],
+)
+def test_refusals(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert re.search(message, fail(capsys, *MODEL, *arguments))
+
+
+def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wide = [*MODEL, *BATCH, "--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64"]
+    few = "--tensor 1 --schedules 1f1b --micro-batch-sizes 1 --processes 1".split()
+    line = fail(capsys, *wide, *few, "--gpus", "2", "--gpu", "A100-80GB", "-o", str(tmp_path))
+    match = re.search(
+        r"fits nowhere on 2 x A100-80GB: its fullest GPU needs at least (\d+\.\d) GiB, (\d+\.\d) GiB more than the 80 that it "
+        r"has \(PP 2; (\d+\.\d) GiB of it are weights, gradients and optimizer state\); what would fit: (\d+) GPUs instead of 2",
+        line,
+    )
+    assert match, line
+    needs, short, state = map(float, match.groups()[:3])
+    assert short == pytest.approx(needs - 80, abs=0.11) and 80 < state < needs
+    gpus = match[4]
+    assert main(["tune", *wide, *few, "--gpus", gpus, "--gpu", "A100-80GB", "-o", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"], "the suggested change fits"
+
+
+def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("things") as progress:
+        progress(1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_measured_searched_and_verified_on_this_machine(tmp_path: Path) -> None:
+    """The three commands in a row, with two ranks."""
+    mpipe = [sys.executable, "-m", "megatron.pipeline.cli", "tune"]
+    model = ["--config", str(TINY), "--global-batch-size", "8"]
+    machine, directory = tmp_path / "machine.json", tmp_path / "tuned"
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([*mpipe, *arguments], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    sizes = ["--tensor", "1", "--micro-batch-sizes", "4"]
+    run("--measure", *model, "--ranks", "2", *sizes, "-o", str(machine))
+    few = "--pipeline 2 --schedules zb-h1 --iterations 3".split()
+    text = run(*model, "--gpus", "2", "--gpu", str(machine), *sizes, *few, "-o", str(directory), "--verify")
+    table = text.split("predicted/measured")[1]
+    for name in ("best: zb-h1", "stock: stock "):
+        row = next(line for line in table.splitlines() if line.startswith(name))
+        assert re.search(r" \d[\d.e-]* +\d[\d.e-]* +\d+\.\d\d +\d", row), row
+    assert "failed" not in table and "WARNING" not in table
