@@ -114,10 +114,16 @@ def test_more_processes_find_the_same(space: Layouts) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_what_there_is_no_time_for_is_counted(space: Layouts) -> None:
+def test_what_there_is_no_time_for_is_counted(space: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[tuple[int, int]] = []
     found = search.search(space, seconds=-1.0, progress=lambda done, known: reported.append((done, known)))
     assert found.left_out > 20 and not found.results and found.tried == 0
+    clock = iter([0.0] * 4 + [9.0] * 1000)  # time ends when some are ranked
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
+    some = search.search(space, processes=1, seconds=1.0)
+    assert some.results and some.left_out > 0
+    monkeypatch.undo()
+    monkeypatch.setattr(search, "_pool", lambda processes: Here())
     full = search.search(space, wanted=3, progress=lambda done, known: reported.append((done, known)))
     assert full.left_out == 0 and reported[-1] == (full.tried + full.beaten, full.tried + full.beaten)
 

@@ -109,7 +109,7 @@ def search(
             if open_ and time.monotonic() > end:
                 found.left_out += len(open_)
                 open_.clear()
-            if not open_ and not running:  # ranked; would the best be faster if their iterations interlocked?
+            if not (open_ or running or interlocking):  # ranked; would the best be faster if their iterations interlocked?
                 interlocking = True
                 add(other for result in found.best(wanted) for other in layouts.interlocked(result.candidate))
                 known += len(open_)
