@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,9 +56,3 @@ def result(on: Layouts, one: Candidate) -> Result:
 def on_device(on: Layouts, **changes: Any) -> Layouts:
     """The same on GPUs of another kind."""
     return replace(on, cluster=replace(on.cluster, device=replace(on.cluster.device, **changes)))
-
-
-def with_flags(one: Candidate, changes: Mapping[str, Any]) -> Candidate:
-    """A candidate whose flags are changed behind validation's back."""
-    args = type(one.args)(**vars(one.args) | changes)
-    return replace(one, args=args)

@@ -127,7 +127,7 @@ def test_worse_links_never_make_it_faster(eight: Layouts, sizes: dict[str, Any])
 
 
 def test_messages_are_those_of_ranks_that_share_a_layer(four: Layouts) -> None:
-    shared = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 1}
+    shared: dict[str, Any] = {"tensor_model_parallel_size": 4, "sequence_parallel": True, "pipeline_model_parallel_size": 1}
     one = candidate(four, "1f1b", **shared)
     found = result(four, one)
     free = result(on_device(four, within=Link(0.0, 1e30)), one)
@@ -178,13 +178,11 @@ def test_the_distributed_optimizer_steps_its_share_and_overlap_hides_messages(fo
 
 def test_tied_embeddings_are_summed_where_they_are_apart() -> None:
     tied, flags = {}, "--vocab-size 65535"
+    kinds: list[tuple[str, dict[str, Any]]] = [("1f1b", {}), ("v-auto", {}), ("zb-h1", {"vocab_parallel": "1"})]
     for name, more in (("untied", ""), ("tied", "--tie")):
         on = layouts(flags)
         on.base.untie_embeddings_and_output_weights = not more
-        tied[name] = {
-            schedule: between(on, candidate(on, schedule, **changes))
-            for schedule, changes in (("1f1b", {}), ("v-auto", {}), ("zb-h1", {"vocab_parallel": "1"}))
-        }
+        tied[name] = {schedule: between(on, candidate(on, schedule, **changes)) for schedule, changes in kinds}
     size = 4 * 65536 * 2048
     assert tied["tied"]["1f1b"] - tied["untied"]["1f1b"] == pytest.approx(A100.hop.all_reduce(size, 2), rel=0.01)
     for schedule in ("v-auto", "zb-h1"):

@@ -239,8 +239,6 @@ def test_flags_of_the_model_stay_and_those_of_its_layout_go(tmp_path: Path) -> N
 
 def test_a_schedule_is_called_by_what_is_left_to_its_user() -> None:
     on = layouts(gpus=2)
-    names = [
-        write.chosen(result(on, candidate(on, name, **changes)))
-        for name, changes in [("interleaved", {"chunks": 4}), ("interleaved", {"stock": True}), ("zb-h1", {})]
-    ]
+    kinds: list[tuple[str, dict[str, Any]]] = [("interleaved", {"chunks": 4}), ("interleaved", {"stock": True}), ("zb-h1", {})]
+    names = [write.chosen(result(on, candidate(on, name, **changes))) for name, changes in kinds]
     assert names == ["interleaved, 4 chunks", "stock interleaved, 2 chunks", "zb-h1"]
