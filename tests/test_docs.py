@@ -33,6 +33,7 @@ DOCUMENTS = [
     "docs/numerics.md",
     "docs/memory.md",
     "docs/clusters.md",
+    "docs/tuning.md",
 ]
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)
