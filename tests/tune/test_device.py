@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +102,15 @@ def test_rings() -> None:
     assert link.all_to_all(40, 4) == 3 * (0.5 + 1)
     for nothing in (link.seconds(0), link.all_gather(0, 4), link.all_reduce(40, 1), link.all_to_all(40, 1)):
         assert nothing == 0
+
+
+@pytest.mark.parametrize("name", ["", "\ud800", "two\nlines", "x" * 81])
+def test_names_that_cannot_be_shown_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="the name of a device must be up to 80 printable characters"):
+        replace(named("A100-80GB"), name=name)
+
+
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    told = json.loads(named("A100-80GB").to_json()) | {"memory": 10**400}
+    with pytest.raises(ValueError, match="memory must be a number"):
+        Device.from_json(json.dumps(told))

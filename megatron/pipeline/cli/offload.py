@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.problem import Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transform import without_copies
-from megatron.pipeline.tune.offload import HIDDEN_SIZES, DEVICES, SEQUENCE_LENGTHS, grid
+from megatron.pipeline.tune.offload import DEVICES, HIDDEN_SIZES, SEQUENCE_LENGTHS, grid
 
 _READ = """\
 k by hidden size and sequence length, of models whose heads share 8 groups: the time in which a layer's activations are copied to

@@ -12,6 +12,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser("serve", help=help, description=help)
     parser.add_argument(
         "--host",
+        type=_host,
         default="127.0.0.1",
         metavar="NAME",
         help="address to listen at (default: 127.0.0.1, which only this machine reaches); the page is for that name, localhost "
@@ -34,6 +35,12 @@ def run(options: argparse.Namespace) -> None:
     from megatron.pipeline.serve.server import serve  # its libraries, which other commands do not need
 
     serve(options.host, options.port, options.workers, browser=not options.no_browser)
+
+
+def _host(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a name or an address (0.0.0.0 for every one of this machine)")
+    return text
 
 
 def _port(text: str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from argparse import Namespace
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def add(commands: Commands) -> None:
     flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
-    flag("--seconds", type=_count, default=45, metavar="S", help="after which no more schedules are planned (45)")
+    flag("--seconds", type=_count, default=40, metavar="S", help="after which no more schedules are planned (40)")
     flag("--processes", type=_count, metavar="N", help="that plan (all cores)")
     group = parser.add_argument_group("what is tried, where not everything is to be")
     group.add_argument("--pipeline", type=sizes, metavar="4,8", help="pipeline-parallel sizes (all)")
@@ -89,12 +90,7 @@ def run(options: argparse.Namespace) -> None:
         base = _base(flags, cluster.device)
         layouts = Layouts(base, cluster, _choices(options))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
-        with Progress("schedules") as progress:
-            ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
-        if not ours.results:
-            raise ValueError(_fits_nowhere(layouts, ours))
-        with Progress("stock's") as progress:
-            stock = search(layouts, True, 3, options.processes, options.seconds, progress)
+        ours, stock = _searched(layouts, options)
         written = _write(directory, flags, cluster, ours, stock)
     told = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
     (directory / "report.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
@@ -106,6 +102,29 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n{_how_to_run(cluster, directory)}")
     if options.verify:
         _verify(options, written, [*ours.best(_TRIED), *stock.best(1)])
+
+
+def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[Found, Found]:
+    """Ours, and those that megatron-core's own schedules can run.
+
+    Raises:
+        ValueError: nothing fits, or nothing was found in time.
+        SystemExit: a process died.
+    """
+    try:
+        with Progress("schedules") as progress:
+            ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
+        if not ours.results and ours.left_out:
+            raise ValueError(
+                f"nothing that fits was found in {options.seconds} s, and {ours.left_out} trainings are left: give more "
+                "--seconds, or leave fewer to try with --tensor, --pipeline, --micro-batch-sizes and --schedules"
+            )
+        if not ours.results:
+            raise ValueError(_fits_nowhere(layouts, ours))
+        with Progress("stock's") as progress:
+            return ours, search(layouts, True, 3, options.processes, options.seconds, progress)
+    except BrokenProcessPool:
+        raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
 
 
 def report(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> dict[str, Any]:
@@ -173,7 +192,8 @@ def _base(flags: list[str], gpu: Device | None = None) -> Namespace:
     if not base.global_batch_size:
         raise ValueError("mpipe tune compares iterations of one batch: give --global-batch-size")
     base.rampup_batch_size = None
-    unfused = bool(gpu and gpu.layers) and not any(layer.fused for layer in gpu.layers)
+    layers = gpu.layers if gpu else ()
+    unfused = bool(layers) and not any(layer.fused for layer in layers)
     base.transformer_impl = base.transformer_impl or ("local" if unfused else "transformer_engine")
     base.vocab_size = build_tokenizer(base).vocab_size
     return base

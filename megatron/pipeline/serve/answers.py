@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import io
 import json
+import math
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -34,6 +36,8 @@ DOWNLOADS = {
     "svg": (("draw", "--memory"), "image/svg+xml"),
 }
 
+LONG = 1 << 14  # microbatches of all ranks from which on a search may take many seconds
+
 
 class Answer(NamedTuple):
     """A status of HTTP, 200 or 400, and what was made, or JSON with the message that says what is wrong."""
@@ -54,6 +58,18 @@ def flags(query: Iterable[tuple[str, str]]) -> list[str]:
         if name not in FLAGS:
             raise ValueError(f"unknown parameter {name!r}; allowed are {', '.join(FLAGS)}")
     return [f"--{name}={value}" for name, value in given]
+
+
+def may_take_long(query: Query) -> bool:
+    """Whether the sizes that a query names are large; what is no size is refused at once."""
+    sizes = dict(query)
+    counts = (int(sizes.get(name) or 1) if (sizes.get(name) or "1").isdecimal() else 0 for name in ("pp", "microbatches", "splits"))
+    return math.prod(counts) >= LONG
+
+
+def command(query: Query) -> str:
+    """The command that makes the same plan."""
+    return shlex.join(["mpipe", "plan", *flags(query)])
 
 
 def planned(query: Query) -> Answer:

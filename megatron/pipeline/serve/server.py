@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
+import signal
 import socket
 import sys
 import webbrowser
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,12 +29,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megatron.pipeline.schedule import families
 from megatron.pipeline.serve import answers
 from megatron.pipeline.serve.answers import Answer, Query
-from megatron.pipeline.serve.workers import Busy, Workers, default_count
+from megatron.pipeline.serve.workers import Busy, Late, Workers, default_count
 from megatron.pipeline.view.page import WEB as VIEW
 from megatron.pipeline.view.page import looks
 
 WEB = Path(__file__).parent / "web"
-KEPT = 128 << 20  # bytes of answers; the ones used longest ago go first
+KEPT = 128 << 20  # bytes of answers and queries; the ones used longest ago go first
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -45,7 +47,7 @@ _PRELOAD = ["megatron.pipeline.serve.answers", "megatron.pipeline.schedule.searc
 
 @dataclass
 class _Kept:
-    """Answers by query, as many as fit into ``KEPT``."""
+    """Answers by query, as many as fit into ``KEPT`` with their queries."""
 
     answers: OrderedDict[Query, Answer] = field(default_factory=OrderedDict)
     size: int = 0
@@ -56,10 +58,16 @@ class _Kept:
         return self.answers.get(query)
 
     def put(self, query: Query, answer: Answer) -> None:
-        self.size += len(answer.body) - len(self.answers.pop(query, Answer(0, b"")).body)
+        if query in self.answers:
+            self.size -= _size(query, self.answers.pop(query))
         self.answers[query] = answer
+        self.size += _size(query, answer)
         while self.size > KEPT:
-            self.size -= len(self.answers.popitem(last=False)[1].body)
+            self.size -= _size(*self.answers.popitem(last=False))
+
+
+def _size(query: Query, answer: Answer) -> int:
+    return len(answer.body) + sum(len(text.encode()) for pair in query for text in pair)
 
 
 def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlette:
@@ -81,7 +89,10 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
     async def planned(query: Query, ahead: bool = False) -> Answer:
         answer = kept.get(query)
         if answer is None:
-            answer = await pool.run(answers.planned, query, ahead=ahead)
+            try:
+                answer = await pool.run(answers.planned, query, ahead=ahead, long=answers.may_take_long(query))
+            except Late as error:
+                raise Busy(f"{error}, which is all that the page has for a plan; run {answers.command(query)}") from None
             kept.put(query, answer)
         return answer
 
@@ -121,7 +132,7 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
     async def index(_: Request) -> Response:
         return FileResponse(WEB / "index.html")
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", index),
             Route("/api/about", about),
@@ -133,6 +144,8 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
         middleware=[Middleware(_OwnPageOnly), Middleware(TrustedHostMiddleware, allowed_hosts=_names(host), www_redirect=False)],
         lifespan=lifespan,
     )
+    app.state.refuse = pool.refuse
+    return app
 
 
 class _OwnPageOnly:
@@ -192,8 +205,31 @@ def _warm_up() -> None:
 
 def _names(host: str) -> list[str]:
     """The names by which a browser may ask for a server that listens at a host."""
-    own = [socket.gethostname(), socket.getfqdn()] if host in _EVERY_ADDRESS else [host]
+    own = [socket.gethostname(), socket.getfqdn()] if host in _EVERY_ADDRESS else [_in_address(host)]
     return ["localhost", "127.0.0.1", *own]
+
+
+def _in_address(host: str) -> str:
+    """A host as it is written before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+class _Server(uvicorn.Server):
+    """Ends quietly, and at once: also when its terminal is closed, and with plans that are being made."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            before = signal.getsignal(signal.SIGHUP)
+            if before == signal.SIG_DFL:  # else it is nohup's
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            yield
+            signal.signal(signal.SIGHUP, before)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.refuse()
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # who does not read an answer is cut off, without a word
+        await super().shutdown(sockets)
 
 
 def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
@@ -203,10 +239,11 @@ def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
         ValueError: nothing can listen there.
     """
     listening = _listen(host, port)
-    name = socket.gethostname() if host in _EVERY_ADDRESS else host
-    address = f"http://{f'[{name}]' if ':' in name else name}:{listening.getsockname()[1]}/"
+    at, port = listening.getsockname()[:2]
+    host = at if at in _EVERY_ADDRESS else host  # "0" is one of them, too
+    address = f"http://{_in_address(socket.gethostname() if host in _EVERY_ADDRESS else host)}:{port}/"
     print(f"mpipe serves at {address} (Ctrl-C ends it)", flush=True)
-    server = uvicorn.Server(uvicorn.Config(application(host, workers), log_level="warning", timeout_graceful_shutdown=1))
+    server = _Server(uvicorn.Config(application(host, workers), log_level="warning", timeout_graceful_shutdown=1))
     if browser:
         _open(address)
     with contextlib.suppress(KeyboardInterrupt), listening:
@@ -214,11 +251,15 @@ def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        address = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0][4]
     except OSError as error:
-        number = error.errno or 0
-        why = os.strerror(number) if number > 0 else error.strerror  # below 0 where the name is not known
+        raise ValueError(f"cannot listen at {host} ({error.strerror}): give a name or an address of this machine") from None
+    try:
+        return socket.create_server(address, family=family)
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise ValueError(f"cannot listen at {host}, port {port} ({why}): give another --port, or 0 for any") from None
 
 

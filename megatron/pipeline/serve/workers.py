@@ -14,12 +14,20 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+from megatron.pipeline.processes import end_with_parent
+
 PATIENCE = 1.0  # seconds for which a job goes on that nobody waits for any more, since somebody may ask again
 MOST_WAITING = 256  # jobs; the oldest ones give way
+ENDED = "the process that planned it was ended; ask again"
+ENDING = "mpipe serve has been ended"
 
 
 class Busy(Exception):
-    """A job gave way to newer ones, or its process ended."""
+    """A job gave way to newer ones, its process ended, or all end."""
+
+
+class Late(Busy):
+    """A job took longer than any may."""
 
 
 @dataclass(eq=False)
@@ -27,6 +35,7 @@ class _Job:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     ahead: bool
+    long: bool
     result: asyncio.Future[Any]
     waiting: int = 0  # how many ask for it
     process: multiprocessing.process.BaseProcess | None = None  # that runs it
@@ -36,17 +45,21 @@ class _Job:
 class Workers:
     """Some processes, each with one job at a time. ``async with`` starts and ends them.
 
-    Jobs ahead of what anybody looks at run on all processes but one, which is kept for those that somebody waits for.
+    Jobs ahead of what anybody looks at, and those that may take long, run on all processes but one, which is kept for the short
+    ones that somebody waits for.
 
     Args:
         count: of processes; 1 serves all kinds of jobs.
         warm_up: called in every process before its first job.
         preload: modules that a new process finds imported.
+        limit: seconds that a job may take.
     """
 
     count: int
     warm_up: Callable[[], object]
     preload: list[str]
+    limit: float = 60.0
+    _ending: bool = False
     _jobs: dict[Hashable, _Job] = field(default_factory=dict)  # waiting or running, the oldest first
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -55,29 +68,37 @@ class Workers:
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(self.preload)
         self._threads = ThreadPoolExecutor(2 * self.count, thread_name_prefix="worker")
-        self._tasks = [asyncio.create_task(self._keep(ahead=self.count == 1 or slot > 0)) for slot in range(self.count)]
+        self._tasks = [asyncio.create_task(self._keep(all_kinds=self.count == 1 or slot > 0)) for slot in range(self.count)]
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.refuse()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for job in self._jobs.values():
-            job.result.cancel()
         self._threads.shutdown()
 
-    async def run(self, function: Callable[..., Any], *arguments: Any, ahead: bool = False) -> Any:
+    def refuse(self) -> None:
+        """From now on answer whoever waits, or asks, that all ends, so that nobody holds the end up."""
+        self._ending = True
+        for job in self._jobs.values():
+            _settle(job.result, Busy(ENDING))
+
+    async def run(self, function: Callable[..., Any], *arguments: Any, ahead: bool = False, long: bool = False) -> Any:
         """What the function returns for the arguments; the same job is run once for all who ask for it at a time.
 
         If it is cancelled, a job that nobody else waits for is dropped, or ended with its process.
 
         Raises:
-            Busy: there are newer jobs than can be remembered, or the process ended.
+            Busy: there are newer jobs than can be remembered, the process ended, or all end.
+            Late: it took longer than ``limit``.
         """
+        if self._ending:
+            raise Busy(ENDING)
         key = (function, arguments)
         job = self._jobs.get(key)
         if job is None or job.result.done():
-            job = _Job(function, arguments, ahead, asyncio.get_running_loop().create_future())
+            job = _Job(function, arguments, ahead, long, asyncio.get_running_loop().create_future())
             self._jobs[key] = job
             self._give_way()
         elif not ahead and job.process is None:
@@ -100,46 +121,62 @@ class Workers:
         waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
         for job in waiting[:-MOST_WAITING]:
             self._forget(job)
-            job.result.set_exception(Busy("gave way to newer requests; ask again"))
+            _settle(job.result, Busy("gave way to newer requests; ask again"))
 
     def _forget(self, job: _Job) -> None:
         key = (job.function, job.arguments)
         if self._jobs.get(key) is job:
             del self._jobs[key]
 
-    def _next(self, ahead: bool) -> _Job | None:
-        """The newest job that somebody waits for; else, if ``ahead``, the oldest of the others."""
-        waiting = [job for job in self._jobs.values() if job.process is None]
-        urgent = [job for job in waiting if not job.ahead]
-        return urgent[-1] if urgent else waiting[0] if waiting and ahead else None
+    def _next(self, all_kinds: bool) -> _Job | None:
+        """The newest job that somebody waits for, a short one unless ``all_kinds``; else, if so, the oldest of those ahead."""
+        waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
+        urgent = [job for job in waiting if not job.ahead and (all_kinds or not job.long)]
+        return urgent[-1] if urgent else waiting[0] if waiting and all_kinds else None
 
-    async def _keep(self, ahead: bool) -> None:
+    async def _keep(self, all_kinds: bool) -> None:
         """Keep one process busy, and replace it where it ended."""
         process, end = await asyncio.to_thread(self._start)
         try:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._next(ahead) is not None)
-                    job = self._next(ahead)
+                    await self._changed.wait_for(lambda: self._next(all_kinds) is not None)
+                    job = self._next(all_kinds)
                     assert job is not None, "just seen"
                     job.process = process
                 try:
-                    result = await asyncio.get_running_loop().run_in_executor(
-                        self._threads, _ask, end, job.function, job.arguments
-                    )
-                except (EOFError, OSError):
-                    if not job.result.done():
-                        job.result.set_exception(Busy("the process that planned it was ended; ask again"))
-                        job.result.exception()  # seen, even where nobody waits for it
+                    try:
+                        result = await self._ask(end, job)
+                    except BrokenPipeError:  # the process had ended before
+                        _close(process, end)
+                        process, end = await asyncio.to_thread(self._start)
+                        job.process = process
+                        result = await self._ask(end, job)
+                except (EOFError, OSError) as error:
+                    late = isinstance(error, TimeoutError)
+                    _settle(job.result, Late(f"took more than {self.limit:g} s") if late else Busy(ENDED))
                     _close(process, end)
                     process, end = await asyncio.to_thread(self._start)
                 else:
-                    if not job.result.done():
-                        _settle(job.result, result)
+                    _settle(job.result, result)
                 finally:
                     self._forget(job)
         finally:
             _close(process, end)
+
+    async def _ask(self, end: Connection, job: _Job) -> Any:
+        """What the process at the other end makes of a job.
+
+        Raises:
+            BrokenPipeError: it had ended before.
+            EOFError, OSError: it ended meanwhile, or (TimeoutError) should be, since it takes longer than ``limit``.
+        """
+
+        def ask() -> Any:
+            end.send((job.function, job.arguments))
+            return end.recv()
+
+        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(self._threads, ask), self.limit)
 
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
@@ -152,6 +189,7 @@ class Workers:
 def _work(requests: Connection, warm_up: Callable[[], object]) -> None:
     """What a process does until its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    end_with_parent()
     warm_up()
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -163,12 +201,9 @@ def _work(requests: Connection, warm_up: Callable[[], object]) -> None:
             requests.send(result)
 
 
-def _ask(end: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    end.send((function, arguments))
-    return end.recv()
-
-
 def _settle(future: asyncio.Future[Any], result: Any) -> None:
+    if future.done():
+        return
     if isinstance(result, Exception):
         future.set_exception(result)
         future.exception()  # seen, even where nobody waits for it

@@ -22,7 +22,7 @@ def write_text(path: Path, text: str) -> None:
     try:
         unfinished.write_text(text)
         sync(unfinished)
-    except OSError:  # such as a full disk, which half a file would keep full
+    except BaseException:  # such as a full disk, which half a file would keep full
         unfinished.unlink(missing_ok=True)
         raise
     unfinished.rename(path)

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_MOST = 1e100  # of any number in a file
 _SHIPPED = Path(__file__).parent / "devices"
 
 
@@ -117,6 +118,8 @@ class Device:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if not (self.name.isascii() and self.name.isprintable() and 0 < len(self.name) <= 80):
+            raise ValueError(f"the name of a device must be up to 80 printable characters of ASCII, got {self.name!r}")
         for name in ("memory", "peak", "bandwidth", "to_host", "to_device"):
             _positive(f"the {name} of a device", getattr(self, name))
         if not 0 < self.efficiency <= 1:
@@ -218,7 +221,7 @@ def _row(what: str, told: object, kind: type[Any]) -> dict[str, Any]:
         )
     for name, value in told.items():
         expected = {"str": str, "bool": bool, "int": int}.get(str(known[name].type))
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
         if (expected and type(value) is not expected) or (known[name].type == "float" and not number):
             raise ValueError(
                 f"{what}: {name} must be {'a number' if expected is None else f'of type {known[name].type}'}, got {value!r}"

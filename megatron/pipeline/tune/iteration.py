@@ -161,11 +161,13 @@ class Misfit:
 
     Attributes:
         state: how many of these are weights, gradients and optimizer state.
+        hopeless: whether no activations at all would fit.
     """
 
     candidate: Candidate
     needs: float
     state: float
+    hopeless: bool
 
 
 @dataclass(frozen=True)
@@ -377,4 +379,4 @@ def _without_links(device: Device) -> Device:
 
 def _misfit(candidate: Candidate, besides: list[Beside], activations: float) -> Misfit:
     fullest = max(besides, key=lambda beside: beside.total)
-    return Misfit(candidate, fullest.total + activations, fullest.state)
+    return Misfit(candidate, fullest.total + activations, fullest.state, hopeless=not activations)

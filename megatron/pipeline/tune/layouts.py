@@ -10,6 +10,7 @@ import copy
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -191,9 +192,18 @@ class Layouts:
             yield from self._changed_all(candidate, [{"offload": "full"}])
 
     def interlocked(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same with iterations that interlock."""
-        if not candidate.is_stock and candidate.args.pipeline_model_parallel_size > 1:
-            yield from self._changed_all(candidate, [{"post_validation": True}])
+        """The same, and what plans for the memory at hand in its place, with iterations that interlock."""
+        ranks = candidate.args.pipeline_model_parallel_size
+        if candidate.is_stock or ranks == 1:
+            return
+        yield from self._changed_all(candidate, [{"post_validation": True}])
+        names = [name for name in self.choices.schedules or OURS if families.named(name).plans_for_limits]
+        for variant in _variants(names, ranks):
+            if variant != candidate.variant:
+                changes = {**candidate.changes, "post_validation": True, "pipeline_schedule": variant.name}
+                changes["num_virtual_stages_per_pipeline_rank"] = variant.chunks
+                with suppress(ValueError):
+                    yield self._candidate(variant, changes)
 
     def _changed_all(self, candidate: Candidate, ways: Sequence[Mapping[str, Any]]) -> Iterator[Candidate]:
         for changes in ways:

@@ -7,6 +7,7 @@ What more memory would make faster is tried again with what saves some.
 from __future__ import annotations
 
 import heapq
+import math
 import multiprocessing
 import os
 import time
@@ -15,12 +16,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field
 from itertools import count
 
+from megatron.pipeline.processes import end_with_parent
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import Layouts
 
 BEST = 10
 
+_GRACE = 8.0  # seconds for what was begun in time
 _WORTH = 0.995  # costs are not known better: what could gain less than this over the best of its layout is not planned
 
 Place = tuple[int, ...]
@@ -88,17 +91,22 @@ def search(
         stock: of those that megatron-core's own schedules can run, instead of ours.
         wanted: how many layouts are to be ranked; whatever is slower is not planned.
         processes: that plan; by default as many as there are cores.
-        seconds: after which nothing more is begun.
+        seconds: after which nothing more is begun; what is not planned some seconds later is left out.
         progress: told again and again how many candidates are done with, and how many are known.
+
+    Raises:
+        BrokenProcessPool: a process has died.
     """
     cluster, found = layouts.cluster, Found()
     numbers = count()
     open_: list[tuple[int, float, int, Candidate]] = []
     processes = processes or os.cpu_count() or 1
 
+    ranked = False  # whether there is something of enough layouts to hold all else against
+
     def add(candidates: Iterable[Candidate]) -> None:
         for candidate in candidates:
-            heapq.heappush(open_, (_effort(candidate), least_seconds(cluster, candidate), next(numbers), candidate))
+            heapq.heappush(open_, (_turn(candidate, ranked), least_seconds(cluster, candidate), next(numbers), candidate))
 
     for layout in layouts:
         add(layouts.candidates(layout, stock))
@@ -121,11 +129,21 @@ def search(
                     found.beaten += 1
                 else:
                     running[pool.submit(evaluate, cluster, candidate, threshold)] = candidate
-            for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+            left = None if math.isinf(end) else max(0.0, end + _GRACE - time.monotonic())
+            done = wait(running, left, FIRST_COMPLETED).done
+            if running and not done:
+                found.left_out += len(running)
+                _give_up(pool)
+                break
+            for future in done:
                 del running[future]
                 before = len(open_)
                 add(_taken(found, future.result(), layouts))
                 known += len(open_) - before
+            if not ranked and len(found.best(wanted)) == wanted:
+                ranked = True
+                open_ = [(_turn(candidate, ranked), least, number, candidate) for _, least, number, candidate in open_]
+                heapq.heapify(open_)
             progress(found.tried + found.beaten, known)
     found.results.sort(key=_rank)
     found.refused = layouts.refused.most_common()
@@ -143,7 +161,7 @@ def _taken(found: Found, outcome: Result | Misfit | Beaten, layouts: Layouts) ->
     else:
         found.results.append(outcome)
         found.results.sort(key=_rank)
-    if isinstance(outcome, Misfit) or outcome.starved:
+    if not outcome.hopeless if isinstance(outcome, Misfit) else outcome.starved:
         yield from layouts.remedies(outcome.candidate)
 
 
@@ -155,17 +173,27 @@ def _threshold(found: Found, candidate: Candidate, wanted: int) -> float:
     return min([last, *own])
 
 
-def _effort(candidate: Candidate) -> int:
-    """How long planning takes: what is quick is tried first, since most of the rest is then known to be slower."""
-    searches = families.named(candidate.variant.name).plans_for_limits
-    return searches + 2 * (candidate.offload is not None)
+def _turn(candidate: Candidate, ranked: bool) -> int:
+    """What has its turn sooner. First what is planned quickly, so that there is something to hold the rest against; then whatever
+    could be fastest, but offload, which takes longest to plan, last."""
+    if candidate.offload is not None:
+        return 2
+    return int(not ranked and families.named(candidate.variant.name).plans_for_limits)
 
 
 def _rank(result: Result) -> tuple[float, float]:
-    """The fastest first; of those within a thousandth the one that needs least memory."""
-    return float(f"{result.seconds:.3g}"), result.fullest.total
+    """The fastest first; of those that are equally fast the one that needs least memory."""
+    return float(f"{result.seconds:.6g}"), result.fullest.total
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
     """Processes that plan without torch, which takes long to import."""
-    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent)
+
+
+def _give_up(pool: ProcessPoolExecutor) -> None:
+    """End processes in the middle of what they do."""
+    workers = list((pool._processes or {}).values())
+    pool.shutdown(wait=False, cancel_futures=True)
+    for worker in workers:
+        worker.terminate()

@@ -90,5 +90,5 @@ def draw_front(groups: Mapping[str, Sequence[Training]], path: str | Path, memor
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=_FONT, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2)
     if title:
-        figure.text(_LEFT, 0.985, title, va="top", fontsize=_FONT + 2, fontweight="bold", color=_INK)
+        figure.text(_LEFT, 0.985, title.replace("$", r"\$"), va="top", fontsize=_FONT + 2, fontweight="bold", color=_INK)
     figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
