@@ -16,11 +16,18 @@ from megatron.pipeline import cli
 
 
 @contextlib.contextmanager
-def serving(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def serving(*flags: str, start_new_session: bool = False) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """The address of a server, with a slash behind it, and its process, which is gone after this."""
     command = [sys.executable, "-m", "megatron.pipeline.cli", "serve", "--no-browser", "--port", "0", "--workers", "2", *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=start_new_session,
+    ) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from served import command, serving, untimed
 
 from megatron.pipeline import cli
 from megatron.pipeline.serve import server, workers
-from megatron.pipeline.serve.answers import FLAGS, Answer
-from megatron.pipeline.serve.workers import Busy, Workers
+from megatron.pipeline.serve.answers import FLAGS, Answer, may_take_long
+from megatron.pipeline.serve.workers import Busy, Late, Workers
 
 SMALL = {"pp": "4", "microbatches": "8"}
+ENDLESS = {"microbatches": "7000", "pp": "64", "schedule": "v-auto"}  # for a test
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_a_port_that_is_taken_is_told_in_one_line(capsys: pytest.CaptureFixture[
     )
 
 
-@pytest.mark.parametrize("flags", [["--port", "70000"], ["--port", "x"], ["--workers", "0"]])
+@pytest.mark.parametrize("flags", [["--port", "70000"], ["--port", "x"], ["--workers", "0"], ["--host", ""]])
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         cli.main(["serve", "--no-browser", *flags])
@@ -175,6 +177,34 @@ def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[s
 def test_a_host_that_is_every_address_goes_by_the_machine_s_name() -> None:
     assert server._names("127.0.0.1") == ["localhost", "127.0.0.1", "127.0.0.1"]
     assert socket.gethostname() in server._names("0.0.0.0") and "0.0.0.0" not in server._names("0.0.0.0")
+
+
+def test_the_address_that_is_printed_answers() -> None:
+    for host, expected in (("0", socket.gethostname()), ("::1", "[::1]")):
+        if host == "::1" and not _has_ipv6_loopback():
+            continue
+        with serving("--host", host) as (address, _):
+            parts = urllib.parse.urlsplit(address)
+            assert parts.netloc == f"{expected}:{parts.port}"
+            at = f"http://[::1]:{parts.port}/" if host == "::1" else f"http://127.0.0.1:{parts.port}/"
+            assert get(at, {"Host": parts.netloc})[0] == 200
+
+
+def _has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_a_host_that_does_not_exist_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--no-browser", "--host", "nosuch.invalid"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("mpipe: cannot listen at nosuch.invalid (") and said.endswith(
+        ": give a name or an address of this machine\n"
+    )
+    assert "while attempting" not in said
 
 
 def test_a_browser_is_opened_where_there_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,20 +227,56 @@ def test_an_interrupt_ends_it_with_all_its_processes() -> None:
         assert len(family) >= 3  # two workers, and what starts them
         os.kill(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=30)
-        assert process.returncode in (0, 130) and "Traceback" not in said, said
+        assert process.returncode in (0, 130) and not said, said
         _, alive = psutil.wait_procs(family, timeout=30)
         assert not alive
 
 
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda ending: ending.name)
+def test_with_plans_that_are_made_it_ends_quietly_and_at_once(ending: signal.Signals) -> None:
+    with serving() as (address, process), ThreadPoolExecutor(2) as threads:
+        assert ask(address, {"schedule": "1f1b", **SMALL})[0] == 200  # all is up
+        asked = [threads.submit(ask, address, ENDLESS | {"microbatches": str(7000 - at)}) for at in range(2)]
+        family = psutil.Process(process.pid).children(recursive=True)
+        wait_until_busy(family)
+        os.kill(process.pid, ending)
+        said, _ = process.communicate(timeout=30)
+        assert not said
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+        for one in asked:
+            if ending == signal.SIGKILL:
+                assert one.exception(30) is not None
+            else:
+                assert one.result(30) == (503, {"message": workers.ENDING})
+
+
+def test_an_interrupt_of_all_its_processes_while_they_start_is_quiet() -> None:
+    with serving(start_new_session=True) as (_, process):
+        time.sleep(0.3)  # anywhere in the start
+        os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C does
+        said, _ = process.communicate(timeout=30)
+        assert not said
+
+
+def wait_until_busy(family: list[psutil.Process]) -> None:
+    """Until one of the processes computes."""
+    started = time.monotonic()
+    while time.monotonic() < started + 30:
+        if any(process.cpu_percent(0.1) > 20 for process in family):
+            return
+    raise AssertionError("no process computes")
+
+
 def test_answers_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "KEPT", 10)
+    monkeypatch.setattr(server, "KEPT", 12)
     kept = server._Kept()
     for name in "abc":
         kept.put(((name, ""),), Answer(200, b"1234"))
         kept.get((("a", ""),))
-    assert [kept.get(((name, ""),)) is not None for name in "abc"] == [True, False, True] and kept.size == 8
+    assert [kept.get(((name, ""),)) is not None for name in "abc"] == [True, False, True] and kept.size == 10
     kept.put((("a", ""),), Answer(200, b"12"))
-    assert kept.size == 6
+    assert kept.size == 8
 
 
 def with_workers(count: int, use: Any) -> Any:
@@ -261,6 +327,80 @@ def test_what_is_ahead_leaves_a_process_free() -> None:
             task.cancel()
 
     with_workers(2, use)
+
+
+def test_what_may_take_long_leaves_a_process_free() -> None:
+    async def use(pool: Workers) -> None:
+        long = [asyncio.create_task(pool.run(time.sleep, 3600 + i, long=True)) for i in range(3)]
+        await asyncio.sleep(0.2)
+        await pool.run(time.sleep, 0.01)
+        assert not any(task.done() for task in long)
+        for task in long:
+            task.cancel()
+
+    with_workers(2, use)
+
+
+def test_large_sizes_may_take_long() -> None:
+    assert may_take_long(tuple(ENDLESS.items()))
+    for given in (SMALL, {"pp": "64"}, {"pp": "many", "microbatches": "2000"}, {"pp": "9" * 5000, "microbatches": "8"}):
+        assert not may_take_long(tuple(given.items()))
+
+
+def test_a_job_is_ended_at_the_limit() -> None:
+    async def use(pool: Workers) -> int:
+        pool.limit = 0.1
+        with pytest.raises(Late, match=r"took more than 0.1 s"):
+            await pool.run(time.sleep, 3600)
+        pool.limit = 60
+        return await pool.run(os.getpid)
+
+    assert with_workers(1, use)
+
+
+def test_a_plan_that_takes_too_long_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*_: Any, **__: Any) -> None:
+        raise Late("took more than 60 s")
+
+    monkeypatch.setattr(Workers, "run", run)
+    app = server.application()
+    told: list[Any] = []
+
+    async def send(message: Any) -> None:
+        told.append(message)
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    scope = {"type": "http", "method": "GET", "path": "/api/plan", "headers": [(b"host", b"localhost")]}
+    asyncio.run(app({**scope, "query_string": urllib.parse.urlencode(ENDLESS).encode()}, receive, send))
+    assert told[0]["status"] == 503
+    assert json.loads(told[1]["body"])["message"] == (
+        "took more than 60 s, which is all that the page has for a plan; "
+        "run mpipe plan --microbatches=7000 --pp=64 --schedule=v-auto"
+    )
+
+
+def test_a_process_that_was_ended_before_costs_nobody_an_answer() -> None:
+    async def use(pool: Workers) -> tuple[int, int]:
+        before = await pool.run(os.getpid)
+        process = psutil.Process(before)
+        process.kill()
+        process.wait(30)
+        return before, await pool.run(os.getpid)
+
+    before, after = with_workers(1, use)
+    assert before != after
+
+
+def test_the_end_is_told_to_all_who_wait_or_ask() -> None:
+    async def use(pool: Workers) -> list[Any]:
+        asked = [asyncio.create_task(pool.run(time.sleep, 3600 + i)) for i in range(2)]
+        await asyncio.sleep(0.1)
+        pool.refuse()
+        return await asyncio.gather(*asked, pool.run(os.getpid), return_exceptions=True)
+
+    assert [str(one) for one in with_workers(1, use)] == [workers.ENDING] * 3
 
 
 def test_the_same_job_is_run_once_for_all_who_ask(tmp_path: Path) -> None:

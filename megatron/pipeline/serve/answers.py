@@ -61,10 +61,10 @@ def flags(query: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def may_take_long(query: Query) -> bool:
-    """Whether the sizes that a query names are large; what is no size is refused at once."""
-    sizes = dict(query)
-    counts = (int(sizes.get(name) or 1) if (sizes.get(name) or "1").isdecimal() else 0 for name in ("pp", "microbatches", "splits"))
-    return math.prod(counts) >= LONG
+    """Whether the sizes that a query names are large; what is no size, or far too large, is refused at once."""
+    given = dict(query)
+    sizes = [given.get(name) or "1" for name in ("pp", "microbatches", "splits")]
+    return all(size.isdecimal() and len(size) < 10 for size in sizes) and math.prod(map(int, sizes)) >= LONG
 
 
 def command(query: Query) -> str:

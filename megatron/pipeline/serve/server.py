@@ -12,7 +12,7 @@ import socket
 import sys
 import webbrowser
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -215,7 +215,15 @@ def _in_address(host: str) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Ends quietly, and at once: also when its terminal is closed, and with plans that are being made."""
+    """Ends quietly, and at once: also when its terminal is closed, and with plans that are being made.
+
+    Args:
+        refuse: called first; it answers all who wait for a plan.
+    """
+
+    def __init__(self, config: uvicorn.Config, refuse: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._refuse = refuse
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -223,11 +231,13 @@ class _Server(uvicorn.Server):
             before = signal.getsignal(signal.SIGHUP)
             if before == signal.SIG_DFL:  # else it is nohup's
                 signal.signal(signal.SIGHUP, self.handle_exit)
-            yield
-            signal.signal(signal.SIGHUP, before)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config.app.state.refuse()
+        self._refuse()
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # who does not read an answer is cut off, without a word
         await super().shutdown(sockets)
 
@@ -243,7 +253,8 @@ def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
     host = at if at in _EVERY_ADDRESS else host  # "0" is one of them, too
     address = f"http://{_in_address(socket.gethostname() if host in _EVERY_ADDRESS else host)}:{port}/"
     print(f"mpipe serves at {address} (Ctrl-C ends it)", flush=True)
-    server = _Server(uvicorn.Config(application(host, workers), log_level="warning", timeout_graceful_shutdown=1))
+    app = application(host, workers)
+    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), app.state.refuse)
     if browser:
         _open(address)
     with contextlib.suppress(KeyboardInterrupt), listening:

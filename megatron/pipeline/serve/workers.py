@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
@@ -67,6 +68,7 @@ class Workers:
         self._changed = asyncio.Condition()
         self._context: ForkServerContext = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(self.preload)
+        resource_tracker.ensure_running()  # else the first start does it, which unblocks interrupts
         self._threads = ThreadPoolExecutor(2 * self.count, thread_name_prefix="worker")
         self._tasks = [asyncio.create_task(self._keep(all_kinds=self.count == 1 or slot > 0)) for slot in range(self.count)]
         return self
@@ -181,14 +183,18 @@ class Workers:
     def _start(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_work, args=(theirs, self.warm_up), daemon=True)
-        process.start()
+        # Ctrl-C is for the server, which ends all the others: they inherit that they do not hear of it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         return process, ours
 
 
 def _work(requests: Connection, warm_up: Callable[[], object]) -> None:
     """What a process does until its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     end_with_parent()
     warm_up()
     with contextlib.suppress(EOFError, OSError):
