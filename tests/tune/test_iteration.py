@@ -207,11 +207,20 @@ def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule:
     one = candidate(two, schedule, **changes)
     outcome = evaluate(on_device(two, memory=4e9).cluster, one)
     assert isinstance(outcome, Misfit)
-    least = rescue.least_needed(two.cluster, [outcome])
+    least = rescue.least_needed(two, [replace(outcome, hopeless=False)])
     assert least.needs > outcome.needs > outcome.state > 0
     assert isinstance(evaluate(on_device(two, memory=least.needs * 0.99).cluster, one), Misfit)
     fits = evaluate(on_device(two, memory=least.needs * 1.001).cluster, one)
     assert isinstance(fits, Result) and fits.fullest.total <= least.needs * 1.001
+
+
+def test_what_is_needed_at_least_is_that_of_the_leanest(two: Layouts) -> None:
+    """A search tries nothing that saves activations where no activations fit; the message about it does."""
+    outcome = evaluate(on_device(two, memory=3e9).cluster, candidate(two, "1f1b"))
+    assert isinstance(outcome, Misfit) and outcome.hopeless
+    least = rescue.least_needed(two, [outcome])
+    assert least.candidate.args.recompute_granularity == "full"
+    assert isinstance(evaluate(on_device(two, memory=least.needs * 1.001).cluster, least.candidate), Result)
 
 
 def test_a_model_whose_weights_alone_are_too_much_is_told_without_planning(two: Layouts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +235,7 @@ def test_starved_is_what_more_memory_would_make_faster(two: Layouts) -> None:
     plenty = result(two, one)
     outcome = evaluate(on_device(two, memory=4e9).cluster, one)
     assert isinstance(outcome, Misfit) and not plenty.starved
-    least = rescue.least_needed(two.cluster, [outcome])
+    least = rescue.least_needed(two, [replace(outcome, hopeless=False)])
     scarce = result(on_device(two, memory=least.needs * 1.02), one)
     assert scarce.starved and scarce.seconds > plenty.seconds
     assert scarce.memory_limit is not None and plenty.memory_limit is not None and scarce.memory_limit < plenty.memory_limit

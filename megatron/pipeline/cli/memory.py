@@ -96,7 +96,7 @@ def add(commands: Commands) -> None:
     report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
     parser = commands.add_parser("memory", help=help, description=help, epilog=note, parents=[report], allow_abbrev=False)
     parser.add_argument(
-        "--gpu-memory", type=_gpu_memory, default=80.0, metavar="X", help="of a GPU as on its label, in GB that are GiB (80)"
+        "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="of a GPU as on its label, in GB that are GiB (80)"
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--data-parallel-size", type=_ranks, metavar="D", help="replicas of the model (default: 1)")
@@ -308,7 +308,8 @@ def _extras(args: Namespace) -> list[str]:
     return [f"{flag} {value}" for flag, value in values.items() if value != "off"]
 
 
-def _gpu_memory(text: str) -> float:
+def gpu_memory(text: str) -> float:
+    """An argument type for ``80`` or ``80GB``."""
     match = re.fullmatch(r"(\d{1,5}(\.\d+)?)(GB)?", text)
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a GPU's memory such as 80 or 80GB, got {text!r}")

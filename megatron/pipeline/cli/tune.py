@@ -7,13 +7,13 @@ import json
 import re
 from argparse import Namespace
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, names
-from megatron.pipeline.cli.memory import quietly, read_flags
+from megatron.pipeline.cli.memory import gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import plain_table, wrote
 from megatron.pipeline.cli.tune_measure import sizes
@@ -23,7 +23,7 @@ from megatron.pipeline.tune.device import Device
 from megatron.pipeline.tune.gpt import Shape
 from megatron.pipeline.tune.iteration import Cluster, Misfit, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
-from megatron.pipeline.tune.memory import GIB, OVERHEAD
+from megatron.pipeline.tune.memory import GIB, OVERHEAD, SHARE
 from megatron.pipeline.tune.parameters import total_parameters
 from megatron.pipeline.tune.rescue import least_needed, smallest_changes
 from megatron.pipeline.tune.search import Found, search
@@ -37,6 +37,7 @@ and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and 
 that does not compute: bubble, unequal stages, messages of ranks that share layers, recomputation, or the step: gradients,
 optimizer and weights between two pipelines; "memory" where more of it would be faster. All of it is predicted: docs/tuning.md
 says how."""
+_WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "inequality": "unequal stages"}
 _FILES = ("best", "second", "third")
 _TRIED = 3  # of the best that --verify runs
@@ -52,6 +53,12 @@ def add(commands: Commands) -> None:
     flag("--gpus", type=_count, metavar="N", help="GPUs of the cluster")
     flag("--gpus-per-node", type=_count, default=8, metavar="N", help="of them on each node (8)")
     flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
+    flag(
+        "--gpu-memory",
+        type=gpu_memory,
+        metavar="X",
+        help=f"GB of each that a training may take ({SHARE:.0%} of what it has)",
+    )
     flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
@@ -112,7 +119,7 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[Found, Fou
         SystemExit: a process died.
     """
     try:
-        with Progress("schedules") as progress:
+        with Progress(f"planning schedules, up to {options.seconds} s") as progress:
             ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
         if not ours.results and ours.left_out:
             raise ValueError(
@@ -121,7 +128,7 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[Found, Fou
             )
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
-        with Progress("stock's") as progress:
+        with Progress("planning stock's") as progress:
             return ours, search(layouts, True, 3, options.processes, options.seconds, progress)
     except BrokenProcessPool:
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
@@ -208,7 +215,11 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change --gpus or --gpus-per-node")
     if gpus > MOST_RANKS**2:
         raise ValueError(f"--gpus {gpus}: give at most {MOST_RANKS**2}")
-    return Cluster(device.read(options.gpu), gpus, per_node)
+    gpu = device.read(options.gpu)
+    memory = gpu.memory * SHARE if options.gpu_memory is None else options.gpu_memory * GIB
+    if memory > gpu.memory:
+        raise ValueError(f"--gpu-memory {options.gpu_memory:g}: {gpu.name} has {gpu.memory / GIB:g} GB")
+    return Cluster(replace(gpu, memory=memory), gpus, per_node)
 
 
 def _choices(options: argparse.Namespace) -> Choices:
@@ -239,7 +250,8 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: Found, sto
 
 
 def _training(result: Result) -> Training:
-    name = ", ".join([_layout(result), chosen(result), *extras(result)])
+    layout = f"{_layout(result)} batch {result.candidate.args.micro_batch_size}"
+    name = ", ".join([layout, chosen(result), *extras(result)])
     return Training(name, result.tokens_per_second, result.fullest.total / GIB)
 
 
@@ -268,6 +280,8 @@ def _text(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> str:
         ]
     else:
         parts.append("nothing fits under megatron-core's own schedules")
+    if best[0].mfu > 1:
+        parts.append(f"WARNING: more than all of the peak: {cluster.device.name} was measured on a busy machine; measure again")
     return "\n\n".join([*parts, NOTE])
 
 
@@ -281,7 +295,8 @@ def _table(results: list[Result]) -> str:
     cells = []
     for number, result in enumerate(results, 1):
         told = row(result)
-        lost = f"{_LOST.get(told['lost_to'], told['lost_to'])} {told['parts'][told['lost_to']] / result.seconds:.1%}"
+        share = told["parts"][told["lost_to"]] / result.seconds
+        lost = f"{_LOST.get(told['lost_to'], told['lost_to'])} {share:.1%}" if share >= _WORTH_SAYING else "-"
         cells.append(
             [
                 str(number),
@@ -301,8 +316,11 @@ def _table(results: list[Result]) -> str:
 def _how_to_run(cluster: Cluster, directory: Path) -> str:
     nodes, here = -(-cluster.gpus // cluster.per_node), directory / "best.yaml"
     if nodes == 1:
-        return f"torchrun --nproc-per-node {cluster.gpus} pretrain_gpt.py --config {here}"
-    return f"CONFIG={here} sbatch --nodes {nodes} --gpus-per-node {cluster.per_node} scripts/slurm/pretrain_gpt.sbatch"
+        command = f"torchrun --nproc-per-node {cluster.gpus} pretrain_gpt.py --config {here}"
+    else:
+        sizes_ = f"--nodes {nodes} --gpus-per-node {cluster.per_node}"
+        command = f"CONFIG={here} sbatch {sizes_} scripts/slurm/pretrain_gpt.sbatch"
+    return f"{command} --data-path ..."
 
 
 def _fits_nowhere(layouts: Layouts, found: Found) -> str:
@@ -311,15 +329,15 @@ def _fits_nowhere(layouts: Layouts, found: Found) -> str:
     if not found.misfits:
         reasons = "; ".join(f"{reason} ({times} times)" for reason, times in found.refused[:3])
         return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {reasons}"
-    least = least_needed(cluster, found.misfits)
+    least = least_needed(layouts, found.misfits)
     result = ", ".join(f"{flag} {value}" for flag, value in _sizes_of(least).items() if value != 1)
     size, needs = cluster.device.memory / GIB, least.needs / GIB
     changes = smallest_changes(layouts)
     would = f"; what would fit: {'; or '.join(changes)}" if changes else "; no number of GPUs up to 16 times as many would help"
     return (
-        f"this model fits nowhere on {cluster.gpus} x {cluster.device.name}: its fullest GPU needs at least {needs:.1f} GiB, "
-        f"{needs - size:.1f} GiB more than the {size:.0f} that it has ({result or 'one GPU'}; {least.state / GIB:.1f} GiB of it "
-        f"are weights, gradients and optimizer state){would}"
+        f"this model fits nowhere on {cluster.gpus} x {cluster.device.name}: its fullest GPU needs at least {needs:.1f} "
+        f"GiB, {needs - size:.1f} GiB more than the {size:.4g} that it may take ({result or 'one GPU'}; "
+        f"{least.state / GIB:.1f} GiB of it are weights, gradients and optimizer state){would}"
     )
 
 

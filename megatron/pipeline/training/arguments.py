@@ -121,7 +121,9 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     for key, value in content.items():
         if _key(str(key)) not in known:
             raise ValueError(f"--config {path}: {_unknown(str(key), parser)}")
-        tokens += _tokens(path, *known[_key(str(key))], value)
+        beside = Path(path).parent / str(value)  # as mpipe tune writes costs
+        is_beside = _key(str(key)) == "pipeline-costs" and beside.is_file()
+        tokens += _tokens(path, *known[_key(str(key))], beside if is_beside else value)
     return tokens
 
 

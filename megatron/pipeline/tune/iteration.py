@@ -216,7 +216,8 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     """What its passes take and hold."""
     args, shape = candidate.args, Shape.of(candidate.args)
     overlaps = candidate.variant.name == "interleaved" and getattr(args, "overlap_p2p_comm", True)
-    exposed = 0.0 if overlaps or not candidate.is_stock else EXPOSED_HOPS[candidate.variant.name]
+    waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
+    exposed = EXPOSED_HOPS[candidate.variant.name] if waits else 0.0
     split = candidate.variant.name not in _FUSED and not _fuses_again(args)
     return estimate(
         shape,

@@ -29,6 +29,7 @@ from megatron.pipeline.tune.parameters import Parameters, parameters
 GIB = 2**30
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
 OVERHEAD = 2 * GIB
+SHARE = 0.95  # of a GPU's memory that a search plans for: predictions are off by a few percent
 _ANY = "A100-80GB"  # memory is the same on all
 
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.tune import device
-from megatron.pipeline.tune.iteration import Cluster, Misfit, Result, evaluate
+from megatron.pipeline.tune.iteration import Misfit, Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
+from megatron.pipeline.tune.memory import SHARE
 
-_MOST_DOUBLINGS = 4
+_MOST_DOUBLINGS, _MOST_LEANER = 4, 20
 _SLACK = 1 + 1e-6  # of memory: sums in another order
 
 
@@ -31,18 +32,27 @@ def smallest_changes(layouts: Layouts) -> list[str]:
             found.append(f"--seq-length {length} instead of {base.seq_length}")
             break
     for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):
-        if other.memory > cluster.device.memory and fits(replace_cluster(layouts, device=other)):
+        usable = replace(other, memory=other.memory * SHARE)
+        if usable.memory > cluster.device.memory and fits(replace_cluster(layouts, device=usable)):
             found.append(f"--gpu {other.name}")
             break
     return found
 
 
-def least_needed(cluster: Cluster, misfits: Sequence[Misfit]) -> Misfit:
+def least_needed(layouts: Layouts, misfits: Sequence[Misfit]) -> Misfit:
     """Of what does not fit, what needs least, with all that it needs.
 
-    A search does not plan what cannot fit anyway, so what it says of that may be less: it is tried on a GPU of that memory.
+    A search does not plan what cannot fit anyway, so what it says of that may be less, and it tries nothing that saves memory
+    there: both are made up for.
     """
-    open_ = [(misfit.needs, number, misfit) for number, misfit in enumerate(misfits)]
+    cluster = layouts.cluster
+    leaner = [
+        replace(misfit, candidate=candidate)
+        for misfit in sorted(misfits, key=lambda misfit: misfit.needs)[:_MOST_LEANER]
+        if misfit.hopeless
+        for candidate in layouts.remedies(misfit.candidate)
+    ]
+    open_ = [(misfit.needs, number, misfit) for number, misfit in enumerate([*misfits, *leaner])]
     heapq.heapify(open_)
     while True:
         needs, number, misfit = open_[0]

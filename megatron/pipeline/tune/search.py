@@ -49,11 +49,14 @@ class Found:
     refused: list[tuple[str, int]] = field(default_factory=list)
 
     def best(self, wanted: int = BEST) -> list[Result]:
-        """The fastest of every layout, the fastest first."""
+        """The fastest of every layout, the fastest first; of layouts that are the same in time and memory, the simplest."""
         fastest: dict[Place, Result] = {}
         for result in self.results:
             fastest.setdefault(place(result.candidate), result)
-        return list(fastest.values())[:wanted]
+        different: dict[tuple[str, str], Result] = {}
+        for result in fastest.values():
+            different.setdefault((f"{result.seconds:.6g}", f"{result.fullest.total:.6g}"), result)
+        return list(different.values())[:wanted]
 
     def front(self) -> list[Result]:
         """Those that no other beats in both time and memory, the fastest first."""
@@ -68,8 +71,8 @@ def place(candidate: Candidate) -> Place:
     """The layout of a candidate."""
     args = candidate.args
     return (
-        args.tensor_model_parallel_size,
         args.context_parallel_size,
+        args.tensor_model_parallel_size,
         args.expert_model_parallel_size,
         args.pipeline_model_parallel_size,
         args.data_parallel_size,
@@ -181,9 +184,9 @@ def _turn(candidate: Candidate, ranked: bool) -> int:
     return int(not ranked and families.named(candidate.variant.name).plans_for_limits)
 
 
-def _rank(result: Result) -> tuple[float, float]:
-    """The fastest first; of those that are equally fast the one that needs least memory."""
-    return float(f"{result.seconds:.6g}"), result.fullest.total
+def _rank(result: Result) -> tuple[float, float, Place]:
+    """The fastest first; of those that are equally fast the one that needs least memory, then the simplest."""
+    return float(f"{result.seconds:.6g}"), float(f"{result.fullest.total:.6g}"), place(result.candidate)
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:

@@ -149,7 +149,12 @@ def _config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a mapping of flags to values such as `num-layers: 4`")
-    return {key: value for key, value in content.items() if _key(key) not in _UNWANTED}
+    kept = {key: value for key, value in content.items() if _key(key) not in _UNWANTED}
+    for key, value in list(kept.items()):
+        beside = path.resolve().parent / str(value)
+        if _key(key) == "pipeline-costs" and beside.is_file():  # of a trial, the configuration lies elsewhere
+            kept[key] = str(beside)
+    return kept
 
 
 def _train(program: Path, config: dict[str, Any], ranks: int, iterations: int, flags: Sequence[str], timeout: float) -> Measured:

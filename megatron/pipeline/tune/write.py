@@ -16,7 +16,7 @@ from megatron.pipeline.tune.layouts import SEARCHED
 
 
 def write_config(result: Result, flags: Sequence[str], path: Path, head: str) -> None:
-    """Write one training: ``path``, and beside it ``.costs.json`` where its schedule is planned for costs.
+    """Write one training: ``path``, and ``.costs.json``, which has to stay beside it, where its schedule is planned for costs.
 
     Args:
         flags: the command line of ``pretrain_gpt.py`` that the search began with.
@@ -31,7 +31,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
     if not result.candidate.is_stock:
         costs = path.with_suffix(".costs.json")
         write_text(costs, result.costs.to_json() + "\n")
-        changes["pipeline_costs"] = str(costs)
+        changes["pipeline_costs"] = costs.name
         if result.memory_limit is not None:
             changes["pipeline_memory_limit"] = f"{result.memory_limit / 2**30:.4f}GiB"
     told = as_config(vars(parse(flags)) | changes)
