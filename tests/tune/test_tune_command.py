@@ -146,7 +146,8 @@ def test_a_model_that_fits_nowhere_is_told_what_is_short_and_what_would_fit(
     line = fail(capsys, *wide, *few, "--gpus", "2", "--gpu", "A100-80GB", "-o", str(tmp_path))
     match = re.search(
         r"fits nowhere on 2 x A100-80GB: its fullest GPU needs at least (\d+\.\d) GiB, (\d+\.\d) GiB more than the 76 "
-        r"that it may take \(PP 2; (\d+\.\d) GiB of it are weights, gradients and optimizer state\); what would fit: (\d+) GPUs instead of 2",
+        r"that it may take \(PP 2; (\d+\.\d) GiB of it are weights, gradients and optimizer state\); what would fit: "
+        r"(\d+) GPUs instead of 2",
         line,
     )
     assert match, line
