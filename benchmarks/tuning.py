@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron.pipeline.cli.memory import quietly
-from megatron.pipeline.cli.tune import _base
+from megatron.pipeline.cli.tune import base_flags
 from megatron.pipeline.tune.device import named
 from megatron.pipeline.tune.iteration import Cluster, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
@@ -47,7 +47,7 @@ SEARCHED = (
 
 def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool, seconds: float = 60.0) -> Result | None:
     """The best that a search finds."""
-    base = _base(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()], named("A100-80GB"))
+    base = base_flags(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()], named("A100-80GB"))
     layouts = Layouts(base, Cluster(named("A100-80GB"), gpus, 8), choices)
     found = search(layouts, stock=stock, wanted=1, seconds=seconds)
     return found.best(1)[0] if found.results else None

@@ -31,7 +31,7 @@ def layouts(flags: str = "", gpus: int = 4, gpu: Device = A100, per_node: int = 
         choices: fields of ``Choices``.
     """
     with quietly():
-        return Layouts(tune._base([*FLAGS.split(), *flags.split()], gpu), Cluster(gpu, gpus, per_node), Choices(**choices))
+        return Layouts(tune.base_flags([*FLAGS.split(), *flags.split()], gpu), Cluster(gpu, gpus, per_node), Choices(**choices))
 
 
 def candidate(on: Layouts, schedule: str, stock: bool = False, chunks: int | None = None, **changes: Any) -> Candidate:

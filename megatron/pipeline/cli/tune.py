@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     flags = options.flags + (["--seq-length", str(options.sequence_length)] if options.sequence_length else [])
     cluster = _cluster(options)
     with quietly():
-        base = _base(flags, cluster.device)
+        base = base_flags(flags, cluster.device)
         layouts = Layouts(base, cluster, _choices(options))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         ours, stock = _searched(layouts, options)
@@ -191,7 +191,7 @@ def base_shape(base: Namespace) -> Namespace:
     return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
 
 
-def _base(flags: list[str], gpu: Device | None = None) -> Namespace:
+def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
     from megatron.pipeline.training.tokenizer import build_tokenizer
 
