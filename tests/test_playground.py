@@ -176,11 +176,11 @@ MOVES = [("ArrowDown", 3.5), ("ArrowLeft", 3), ("PageUp", 4), ("ArrowUp", 4.5), 
 def test_arrow_keys_move_the_limit_and_the_plan_follows(opened: Opened) -> None:
     opened.go({"schedule": "v-auto"}, {"schedule": "zb-auto"})
     before = opened.passes()
-    assert opened.limit() == 4
+    expect(opened.slider()).to_have_attribute("aria-valuenow", "4", timeout=TIMEOUT)
     opened.slider().focus()
     for key, limit in MOVES:
         opened.slider().press(key)
-        assert opened.limit() == limit
+        expect(opened.slider()).to_have_attribute("aria-valuenow", f"{limit:g}", timeout=TIMEOUT)
     opened.slider().press("PageUp")
     opened.ready()
     assert opened.passes() == planned(schedule="v-auto", memory_limit="2.5")["passes"] != before
