@@ -1,9 +1,10 @@
-"""What processes that plan beside another one have in common."""
+"""What several kinds of processes have in common, without torch."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import threading
 from multiprocessing.connection import wait
 
@@ -18,3 +19,10 @@ def end_with_parent() -> None:
 def _wait_and_end(sentinel: int) -> None:
     wait([sentinel])
     os._exit(1)
+
+
+def free_port() -> int:
+    """A port of this machine that nothing uses now; nothing else is expected to take it in the next moments."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

@@ -12,7 +12,16 @@ from megatron.pipeline.tune import gpt, iteration, rescue
 from megatron.pipeline.tune.device import Link
 from megatron.pipeline.tune.estimate import layer_seconds
 from megatron.pipeline.tune.gpt import Shape
-from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, between_pipelines, evaluate, least_seconds
+from megatron.pipeline.tune.iteration import (
+    Beaten,
+    Candidate,
+    Misfit,
+    Result,
+    between_pipelines,
+    costs_of,
+    evaluate,
+    least_seconds,
+)
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 from megatron.pipeline.tune.links import Links
 from megatron.pipeline.tune.memory import beside_activations
@@ -52,7 +61,8 @@ def eight() -> Layouts:
 
 
 def between(on: Layouts, one: Candidate) -> float:
-    return between_pipelines(on.cluster, one, beside_activations(one.args, one.placement, one.layers, one.vocabulary))
+    besides = beside_activations(one.args, one.placement, one.layers, one.vocabulary)
+    return between_pipelines(on.cluster, one, besides, costs_of(on.cluster, one))
 
 
 def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:

@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
         written = _write(directory, flags, cluster, ours, stock)
     told = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
     (directory / "report.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
-    print(json.dumps(told) if options.json else _text(base, cluster, ours, stock))
+    print(json.dumps(told) if options.json else _text(told, cluster, ours, stock))
     if not options.json:
         print()
         for path in (*written.values(), directory / "throughput.png", directory / "report.json"):
@@ -261,11 +261,10 @@ def _layout(result: Result) -> str:
     return " ".join(f"{name.upper()}{told[name]}" for name in shown if told[name] > 1 or len(shown) == 1)
 
 
-def _text(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> str:
-    told = report(base, cluster, ours, stock)
+def _text(told: dict[str, Any], cluster: Cluster, ours: Found, stock: Found) -> str:
     title = (
         f"{told['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
-        f"{base.global_batch_size} samples of {base.seq_length} tokens an iteration\n"
+        f"{told['global_batch_size']} samples of {told['seq_length']} tokens an iteration\n"
         f"{told['planned']} trainings planned, {told['slower']} known to be slower; {told['misfits']} do not fit"
     )
     if told["left_out"]:

@@ -15,40 +15,30 @@ from megatron.pipeline.cli.summary import plain_table, wrote
 from megatron.pipeline.training import atomic
 from megatron.pipeline.tune import activations, device
 from megatron.pipeline.tune.device import Device
+from megatron.pipeline.tune.layouts import SEARCHED
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank
 from megatron.pipeline.tune.measure.rank import Found, Job
 from megatron.pipeline.tune.measure.sizes import candidates, dense, layer_flags, shape
 
 # What makes any flags those of a model alone, of which every rank has its own.
-_ALONE: dict[str, Any] = STOCK_1F1B | {
-    "pipeline_schedule": "1f1b",
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "sequence_parallel": False,
-    "use_distributed_optimizer": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-    "recompute_activations": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": None,
-    "mtp_num_layers": None,
-    "micro_batch_size": 1,
-    "global_batch_size": None,
-    "rampup_batch_size": None,
-    "train_iters": 1,
-    "lr": 1.0,
-    "min_lr": 0.0,
-    "lr_warmup_init": 0.0,
-    "lr_warmup_iters": 0,
-    "lr_warmup_fraction": None,
-    "lr_decay_iters": None,
-    "tokenizer_type": "NullTokenizer",
-}
+_ALONE: dict[str, Any] = (
+    STOCK_1F1B
+    | SEARCHED
+    | {
+        "pipeline_schedule": "1f1b",
+        "mtp_num_layers": None,
+        "global_batch_size": None,
+        "rampup_batch_size": None,
+        "train_iters": 1,
+        "lr": 1.0,
+        "min_lr": 0.0,
+        "lr_warmup_init": 0.0,
+        "lr_warmup_iters": 0,
+        "lr_warmup_fraction": None,
+        "lr_decay_iters": None,
+        "tokenizer_type": "NullTokenizer",
+    }
+)
 
 _RANKS_PER_CORE = 8
 _TENSOR, _SAMPLES = (1, 2, 4, 8), (1, 2, 4)

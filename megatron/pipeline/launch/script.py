@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import runpy
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from megatron.pipeline.launch import install
+from megatron.pipeline.processes import free_port
 
 PIP, CHECKOUT = "pip", "checkout"
 
@@ -47,7 +47,13 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
     if options:
         return partial(_under_torchrun, [*options, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
+        os.environ |= {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+        }
     script = script.resolve()
     _find(script.parent, core)
     sys.argv = [str(script), *flags]
@@ -65,9 +71,3 @@ def _find(folder: Path, core: str) -> None:
     if core == PIP:
         importlib.import_module("megatron.core")  # as long as no other can be found
     sys.path.insert(0, str(folder))
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 import time
 from argparse import Namespace
@@ -24,6 +23,7 @@ from megatron.core.timers import Timers
 
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.model.slices import check_slices
+from megatron.pipeline.processes import free_port
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -142,7 +142,7 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
         torch.set_num_threads(1)  # the ranks of one machine share its cores
     if world_size == 1:  # started without torchrun
         os.environ.setdefault("MASTER_ADDR", "localhost")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
     torch.distributed.init_process_group(
         args.distributed_backend,
         rank=rank,
@@ -151,12 +151,6 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
     )
     yield
     torch.distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

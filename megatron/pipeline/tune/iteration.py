@@ -188,7 +188,8 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     left = [cluster.device.memory - beside.total for beside in besides]
     if min(left) <= 0:
         return _misfit(candidate, besides, 0.0)
-    costs, between = costs_of(cluster, candidate), between_pipelines(cluster, candidate, besides)
+    costs = costs_of(cluster, candidate)
+    between = between_pipelines(cluster, candidate, besides, costs)
     chooses = families.named(variant.name).plans_for_limits
     limit = min(left) if chooses else None
     if not chooses and not candidate.offload:
@@ -252,7 +253,7 @@ def links_of(cluster: Cluster, args: Namespace) -> Links:
     )
 
 
-def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Beside]) -> float:
+def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Beside], costs: Costs) -> float:
     """Seconds between two pipelines on the slowest rank.
 
     Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
@@ -270,7 +271,7 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Besi
         tied = links.hop.all_reduce(gradient_bytes(args) * size, 2)
     if copies == 1:
         return step + tied
-    work = costs_of(cluster, candidate).stages
+    work = costs.stages
     rows = candidate.placement.stages
     backward = min(sum(work[stage].backward + work[stage].weight for stage in row) for row in rows)
     forward = min(sum(work[stage].forward for stage in row) for row in rows)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+from megatron.pipeline.processes import free_port
 from megatron.pipeline.tune.measure.rank import SILENCE, Tell
 
 _PATIENCE = 2.0  # seconds for the rank whose death makes others fail to be seen dead
@@ -32,7 +32,7 @@ def run(work: Callable[[Any, Tell], Any], job: Any, ranks: int, tell: Tell, sile
         RankFailed: all ranks have been ended.
     """
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     listeners = []
     try:
         for rank in range(ranks):
@@ -123,9 +123,3 @@ def _serve(work: Callable[[Any, Tell], Any], job: Any, connection: Connection, r
         connection.send(("failed", f"failed ({type(error).__name__}: {lines[0][:200]})"))
     else:
         connection.send(("done", result if rank == 0 else None))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
