@@ -1,7 +1,8 @@
 """Train the same model under several schedules and compare: ``compare.py --iterations 20 -- --config configs/tiny.yaml ...``.
 
 The schedules run one after another, from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``.
-Prints one table and writes one picture with a measured timeline per schedule.
+Prints one table and writes one picture with a measured timeline per schedule. Both show each schedule's fastest iteration: other
+work on the machine only makes an iteration longer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,16 +20,40 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.training.trace import read_trace
+from megatron.pipeline.view.picture import draw
+
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
 _WARM_UP = 2  # iterations that are slower than the rest
 
 
 class Run(NamedTuple):
-    """One schedule's metrics, one record per iteration, and where its traces lie."""
+    """What one schedule's run left.
+
+    Attributes:
+        metrics: one record per iteration.
+        traces: the directory with a trace of every iteration.
+    """
 
     schedule: str
     metrics: list[dict[str, Any]]
     traces: Path
+
+    @property
+    def fastest(self) -> dict[str, Any]:
+        """The metrics of the fastest iteration after the warm-up."""
+        return min(self.metrics[_WARM_UP:] or self.metrics, key=lambda record: record["iteration_seconds"])
+
+    @property
+    def trace(self) -> tuple[dict[str, Any], Timeline]:
+        """The record and the timeline of the fastest iteration."""
+        return read_trace(str(self.traces), self.fastest["iteration"])
+
+    @property
+    def planned_bubble(self) -> float:
+        """The idle share of the planned makespan: what a core or a GPU for every rank would leave."""
+        return float(self.trace[0]["planned"]["makespan_bubble_rate"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,9 +72,10 @@ def main(argv: Sequence[str]) -> int:
         metrics = [json.loads(line) for line in (log.parent / "metrics.jsonl").read_text().splitlines()]
         runs.append(Run(schedule, metrics, log.parent))
     console.print(_table(runs))
+    console.print(_note(args, os.cpu_count() or 1), markup=False, highlight=False)
     picture = Path(args.output) / "timelines.png"
-    _draw(runs, picture)
-    console.print(f"timelines: {picture}")
+    draw({run.schedule: run.trace[1] for run in runs}, picture, unit="s")
+    console.print(f"timelines of the fastest iterations: {picture}")
     return 0
 
 
@@ -106,32 +131,34 @@ def _table(runs: list[Run]) -> Table:
     reference = runs[0]
     table = Table(title=f"after {len(reference.metrics)} iterations")
     table.add_column("schedule")
-    for column in ("loss", "grad norm", f"against {reference.schedule}", "s/iteration", "bubble rate", "peak activation MiB"):
+    planned = "planned bubble", f"planned x {reference.schedule}"
+    for column in ("loss", "grad norm", f"against {reference.schedule}", "peak activation MiB", *planned, "fastest s", "bubble"):
         table.add_column(column, justify="right")
     for run in runs:
-        last, steady = run.metrics[-1], run.metrics[_WARM_UP:] or run.metrics
+        last = run.metrics[-1]
         table.add_row(
             run.schedule,
             repr(last["loss"]),
             repr(last["grad_norm"]),
             "reference" if run is reference else difference(run, reference),
-            f"{statistics.median(record['iteration_seconds'] for record in steady):.3f}",
-            f"{statistics.median(record['bubble_rate'] for record in steady):.1%}",
             " ".join(f"{peak / 2**20:.1f}" for peak in last["peak_activation_bytes"]),
+            f"{run.planned_bubble:.1%}",
+            f"{(1 - run.planned_bubble) / (1 - reference.planned_bubble):.2f}",
+            f"{run.fastest['iteration_seconds']:.3f}",
+            f"{run.fastest['bubble_rate']:.1%}",
         )
     return table
 
 
-def _draw(runs: list[Run], path: Path) -> None:
-    from megatron.pipeline.training.trace import read_median_trace
-    from megatron.pipeline.view.picture import draw
-
-    timelines = {}
-    for run in runs:
-        timeline = read_median_trace(str(run.traces), _WARM_UP)
-        if timeline:
-            timelines[run.schedule] = timeline
-    draw(timelines, path, unit="s")
+def _note(args: argparse.Namespace, cores: int) -> str:
+    """How to read the table's times."""
+    planned = "planned: with a core or a GPU for every rank; F, B and W take equally long unless --pipeline-costs says otherwise."
+    if args.launcher or args.ranks <= cores:
+        return planned
+    return (
+        f"{planned}\nfastest s: {args.ranks} ranks share {cores} cores here, so these seconds say nothing about a cluster. "
+        "benchmarks/sleep_stages.py measures schedules on such a machine, with stages that sleep."
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from rich.progress import Progress
 
 def main(argv: Sequence[str]) -> int:
     """Prepare the data; returns the exit code: 0, or 2 when an input is wrong."""
+    warnings.filterwarnings("ignore", module="megatron.core")  # about optional packages; first of all, since flags import it
     args = _parse(argv)
-    warnings.filterwarnings("ignore", module="megatron.core")
     from megatron.pipeline.training import corpus
 
     console = Console(stderr=True)

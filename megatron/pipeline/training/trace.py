@@ -34,8 +34,9 @@ _MOST_JOINED = 4  # iterations of one picture: boxes of more are too narrow to t
 def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
     """Write the timeline of one iteration, and the one that its schedule has on paper.
 
-    That is at the costs that the pipeline was planned with, or where there are none at those of this very iteration, without
-    hops. Its memory is always at this iteration's.
+    The planned timeline uses the costs that the run knows. If it knows none, it uses the pass times of this iteration and hops
+    that take no time. Its memory is always this iteration's. ``makespan_bubble_rate`` is what the log says at the start: at the
+    known costs, or at equal ones.
     """
     schedule = pipeline.schedule_of(report)
     found = measured_costs(schedule, [report], report)
@@ -54,6 +55,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         "memory": report.memory,
         "planned": {
             "costs": "of all iterations" if pipeline.costs else "of this iteration",
+            "makespan_bubble_rate": simulate(schedule, pipeline.planned_costs).makespan_bubble_rate,
             "timeline": json.loads(planned.to_json()),
             "memory": memory,
         },
@@ -61,7 +63,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     measured_trace = to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
     planned_trace = to_trace(planned, schedule, memory=memory, name="planned", process=1)
     record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
-    path = Path(directory) / f"iteration_{iteration:07d}.json"
+    path = _path(directory, iteration)
     try:
         write_text(path, json.dumps(record))
     except OSError as error:
@@ -82,16 +84,14 @@ def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
     return json.loads(text), Timeline.from_json(text)
 
 
-def read_median_trace(directory: str, warm_up: int) -> Timeline | None:
-    """The timeline of the iteration whose span is the median of those written; None if there is none.
+def read_trace(directory: str, iteration: int) -> tuple[dict[str, Any], Timeline]:
+    """The record of an iteration whose trace was written, and its timeline."""
+    text = _path(directory, iteration).read_text()
+    return json.loads(text), Timeline.from_json(text)
 
-    Args:
-        warm_up: how many of the first do not count, where there are more.
-    """
-    paths = _written(directory)
-    timelines = [Timeline.from_json(path.read_text()) for path in paths[warm_up:] or paths]
-    timelines.sort(key=lambda timeline: timeline.span)
-    return timelines[(len(timelines) - 1) // 2] if timelines else None
+
+def _path(directory: str, iteration: int) -> Path:
+    return Path(directory) / f"iteration_{iteration:07d}.json"
 
 
 def _written(directory: str) -> list[Path]:
@@ -105,8 +105,9 @@ def draw_last_trace(directory: str) -> Path | None:
     if trace is None:
         return None
     record, timeline = trace
-    path = Path(directory) / f"iteration_{record['iteration']:07d}.png"
-    planned, measured = f"{record['schedule']}, planned", f"measured in iteration {record['iteration']}"
+    path = _path(directory, record["iteration"]).with_suffix(".png")
+    costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
+    planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
     try:
         _draw(record, timeline, planned, measured, path)
     except OSError as error:
