@@ -8,7 +8,8 @@ many processes as pipeline ranks, which share the machine's cores; 2 cores are e
 Every round runs one iteration of each schedule, so that whatever disturbs the machine disturbs all of them. Measured is the
 time from the start of the first pass on any rank to the end of the last pass on any rank; reported are medians over the
 rounds. It is divided by what the simulation says, once for messages that take no time and once for hops that take as long
-as one between two processes that slept before.
+as one between two processes that slept before. ``--picture FILE`` draws the fastest round of each schedule with the activation
+memory that its passes hold.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from rich.console import Console
 from rich.table import Table
 from sleeping import Interval, Sleeper
 
-from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.schedule.costs import uniform
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks, activation_profile, simulate
+from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.view.picture import draw
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()
 TORCHS = "1F1B Interleaved1F1B InterleavedZeroBubble ZBVZeroBubble DualPipeV".split()
@@ -50,6 +55,30 @@ def _makespan(passes: list[Interval]) -> float:
     return -(ends[0] + ends[1]).item()
 
 
+def timeline_of(schedule: Schedule, passes: list[Interval]) -> Timeline:
+    """All ranks' passes with the times at which they ran in the last iteration; a collective over the ranks."""
+    rows: list[list[Interval]] = [[] for _ in schedule.passes]
+    torch.distributed.all_gather_object(rows, passes)
+    timed = [
+        tuple(Timed(work, interval.start, interval.end) for work, interval in zip(row, intervals, strict=True))
+        for row, intervals in zip(schedule.passes, rows, strict=True)
+    ]
+    return Timeline(tuple(timed))
+
+
+def draw_fastest(contenders: list[Contender], fastest: dict[str, Timeline], path: str) -> None:
+    """Draw every contender's fastest round, with its activation memory in microbatches."""
+    timelines, memory = {}, {}
+    first = fastest[contenders[0].name].makespan
+    for contender in contenders:
+        timeline, costs = fastest[contender.name], uniform(contender.schedule.placement)
+        held = max(activation_peaks(contender.schedule, costs))
+        speed = f"{first / timeline.makespan:.2f} times as fast as {contenders[0].name}"
+        title = f"{contender.name}: {1000 * timeline.makespan:.0f} ms, {speed}, at most {held:g} microbatches on a rank"
+        timelines[title], memory[title] = timeline, activation_profile(contender.schedule, timeline, costs)
+    draw(timelines, path, memory, unit="s", memory_unit="microbatches")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see Ours in contenders.py")
@@ -57,20 +86,25 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--milliseconds", nargs=3, type=float, default=(40, 40, 40), metavar=("F", "B", "W"))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
+    parser.add_argument("--picture", metavar="FILE", help="draw the fastest round of each schedule, .png or .svg")
     options = parser.parse_args()
 
     sleeper, megatron = start(options.microbatches, options.milliseconds)
     times = megatron.times
-    contenders: list[Contender] = [Stock(chunks, megatron) for chunks in (1, 2)]
+    contenders: list[Contender] = [Stock(chunks, megatron) for chunks in options.stock]
     contenders += [Torch(name, times, options.microbatches, sleeper) for name in options.torchs]
     contenders += [Ours(name, megatron) for name in options.ours]
 
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    fastest: dict[str, Timeline] = {}
     for turn in range(options.rounds + 1):
         for contender in contenders:
             measured = iteration(contender, sleeper)
             if turn > 0:  # the first round connects the ranks
                 seconds[contender.name].append(measured)
+                if options.picture and measured == min(seconds[contender.name]):
+                    fastest[contender.name] = timeline_of(contender.schedule, sleeper.passes)
 
     if torch.distributed.get_rank() == 0:
         title = (
@@ -79,6 +113,8 @@ def main() -> None:
             f"hop {1000 * times.hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
         )
         Console(width=130).print(_table(title, contenders, seconds, times))
+        if options.picture:
+            draw_fastest(contenders, fastest, options.picture)
     torch.distributed.destroy_process_group()
 
 
