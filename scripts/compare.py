@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -129,11 +130,12 @@ def _train(schedule: str, log: Path, args: argparse.Namespace) -> int:
 
 def _table(runs: list[Run]) -> Table:
     reference = runs[0]
-    table = Table(title=f"after {len(reference.metrics)} iterations")
+    table = Table(title=f"after {len(reference.metrics)} iterations", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("schedule")
-    planned = "planned bubble", f"planned x {reference.schedule}"
-    for column in ("loss", "grad norm", f"against {reference.schedule}", "peak activation MiB", *planned, "fastest s", "bubble"):
-        table.add_column(column, justify="right")
+    planned = "planned\nbubble", f"planned\nx {reference.schedule}"
+    peak = "peak activation\nMiB by rank"
+    for column in ("loss", "grad norm", f"against {reference.schedule}", peak, *planned, "fastest\ns", "its\nbubble"):
+        table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         last = run.metrics[-1]
         table.add_row(
