@@ -26,7 +26,7 @@ from megatron.pipeline.schedule.transform import recompute
 from megatron.pipeline.view import Entry, Point, draw, draw_pareto, draw_robustness, page, render, write_page
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.pareto import frontier, label_places
-from megatron.pipeline.view.style import COLOURS, MEANING, number, shade
+from megatron.pipeline.view.style import COLOURS, MEANING, ink, number, shade
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
@@ -72,6 +72,21 @@ def test_a_picture_names_every_panel_and_number(tmp_path: Path) -> None:
         assert f"<!-- {label} -->" in text
     assert "BW  backward" not in text
     assert text.count("<!-- 2 -->") >= 2 * 2 * 3  # microbatch 2 of every rank and kind, in both panels
+
+
+@pytest.mark.parametrize("kind", COLOURS)
+def test_numbers_are_legible_on_every_colour(kind: Kind) -> None:
+    """Black digits once stood on dark blue. WCAG asks for a contrast of at least 3 for large or bold text."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    for chunk in range(4):
+        colour = shade(COLOURS[kind], chunk, 4)
+        low, high = sorted((luminance(colour), luminance(ink(colour))))
+        assert (high + 0.05) / (low + 0.05) > 3
 
 
 def test_a_wide_picture_leaves_the_numbers_out(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import COLOURS, MEANING, lanes, number, shade, typical_length
+from megatron.pipeline.view.style import COLOURS, INK, MEANING, ink, lanes, number, shade, typical_length
 
 if TYPE_CHECKING:
     import numpy
@@ -24,7 +24,6 @@ Intervals: TypeAlias = Sequence[Sequence[tuple[float, float]]]
 _IDLE = "#F1F1F1"
 _NEXT_IDLE = "#D9E4EE"  # of every second of several iterations
 _WAIT = "#BBA9C9"
-_INK = "#222222"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
 _LANES = 0.45  # by how much a row is taller that has copy lanes below its passes
@@ -99,7 +98,7 @@ def draw(
             top -= _CURVE + _GAP
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
-    axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=_FONT, color=_INK, labelpad=2)
+    axes[-1].set_xlabel(f"time ({unit or 'in the unit of the costs'})", fontsize=_FONT, color=INK, labelpad=2)
     _legend(figure, handles, total)
     figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
@@ -168,9 +167,9 @@ def _panel(
     every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     _plain(axes)
-    axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=_INK)
+    axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=INK)
     summary = consecutive.summary() if consecutive else _summary(timeline)
-    axes.text(1, 1.0, summary, transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=_INK)
+    axes.text(1, 1.0, summary, transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
 
 
 def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
@@ -191,8 +190,8 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
         for timed in passes:
             if numbers.fits(timed.end - timed.start):
                 middle = (timed.start + timed.end) / 2 - origin
-                text = numbers.text(title, timed)
-                axes.text(middle, (low + high) / 2, text, ha="center", va="center_baseline", fontsize=numbers.size, color=_INK)
+                text, colour = numbers.text(title, timed), ink(shade(COLOURS[timed.work.kind], timed.work.chunk, chunks))
+                axes.text(middle, (low + high) / 2, text, ha="center", va="center_baseline", fontsize=numbers.size, color=colour)
 
 
 def _paths(axes: Axes, passes: Sequence[Timed], bar: tuple[float, float], origin: float, chunks: int, numbers: _Numbers) -> None:
@@ -263,10 +262,10 @@ def _iterations(axes: Axes, consecutive: Consecutive, numbers: _Numbers) -> None
         left, right = ([time for time in begins[at] for _ in range(2)] for at in (index, index + 1))
         if not numbers.crowded(consecutive.timeline):
             axes.fill_betweenx(edges, left, right, facecolor=_NEXT_IDLE if index % 2 else _IDLE, linewidth=0, zorder=0.5)
-        axes.plot(left, edges, color=_INK, linewidth=1.3, solid_capstyle="butt", solid_joinstyle="miter", zorder=3)
+        axes.plot(left, edges, color=INK, linewidth=1.3, solid_capstyle="butt", solid_joinstyle="miter", zorder=3)
         room = (begins[index + 1][0] - left[0]) * numbers.points
         label = one.label(room / (0.6 * _FONT))
-        axes.text(left[0], -0.56, label, va="bottom", fontsize=_FONT, fontweight="bold", color=_INK)
+        axes.text(left[0], -0.56, label, va="bottom", fontsize=_FONT, fontweight="bold", color=INK)
 
 
 def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) -> None:
@@ -284,7 +283,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
     axes.set_yticks([0, top], ["0", f"{top:.4g}"])
-    axes.set_ylabel(f"memory ({unit})" if unit else "memory", fontsize=_FONT, color=_INK)
+    axes.set_ylabel(f"memory ({unit})" if unit else "memory", fontsize=_FONT, color=INK)
     if len(profile) <= 8:
         axes.legend(
             ncols=len(profile),
@@ -296,7 +295,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
         )
     else:
         note = f"from rank 0 (dark) to rank {len(profile) - 1} (light)"
-        axes.text(1, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=_FONT - 1, color=_INK)
+        axes.text(1, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=_FONT - 1, color=INK)
     _plain(axes)
 
 
@@ -354,7 +353,7 @@ def _legend(figure: Figure, handles: Sequence[Patch], total: float) -> None:
 def _plain(axes: Axes) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.tick_params(length=0, labelsize=_FONT, colors=_INK)
+    axes.tick_params(length=0, labelsize=_FONT, colors=INK)
 
 
 def _rgb(colour: str) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ MEANING = {
     Kind.D2H: "copy to host memory",
     Kind.H2D: "copy to the device",
 }
+INK = "#222222"
 LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white
 
 
@@ -44,6 +45,14 @@ def shade(colour: str, chunk: int, chunks: int) -> str:
     white = LIGHTEST * chunk / max(1, chunks - 1)
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
+
+
+def ink(colour: str) -> str:
+    """What is legible on a colour: white where it is dark (WCAG's relative luminance below 0.18), nearly black elsewhere."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#FFFFFF" if luminance < 0.18 else INK
 
 
 def number(work: Pass, splits: int = 1) -> str:
