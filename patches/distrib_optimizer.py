@@ -165,14 +165,15 @@ def _keeping_steps(original: Any) -> Any:
     from megatron.pipeline.training.optimizer_state import is_torch
 
     @functools.wraps(original)
+    @torch.no_grad()  # upstream forgets it for states by bucket: float32 weights are their own main parameters
     def set_states(self: Any, parameter: Any, tensors: Any) -> None:
-        group, index = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        if not is_torch(self.optimizer) or "step" not in state:
+        if not is_torch(self.optimizer):
             original(self, parameter, tensors)
             return
+        group, index = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         step = state.pop("step")
-        original(self, parameter, {name: tensor for name, tensor in tensors.items() if name != "step"})
+        original(self, parameter, tensors)
         state["step"] = step.clone()  # upstream has given all parameters one counter, which each of their updates would raise
 
     return set_states

@@ -2,8 +2,8 @@
 
 Each release gets an environment of its own under ``build/``, in which pip installs it and what it asks for (0.14 and 0.15: numpy
 below 2), over the packages of the environment that runs this script. There the patches are applied, and a few iterations of
-``configs/tiny.yaml`` must give the same numbers under our schedules as under stock, bit for bit, also when they
-resume from a checkpoint of the distributed optimizer whose buckets end in padding. ``--tests`` runs those of the model, the runtime
+``configs/tiny.yaml`` must give the same numbers under our schedules as under stock, bit for bit, also when they resume from a
+checkpoint of the distributed optimizer, buckets padded. ``--tests`` runs those of the model, the runtime
 and training there as well.
 """
 
