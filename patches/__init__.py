@@ -22,9 +22,16 @@ def install() -> None:
 
     with upstream.missing_names_explained():
         older_releases.install()  # the others are written for the newest release
-        from megatron.pipeline.patches import cpu, moe_experts, moe_utils, schedules, tensor_parallel_layers
+        from megatron.pipeline.patches import (
+            cpu,
+            distrib_optimizer,
+            moe_experts,
+            moe_utils,
+            schedules,
+            tensor_parallel_layers,
+        )
 
-        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules):
+        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, distrib_optimizer, schedules):
             patch.install()
 
 

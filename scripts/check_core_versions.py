@@ -2,8 +2,9 @@
 
 Each release gets an environment of its own under ``build/``, in which pip installs it and what it asks for (0.14 and 0.15: numpy
 below 2), over the packages of the environment that runs this script. There the patches are applied, and a few iterations of
-``configs/tiny.yaml`` must give the same numbers under our schedules as under stock, bit for bit. ``--tests`` runs those of the
-model, the runtime and training there as well.
+``configs/tiny.yaml`` must give the same numbers under our schedules as under stock, bit for bit, also when they resume from a
+checkpoint of the distributed optimizer, buckets padded. ``--tests`` runs those of the model, the runtime
+and training there as well.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RELEASES = ("0.14.0", "0.15.3", "0.16.1")  # the last of every minor release
 RANKS = 2
+_ITERATIONS = 3
 _TRAIN = (
-    "--mock-data --train-iters 3 --eval-iters 0 --log-interval 1 --clip-grad 0 "
+    f"--mock-data --train-iters {_ITERATIONS} --eval-iters 0 --log-interval 1 --clip-grad 0 "
     f"--pipeline-model-parallel-size {RANKS} --num-layers 4"
 )
 _SCHEDULES = ("stock", "zb-h1", "v-half")
 _ANOTHER_PLACEMENT = ("v-half",)  # the norm of the same gradients is added up in another order
+_SAVED = "v-half"  # by the distributed optimizer, with a bucket for every parameter: vectors of 64 elements are padded to 128
+_DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1 --save-interval 2 --save"
+_NOT_SAVED = ("0.14",)  # releases in which these checkpoints are refused
 _TESTS = (
     "tests/patches",
     "tests/model",
@@ -56,6 +61,9 @@ older_releases.install()
 import pytest
 sys.exit(pytest.main(sys.argv[1:]))
 """
+
+
+Steps = list[dict[str, Any]]
 
 
 class Failed(Exception):
@@ -118,26 +126,47 @@ def check(python: str, release: str) -> str:
     version, file = _run([python, "-W", "ignore", "-c", _PATCHES], "applying the patches").split()[-2:]
     if version != release:
         raise Failed(f"the environment has megatron-core {version} in {file}")
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = {schedule: _train(python, schedule, Path(folder) / schedule) for schedule in _SCHEDULES}
+    resumes = not release.startswith(_NOT_SAVED)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        saving = f"{_DISTRIBUTED} {folder / 'saved'}" if resumes else ""
+        metrics = {
+            schedule: _train(python, schedule, folder / schedule, saving if schedule == _SAVED else "") for schedule in _SCHEDULES
+        }
+        if resumes:
+            (folder / "saved" / "latest_checkpointed_iteration.txt").write_text("2")
+            resumed = _train(python, _SAVED, folder / "resumed", f"{saving} --load {folder / 'saved'}")
+            _compare(f"{_SAVED} resumed", resumed, "uninterrupted", metrics[_SAVED][2:])
     stock = metrics.pop("stock")
     for schedule, steps in metrics.items():
-        for key in ("loss",) if schedule in _ANOTHER_PLACEMENT else ("loss", "grad_norm"):
-            ours, theirs = ([step[key] for step in found] for found in (steps, stock))
-            if ours != theirs or len(ours) != 3:
-                raise Failed(f"{key} under {schedule} {ours}, under stock {theirs}")
-    return f"patches applied; {' and '.join(metrics)} train as stock does: losses {[step['loss'] for step in stock]}"
+        _compare(schedule, steps, "stock", stock, ("loss",) if schedule in _ANOTHER_PLACEMENT else ("loss", "grad_norm"))
+    found = f"patches applied; {' and '.join(metrics)} train as stock does: losses {[step['loss'] for step in stock]}"
+    return f"{found}; {_SAVED} resumes" if resumes else found
 
 
-def _train(python: str, schedule: str, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of every iteration."""
+def _compare(name: str, steps: Steps, other: str, expected: Steps, keys: Sequence[str] = ("loss", "grad_norm")) -> None:
+    for key in keys:
+        found, wanted = ([step[key] for step in run] for run in (steps, expected))
+        if found != wanted:
+            raise Failed(f"{key} of {name} {found}, of {other} {wanted}")
+
+
+def _train(python: str, schedule: str, folder: Path, more: str = "") -> Steps:
+    """The metrics of every iteration.
+
+    Raises:
+        Failed: it fails, or ends before the last iteration.
+    """
     folder.mkdir()
     torchrun = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    flags = ["--config", str(ROOT / "configs/tiny.yaml"), *_TRAIN.split(), "--pipeline-schedule", schedule]
+    flags = ["--config", str(ROOT / "configs/tiny.yaml"), *_TRAIN.split(), "--pipeline-schedule", schedule, *more.split()]
     # The datasets' cache is of this folder: other releases may write another format.
     written = ["--metrics", str(folder / "metrics.jsonl"), "--data-cache-path", str(folder / "cache")]
     _run([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags, *written], f"training under {schedule}")
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if not steps or steps[-1]["iteration"] != _ITERATIONS:
+        raise Failed(f"training under {schedule} logged {steps}")
+    return steps
 
 
 def _run(command: Sequence[str], name: str, folder: Path | None = None) -> str:

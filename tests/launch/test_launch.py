@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 import sysconfig
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from launch import launched
 from pool import forked, free_port
 
@@ -69,6 +71,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
 @pytest.mark.parametrize(
     "flags",
     [
+        "stock --num-virtual-stages-per-pipeline-rank 4",
         "zb-h1",
         "v-half",
         "interleaved --num-layers-per-virtual-pipeline-stage 2",
@@ -117,6 +120,71 @@ def test_flags_are_refused_in_one_line_before_anything_starts(tmp_path: Path, fl
     assert codes == [2], output
     assert [line for line in output.splitlines() if line.startswith("mpipe launch: ") and words in line], output
     assert "Traceback" not in output
+
+
+def saved_by_bucket(directory: Path, **flags: object) -> Path:
+    """A checkpoint as Megatron-LM writes it by default, as far as it is read before anything starts."""
+    saved = {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers": 8,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+    }
+    iteration = directory / "iter_0000003"
+    iteration.mkdir(parents=True)
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    torch.save({"content_metadata": metadata, "args": Namespace(**saved | flags)}, iteration / "common.pt")
+    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (directory / "latest_checkpointed_iteration.txt").write_text("3")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [
+        ("v-half", {}),
+        ("v-half", {"virtual_pipeline_model_parallel_size": 2}),
+        ("zb-h1", {"virtual_pipeline_model_parallel_size": 2}),
+        ("zb-h1 --num-layers-in-first-pipeline-stage 3", {}),
+        ("zb-h1 --vocab-parallel 1", {}),
+        ("stock", {"pipeline_schedule": "zb-v"}),
+    ],
+)
+def test_state_by_bucket_of_another_placement_is_refused(tmp_path: Path, flags: str, saved: dict[str, object]) -> None:
+    checkpoint = saved_by_bucket(tmp_path / "saved", **saved)
+    flags = f"{SIZES} --train-iters 3 --use-distributed-optimizer --load {checkpoint} --pipeline-schedule {flags}"
+    codes, output, _ = run(tmp_path, STAND_IN, flags, ranks=2, started=1)
+    assert codes == [2], output
+    [line] = [line for line in output.splitlines() if line.startswith("mpipe launch: ")]
+    assert f"{checkpoint}/iter_0000003 has the distributed optimizer's state by bucket (dp_reshardable)" in line
+    assert "with --dist-ckpt-optim-fully-reshardable and --save" in line and "or give --no-load-optim" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "saved"),
+    [
+        ("zb-h1", {}),
+        ("interleaved --num-layers-per-virtual-pipeline-stage 2", {"virtual_pipeline_model_parallel_size": 2}),
+        ("v-half --no-load-optim", {}),
+        ("v-half --finetune", {}),
+    ],
+)
+def test_state_by_bucket_is_loaded_where_it_can_be(tmp_path: Path, stock: Steps, flags: str, saved: dict[str, object]) -> None:
+    """The stand-in itself loads nothing: it trains."""
+    checkpoint = saved_by_bucket(tmp_path / "saved", **saved)
+    flags = f"{SIZES} --train-iters 3 --use-distributed-optimizer --load {checkpoint} --pipeline-schedule {flags}"
+    assert [loss for loss, _ in launch(tmp_path, STAND_IN, flags)] == [loss for loss, _ in stock]
+
+
+def test_models_that_place_their_own_layers_are_refused(tmp_path: Path) -> None:
+    other = STAND_IN.with_name("pretrain_other.py")
+    codes, output, _ = run(tmp_path, other, f"{SIZES} --train-iters 3 --pipeline-schedule zb-h1", ranks=2)
+    assert codes == [2, 2], output
+    [line] = {line for line in output.splitlines() if line.startswith("mpipe launch: ")}
+    assert "megatron-core's GPTModel and its subclasses, and this script builds OtherModel" in line
 
 
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:

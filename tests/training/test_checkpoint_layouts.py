@@ -1,4 +1,4 @@
-"""A checkpoint written under one schedule, placement and layout goes on under any other, stock included."""
+"""A checkpoint written under one schedule, placement and layout goes on under any other, stock included; and at any size."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from pool import Pool
 from training.short_runs import metrics, train
+
+from megatron.pipeline.training import checkpoint
 
 FLAGS = "--split 100,0,0 --num-layers 8 --pipeline-model-parallel-size 2 --clip-grad 0"
 
@@ -53,3 +55,65 @@ def test_round_trip(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: st
     assert passed_on.keys() == uninterrupted.keys() and len(passed_on) > 10
     for name, numbers in uninterrupted.items():
         assert passed_on[name] == numbers, name
+
+
+DISTRIBUTED = "--use-distributed-optimizer --micro-batch-size 1 --global-batch-size 6 --train-iters 4"
+BUCKETS = "--overlap-grad-reduce --ddp-bucket-size 1"
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]:
+    """Train on this rank; returns the error message, and how much padding stands before the last bucket of any buffer.
+
+    Args:
+        as_upstream: parameters are saved from where upstream's function finds them.
+    """
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.pipeline.patches import distrib_optimizer
+
+    mended, found = DistributedOptimizer.sharded_param_state_fully_reshardable, [0]
+
+    def cut(self: Any, *args: Any, **options: Any) -> Any:
+        found.extend(distrib_optimizer.padding_before(buffer)[-1] for buffer in self.buffers)
+        return (mended.__wrapped__ if as_upstream else mended)(self, *args, **options)
+
+    DistributedOptimizer.sharded_param_state_fully_reshardable = cut
+    try:
+        return train(flags), max(found)
+    finally:
+        DistributedOptimizer.sharded_param_state_fully_reshardable = mended
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (3, f"{BUCKETS} --num-layers 2"),
+        (6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40"),
+        (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40 {UNTIED} {BUCKETS} --bf16"),
+        (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule stock --hidden-size 40 {UNTIED} {BUCKETS}"),
+    ],
+    ids=["3-replicas-buckets", "3-replicas-line-tied", "v-tied", "v-untied-buckets-bf16", "stock-untied-buckets"],
+)
+def test_sizes_at_which_buckets_end_in_padding(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
+    """Resumed training is the uninterrupted one's."""
+    flags = f"{data} {DISTRIBUTED} {flags}"
+    saving = f"{flags} --save {tmp_path}/saved --save-interval 2 --metrics {tmp_path}/whole.jsonl"
+    whole = pool.run(ranks, train_with_buckets, saving)
+    assert [error for error, _ in whole] == [""] * ranks
+    assert max(padding for _, padding in whole) > 0
+    (tmp_path / "saved" / checkpoint.TRACKER).write_text("2")
+    assert pool.run(ranks, train, f"{flags} --load {tmp_path}/saved --metrics {tmp_path}/resumed.jsonl") == [""] * ranks
+    assert metrics(tmp_path / "resumed.jsonl") == metrics(tmp_path / "whole.jsonl")[2:]
+
+
+def test_what_upstream_saves_wrong_is_refused(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} {DISTRIBUTED} {BUCKETS} --num-layers 2"
+    saved = pool.run(3, train_with_buckets, f"{flags} --exit-interval 2 --save {tmp_path}/saved", as_upstream=True)
+    assert [error for error, _ in saved] == [""] * 3
+    for error in pool.run(3, train, f"{flags} --load {tmp_path}/saved"):
+        assert "optimizer state is not that of its weights" in error and "give --no-load-optim" in error
+    assert pool.run(3, train, f"{flags} --load {tmp_path}/saved --no-load-optim") == [""] * 3

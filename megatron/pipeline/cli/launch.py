@@ -39,6 +39,12 @@ def main(arguments: Sequence[str]) -> int:
         return complain(f"{NAME}: {error}")
     try:
         run()  # what goes wrong in a script is told as Python does
+    except ValueError as error:
+        from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
+
+        if isinstance(error, SavedWrongError):
+            return complain(f"{NAME}: {error}")
+        raise
     finally:
         _end_readers()
     return 0

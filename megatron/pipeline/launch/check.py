@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from megatron.core.models.gpt import GPTModel
 
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
@@ -107,6 +108,19 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} {what}, and Megatron-LM's models would then draw other dropout masks: give "
             "--attention-dropout 0 --hidden-dropout 0, another schedule, or use the pretrain_gpt.py of megatron.pipeline"
+        )
+
+
+def check_model(model: object, pipeline: Pipeline) -> None:
+    """Refuse models that do not take their layers from the placement.
+
+    Raises:
+        ValueError: the script has built another model than megatron-core's GPTModel.
+    """
+    if not isinstance(model, GPTModel):
+        raise ValueError(
+            f"--pipeline-schedule {pipeline.name} places the layers of megatron-core's GPTModel and its subclasses, and this "
+            f"script builds {type(model).__name__}: take --pipeline-schedule stock"
         )
 
 

@@ -23,7 +23,8 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.pipeline.patches import language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 
-from megatron.pipeline.launch.check import check_flags, check_plan, complete, defaults_without_gpu, hidden
+from megatron.pipeline.launch import checkpoint
+from megatron.pipeline.launch.check import check_flags, check_model, check_plan, complete, defaults_without_gpu, hidden
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -38,7 +39,7 @@ from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.watchdog import Watchdog
 from megatron.pipeline.training.arguments import with_config
-from megatron.pipeline.training.config import microbatch_counts
+from megatron.pipeline.training.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.training.flags import OFF, add_new_flags
 from megatron.pipeline.training.planning import plan_pipeline
 from megatron.pipeline.training.program import FIRST_WORD
@@ -94,6 +95,8 @@ class Run:
             check_flags(args)
         if args.pipeline_schedule == STOCK:
             return original(args, *rest, **options)
+        if checkpoint.save_by_parameter(args) and os.environ.get("RANK", "0") == "0":
+            self._tell("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         with hidden(args):
             return original(args, *rest, **options)
 
@@ -102,6 +105,7 @@ class Run:
         with _refusing():
             self._ours = complete(args)
             self.pipeline = pipeline = plan_pipeline(self._ours)
+            checkpoint.check_placement(self._ours, pipeline.placement)
             if not pipeline.is_stock:
                 check_plan(self._ours, pipeline, microbatch_counts(self._ours))
                 layers = stage_layers(self._ours, pipeline.placement)
@@ -118,7 +122,9 @@ class Run:
     def configure(self, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
         """The transformer's configuration, cut by the placement."""
         if self._cut is None:
-            return original(args, *rest, **options)
+            config = original(args, *rest, **options)
+            config.deallocate_pipeline_outputs &= can_free_outputs(args.virtual_pipeline_model_parallel_size or 1)
+            return config
         cut = copy.copy(args)  # what is saved in checkpoints stays as the user gave it
         cut.pipeline_model_parallel_layout = self._cut
         cut.decoder_first_pipeline_num_layers = cut.decoder_last_pipeline_num_layers = None
@@ -145,6 +151,8 @@ class Run:
         def provide(pre_process: bool = True, post_process: bool = True, **given: Any) -> Any:
             stage = stages[len(models)]
             models.append(provider(pre_process=stage.first, post_process=stage.last, **given))
+            with _refusing():
+                check_model(models[-1], pipeline)
             if len(models) == len(stages):
                 self._complete(models, stages)
             return models[-1]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.training.atomic import UNFINISHED, sync, write_text
 from megatron.pipeline.training.flags import OFF
-from megatron.pipeline.training.optimizer_state import allocate_state, load_state
+from megatron.pipeline.training.optimizer_state import allocate_state
 from megatron.pipeline.training.state import Training
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -171,7 +171,7 @@ def load(args: Namespace, training: Training) -> Path | None:
     for key, chunk in _chunks(training):
         chunk.load_state_dict(found[key])
     if with_optimizer:
-        load_state(training.optimizer, found["optimizer"])
+        training.optimizer.load_state_dict(found["optimizer"])
         training.scheduler.load_state_dict(found["opt_param_scheduler"])
     else:
         training.optimizer.reload_model_params()

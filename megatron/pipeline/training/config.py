@@ -40,8 +40,7 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
         "pipeline_model_parallel_layout": PlacementLayout(stage_layers(args, placement), placement),
         "account_for_embedding_in_pipeline_split": False,  # the layout has taken account of both
         "account_for_loss_in_pipeline_split": False,
-        # megatron-core's interleaved schedule frees an output while gloo is still sending it.
-        "deallocate_pipeline_outputs": cuda or not interleaved,
+        "deallocate_pipeline_outputs": can_free_outputs(placement.chunks),
         # Only megatron-core's interleaved schedule reads these: with two ranks it needs separate sends and receives.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
@@ -65,6 +64,11 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
         and _installed("fused_weight_gradient_mlp_cuda"),
     }
     return TransformerConfig(**values)
+
+
+def can_free_outputs(chunks: int) -> bool:
+    """Whether megatron-core's schedules may free what they send: the interleaved one does so while gloo is still sending it."""
+    return torch.cuda.is_available() or chunks == 1
 
 
 def optimizer_config(args: Namespace) -> OptimizerConfig:

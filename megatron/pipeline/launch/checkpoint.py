@@ -1,0 +1,93 @@
+"""What a placement asks of Megatron-LM's checkpoints: that the state of its distributed optimizer does not belong to buckets.
+
+Megatron-LM saves this state by bucket, unless --dist-ckpt-optim-fully-reshardable is given. The buckets are those of a rank's
+layers, so that another placement cannot read them.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing import load_common_state_dict
+
+from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.runtime.pipeline import STOCK
+from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.training.flags import OFF
+
+_FLAG = "--dist-ckpt-optim-fully-reshardable"
+_BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")  # not by bucket
+_NOT_SAVED = {
+    "layer_redistribution": False,
+    "vocab_parallel": OFF,
+    "mtp_num_layers": None,
+    "pipeline_model_parallel_layout": None,
+}
+
+
+def save_by_parameter(args: Namespace) -> bool:
+    """Have the distributed optimizer's state saved so that any schedule can load it; returns whether this changes a flag."""
+    by_bucket = getattr(args, "dist_ckpt_optim_fully_reshardable", True) is False  # releases before 0.15 have no such flag
+    local = getattr(args, "non_persistent_ckpt_type", None) == "local"  # which upstream saves by bucket alone
+    changes = bool(args.use_distributed_optimizer and args.save and by_bucket and not local)
+    if changes:
+        args.dist_ckpt_optim_fully_reshardable = True
+    return changes
+
+
+def check_placement(args: Namespace, placement: Placement) -> None:
+    """Refuse a checkpoint whose optimizer state is by bucket, and of other layers on the ranks.
+
+    Args:
+        args: as our own program has them.
+        placement: of this run.
+
+    Raises:
+        ValueError: says what to do.
+    """
+    if not (args.load and args.use_distributed_optimizer) or args.finetune or args.no_load_optim:
+        return
+    path = _latest(args)
+    if path is None:
+        return
+    saved = load_common_state_dict(str(path))
+    kind = (saved.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    there = saved.get("args")
+    if kind is None or kind in _BY_PARAMETER or there is None or getattr(there, "no_save_optim", False):
+        return
+    schedule = getattr(there, "pipeline_schedule", STOCK)
+    if schedule == args.pipeline_schedule or _held(there) == _held(args, placement):
+        return
+    raise ValueError(
+        f"the checkpoint {path} has the distributed optimizer's state by bucket ({kind}), as the ranks held the layers under "
+        f"--pipeline-schedule {schedule}, and {args.pipeline_schedule} places them otherwise: run one iteration as before with "
+        f"{_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
+    )
+
+
+def _latest(args: Namespace) -> Path | None:
+    """The directory of the checkpoint that upstream will load, if it is one in torch's distributed format."""
+    root = Path(args.load)
+    try:
+        iteration = getattr(args, "ckpt_step", None) or int((root / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):  # none; or a release, of which the weights alone are loaded
+        return None
+    path = root / f"iter_{int(iteration):07d}"
+    return path if (path / "common.pt").is_file() and (path / "metadata.json").is_file() else None
+
+
+def _held(args: Namespace, placement: Placement | None = None) -> Any:
+    """What every rank holds: its stages, their layers, and its part of the vocabulary.
+
+    Args:
+        args: of this run, or those that upstream has saved, which lack our flags.
+        placement: None for that of megatron-core's own schedules.
+    """
+    given = Namespace(**_NOT_SAVED | vars(args))
+    if placement is None:
+        if getattr(given, "pipeline_schedule", STOCK) != STOCK:
+            return None
+        placement = interleaved(given.pipeline_model_parallel_size, given.virtual_pipeline_model_parallel_size or 1)
+    return placement, stage_layers(given, placement), given.vocab_parallel

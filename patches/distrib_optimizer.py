@@ -1,0 +1,179 @@
+"""megatron.core.optimizer.distrib_optimizer: checkpoints of the distributed optimizer.
+
+``DistributedOptimizer.sharded_param_state_fully_reshardable``: upstream joins buckets without the padding at their ends, and then
+cuts parameters out by offsets that count this padding, so that it saves everything behind the first padded bucket from the wrong
+place (mended in its pull request 5077, which no release up to 0.19.0 has). Here the offsets do not count the padding either.
+A release that is right about two small parameters is left alone.
+``DistributedOptimizer.load_parameter_state_from_fully_reshardable``: refuses a state that was saved so: its main parameters are
+not the model's weights.
+``DistributedOptimizer.sharded_state_dict``, ``_set_main_param_and_optimizer_states``: torch's own optimizers, which upstream
+takes where neither Transformer Engine nor apex is installed. Their state appears in the first step only, so it is made before it
+is loaded. It also counts the steps of every parameter: upstream saves this number with the groups of parameters, but looks for it
+among a checkpoint's tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.pipeline.patches import upstream
+
+# Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
+_RELATIVE, _ABSOLUTE = 2**-6, 2**-20
+
+
+class SavedWrongError(ValueError):
+    """A checkpoint's optimizer state is not that of its weights."""
+
+
+def install() -> None:
+    """Wrap the four, once.
+
+    Raises:
+        RuntimeError: a symbol is unknown, or upstream's function cannot be tried.
+    """
+    module = upstream.require(
+        "megatron.core.optimizer.distrib_optimizer",
+        ("DistributedOptimizer.sharded_state_dict", "DistributedOptimizer._set_main_param_and_optimizer_states"),
+    )
+    optimizer = module.DistributedOptimizer
+    if optimizer.sharded_state_dict.__module__ == __name__:
+        return
+    optimizer.sharded_state_dict = _with_states(optimizer.sharded_state_dict)
+    optimizer._set_main_param_and_optimizer_states = _keeping_steps(optimizer._set_main_param_and_optimizer_states)
+    if not hasattr(optimizer, "sharded_param_state_fully_reshardable"):  # before 0.15
+        return
+    load = optimizer.load_parameter_state_from_fully_reshardable
+    optimizer.load_parameter_state_from_fully_reshardable = _checked(load)
+    if _counts_padding(optimizer.sharded_param_state_fully_reshardable):
+        optimizer.sharded_param_state_fully_reshardable = _without_padding(optimizer.sharded_param_state_fully_reshardable)
+
+
+def _counts_padding(cut: Any) -> bool:
+    """Whether a release's function, given a parameter behind a bucket that ends in padding, reads it from the wrong place."""
+    first, second = torch.zeros(1), torch.zeros(1)
+    bucket = SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=1)
+    buffer = SimpleNamespace(buckets=[bucket, bucket], numel_unpadded=2, param_index_map={first: (0, 1, 0), second: (2, 3, 1)})
+    joined = {"param": torch.arange(3.0)}  # one more than there is, lest upstream warn
+    optimizer = SimpleNamespace(
+        buffers=[buffer],
+        gbuf_ranges=[{torch.float32: [{}, {}]}],
+        get_parameter_state_dp_zero=lambda **_: {0: {torch.float32: joined}},
+    )
+    model = {name: ShardedTensor.from_rank_offsets(name, data) for name, data in (("first", first), ("second", second))}
+    try:
+        found = cut(optimizer, model, metadata={})[1]["param"].data
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RuntimeError(
+            "DistributedOptimizer.sharded_param_state_fully_reshardable is not as the patch of its offsets knows it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return bool(found.item() != 1)
+
+
+def _without_padding(original: Any) -> Any:
+    @functools.wraps(original)
+    def cut(self: Any, *args: Any, **options: Any) -> Any:
+        with _offsets_without_padding(self.buffers):
+            return original(self, *args, **options)
+
+    cut.__module__ = __name__
+    return cut
+
+
+@contextmanager
+def _offsets_without_padding(buffers: list[Any]) -> Iterator[None]:
+    """For a time, parameters are where they are once the buckets are joined without the padding at their ends."""
+    given = [buffer.param_index_map for buffer in buffers]
+    for buffer in buffers:
+        before = padding_before(buffer)
+        buffer.param_index_map = {
+            parameter: (start - before[bucket], end - before[bucket], bucket)
+            for parameter, (start, end, bucket) in buffer.param_index_map.items()
+        }
+    try:
+        yield
+    finally:
+        for buffer, offsets in zip(buffers, given, strict=True):
+            buffer.param_index_map = offsets
+
+
+def padding_before(buffer: Any) -> list[int]:
+    """Of every bucket of a buffer: how many elements pad the ends of those before it."""
+    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buffer.buckets]
+    return list(accumulate(padding[:-1], initial=0))
+
+
+def _checked(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(self: Any, state_dict: dict[int, dict[str, Any]]) -> Any:
+        _check_saved_right(self, state_dict)
+        return original(self, state_dict)
+
+    return load
+
+
+def _check_saved_right(optimizer: Any, states: dict[int, dict[str, Any]]) -> None:
+    """Compare main parameters with the model's weights, which are loaded first.
+
+    Raises:
+        SavedWrongError: says what to do.
+    """
+    config = optimizer.config
+    if config.use_precision_aware_optimizer and config.store_param_remainders and config.bf16:
+        return  # what is saved then are the bits that the weights do not have
+    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
+    wrong = sum(not _agree(parameter.detach(), states[index]) for index, parameter in enumerate(parameters))
+    if wrong:
+        raise SavedWrongError(
+            f"the checkpoint's optimizer state is not that of its weights, for {wrong} of the {len(parameters)} parameters of a "
+            "rank: megatron-core without its pull request 5077 saves the distributed optimizer's state wrong where a bucket ends "
+            "in padding. The weights are right: give --no-load-optim, which starts the optimizer anew"
+        )
+
+
+def _agree(weights: torch.Tensor, state: dict[str, Any]) -> bool:
+    main = state["param"] if "param" in state else state["fp32_param"]
+    if type(weights) is not torch.Tensor:  # quantised
+        return True
+    main = main.to(weights.device).reshape(weights.shape)
+    # The rows by which the vocabulary's padding has grown since then are in no checkpoint: zeros.
+    return bool(torch.all((main == 0) | torch.isclose(main.float(), weights.float(), rtol=_RELATIVE, atol=_ABSOLUTE)))
+
+
+def _with_states(original: Any) -> Any:
+    from megatron.pipeline.training.optimizer_state import allocate_state, is_torch
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
+        if is_loading and is_torch(self.optimizer) and not self.optimizer.state:
+            allocate_state(self)
+        return original(self, model_sharded_state_dict, is_loading, *args, **options)
+
+    sharded_state_dict.__module__ = __name__
+    return sharded_state_dict
+
+
+def _keeping_steps(original: Any) -> Any:
+    from megatron.pipeline.training.optimizer_state import is_torch
+
+    @functools.wraps(original)
+    @torch.no_grad()  # upstream forgets it for states by bucket: float32 weights are their own main parameters
+    def set_states(self: Any, parameter: Any, tensors: Any) -> None:
+        if not is_torch(self.optimizer):
+            original(self, parameter, tensors)
+            return
+        group, index = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+        step = state.pop("step")
+        original(self, parameter, tensors)
+        state["step"] = step.clone()  # upstream has given all parameters one counter, which each of their updates would raise
+
+    return set_states
