@@ -94,8 +94,7 @@ def save(args: Namespace, training: Training) -> Path:
             dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
-            summary = {"model": model_flags(args), "schedule": schedule_flags(args)}
-            write_text(unfinished / SUMMARY, json.dumps(summary, indent=2))
+            write_text(unfinished / SUMMARY, json.dumps(_summary(args, training), indent=2))
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
         torch.distributed.barrier()
@@ -115,13 +114,24 @@ def _reason(error: BaseException) -> str:
 
 
 def load(args: Namespace, training: Training) -> Path | None:
-    """Go on from the newest checkpoint in ``--load``; a collective over all ranks. Returns its directory, if any.
+    """Go on from the checkpoint in ``--load``; a collective over all ranks. Returns its directory, if there is one.
 
-    ``check`` must have accepted it.
+    ``checkpoint_files.check`` must have accepted it.
+
+    Raises:
+        RuntimeError: it does not fit all the same.
     """
     path = find(args.load) if args.load else None
     if path is None:
         return None
+    try:
+        _load(args, training, path)
+    except (Exception, CheckpointException) as error:
+        raise RuntimeError(f"the checkpoint {path} could not be loaded ({_reason(error)})") from error
+    return path
+
+
+def _load(args: Namespace, training: Training, path: Path) -> None:
     with_optimizer = not (args.finetune or args.no_load_optim)
     if with_optimizer:
         allocate_state(training.optimizer)
@@ -137,9 +147,8 @@ def load(args: Namespace, training: Training) -> Path | None:
         training.optimizer.reload_model_params()
     if not args.finetune:
         training.iteration = found["iteration"]
-        # Those that were saved before there were arguments have the samples beside them.
+        # Checkpoints that have no arguments have the samples beside them.
         training.consumed_samples = found["args"].consumed_train_samples if "args" in found else found["consumed_samples"]
-    return path
 
 
 def _sharded_state(training: Training, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
@@ -167,6 +176,11 @@ def _gathered_parameters(args: Namespace, training: Training) -> Iterator[None]:
     if args.overlap_param_gather:
         for chunk in training.chunks:
             chunk.enable_forward_pre_hook()
+
+
+def _summary(args: Namespace, training: Training) -> dict[str, Any]:
+    progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
+    return progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
 
 
 def _common_state(args: Namespace, training: Training) -> dict[str, Any]:

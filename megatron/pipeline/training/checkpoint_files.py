@@ -1,7 +1,7 @@
 """Which checkpoint ``--load`` takes, what it says of itself, and whether the flags go with it: before anything starts.
 
-A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; the tracker file beside it names the one to go
-on from. Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in ``common.pt``.
+A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; a tracker file beside it names the one to take.
+Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in ``common.pt``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from argparse import Namespace
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,12 @@ _SCHEDULE_FLAGS = (
     "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters", "start_weight_decay", "end_weight_decay",
     "weight_decay_incr_style", "train_iters", "global_batch_size",
 )  # fmt: skip
+# Where they are in the state of the scheduler, which counts samples.
+_SCHEDULER = {
+    "lr": "max_lr", "min_lr": "min_lr", "lr_decay_style": "lr_decay_style", "start_weight_decay": "start_wd",
+    "end_weight_decay": "end_wd", "weight_decay_incr_style": "wd_incr_style",
+}  # fmt: skip
+_SCHEDULER_SAMPLES = {"lr_decay_iters": "lr_decay_steps", "lr_warmup_iters": "lr_warmup_steps", "train_iters": "wd_incr_steps"}
 # Flags of Megatron-LM that make another model of the same weights, and that this program does not have.
 _FOREIGN_FLAGS = (
     "rotary_interleaved", "use_rope_scaling", "rotary_seq_len_interpolation_factor", "no_rope_freq", "window_size",
@@ -74,6 +80,8 @@ def find(directory: str) -> Path | None:
     """
     root = Path(directory)
     tracker = root / TRACKER
+    if not _wrong(root):
+        raise ValueError(f"--load {root} is a checkpoint itself: give the directory that it is in")
     if not tracker.is_file():
         complete = _complete(root)
         return complete[max(complete)] if complete else None
@@ -85,7 +93,7 @@ def find(directory: str) -> Path | None:
         raise ValueError(f"{tracker} says {named[:20]!r}, which is no iteration{_instead(root)}")
     path = root / (_RELEASE if named == _RELEASE else name_of(int(named)))
     if not path.exists() and replaced(path).exists():
-        return replaced(path)  # a crash while one of the same iteration took its place
+        path = replaced(path)  # a crash while one of the same iteration took its place
     if wrong := _wrong(path):
         raise _damaged(path, wrong)
     return path
@@ -182,14 +190,11 @@ def _read(path: Path, args: Namespace) -> _Saved:
     Args:
         args: for flags that a Megatron-LM of another release does not have.
     """
-    try:
-        common = dist_checkpointing.load_common_state_dict(str(path))
-        metadata = FileSystemReader(path).read_metadata()
-        ends: dict[str, int] = {}
-        for part in metadata.storage_data.values():
-            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    except Exception as error:  # pickle has errors of every kind
-        raise _damaged(path, f"cannot be read ({reason(error)})") from None
+    common = _opened(path, "common.pt", lambda: dist_checkpointing.load_common_state_dict(str(path)))
+    metadata = _opened(path, ".metadata", lambda: FileSystemReader(path).read_metadata())
+    ends: dict[str, int] = {}
+    for part in metadata.storage_data.values():
+        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
     for file, end in ends.items():
         size = (path / file).stat().st_size if (path / file).exists() else 0
         if size < end:
@@ -206,6 +211,13 @@ def _read(path: Path, args: Namespace) -> _Saved:
         raise _damaged(path, f"does not say what model it is of: it has no {SUMMARY}, and common.pt no args")
     sharding = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", RESHARDABLE)
     return _Saved(model, schedule, common.get("optimizer"), sharding, metadata.state_dict_metadata)
+
+
+def _opened(path: Path, name: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception as error:  # pickle has errors of every kind
+        raise _damaged(path, f"is damaged: {name} cannot be read ({reason(error)})") from None
 
 
 def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -226,22 +238,10 @@ def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple
     state = common.get("opt_param_scheduler")
     if state is None:
         return model_flags(theirs), {}
-    # In samples, as the scheduler counts.
-    for name, samples in (
-        ("lr_decay_iters", "lr_decay_steps"),
-        ("lr_warmup_iters", "lr_warmup_steps"),
-        ("train_iters", "wd_incr_steps"),
-    ):
-        setattr(theirs, name, state[samples] / theirs.global_batch_size)
-    for name, value in (
-        ("lr", "max_lr"),
-        ("min_lr", "min_lr"),
-        ("lr_decay_style", "lr_decay_style"),
-        ("start_weight_decay", "start_wd"),
-        ("end_weight_decay", "end_wd"),
-        ("weight_decay_incr_style", "wd_incr_style"),
-    ):
-        setattr(theirs, name, state[value])
+    for name, key in _SCHEDULER.items():
+        setattr(theirs, name, state[key])
+    for name, key in _SCHEDULER_SAMPLES.items():
+        setattr(theirs, name, state[key] / theirs.global_batch_size)
     return model_flags(theirs), schedule_flags(theirs)
 
 
@@ -278,7 +278,7 @@ def _instead(root: Path, damaged: Path | None = None) -> str:
     """Which other checkpoint can be taken, and how."""
     others = [iteration for iteration, path in _complete(root).items() if path != damaged]
     if not others:
-        return f"; {root} has no other one: restore it, or give another --load"
+        return f"; {root} has no other: give another --load"
     return f"; to go on from iteration {max(others)}, write {max(others)} into {root / TRACKER}"
 
 
