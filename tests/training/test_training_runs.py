@@ -46,6 +46,68 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
     assert metrics(tmp_path / "parts.jsonl") == whole
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, "--use-distributed-optimizer"), (1, ""), (1, "--optimizer sgd")],
+    ids=["distributed-optimizer", "adam", "sgd"],
+)
+def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
+    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1"
+    assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl"))
+    whole = metrics(tmp_path / "whole.jsonl")
+    assert [norm is None for _, _, norm in whole[:2]] == [True, True] and whole[-1][2] is not None
+    parts = f"{flags} --metrics {tmp_path}/parts.jsonl --save {tmp_path}/saved --load {tmp_path}/saved"
+    assert ran(pool.run(ranks, train, f"{parts} --save-interval 1 --exit-interval 2"))
+    assert ran(pool.run(ranks, train, parts))
+    assert metrics(tmp_path / "parts.jsonl") == whole
+
+
+def test_a_dynamic_loss_scale_follows_a_constant_one(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --fp16 --save {tmp_path}/saved --load {tmp_path}/saved --metrics {tmp_path}/m.jsonl"
+    assert ran(pool.run(1, train, f"{flags} --loss-scale 1024 --exit-interval 2"))
+    assert ran(pool.run(1, train, f"{flags} --initial-loss-scale 1024"))
+    assert ran(pool.run(1, train, f"{data} --fp16 --loss-scale 1024 --metrics {tmp_path}/constant.jsonl"))
+    assert metrics(tmp_path / "m.jsonl") == metrics(tmp_path / "constant.jsonl")
+
+
+def test_a_checkpoint_of_megatrons_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
+    """One in its layout; tests/launch has those that Megatron-LM itself wrote."""
+    flags = f"{data} --eval-iters 1 --eval-interval 2 --clip-grad 0 --metrics {tmp_path}/{{}}.jsonl"
+    assert ran(pool.run(1, train, flags.format("whole")))
+    assert ran(pool.run(1, train, f"{flags.format('parts')} --save {tmp_path}/saved --exit-interval 2"))
+    pool.run(1, as_megatron_writes, str(tmp_path / "saved" / "iter_0000002"))
+    assert ran(pool.run(1, train, f"{flags.format('parts')} --load {tmp_path}/saved"))
+    parts, whole = ([step[:2] for step in metrics(tmp_path / name)] for name in ("parts.jsonl", "whole.jsonl"))
+    assert parts == whole and len(whole) == 6
+
+
+def as_megatron_writes(directory: str) -> None:
+    """Make one of our checkpoints like Megatron-LM's: without what it does not write, and with its values of some flags."""
+    import torch
+
+    path = Path(directory)
+    common = torch.load(path / "common.pt")
+    args = common["args"]
+    args.num_query_groups, args.add_qkv_bias, args.vocab_size = args.num_attention_heads, True, None
+    torch.save(common | {"rerun_state_machine": {"mode": "disabled"}}, path / "common.pt")
+    (path / "training.json").unlink()
+
+
+def test_an_error_that_says_nothing_is_named_when_a_checkpoint_fails(pool: Pool, data: str, tmp_path: Path) -> None:
+    assert ran(pool.run(1, train, f"{data} --save {tmp_path}/saved --exit-interval 1"))
+    (error,) = pool.run(1, train_with_a_broken_writer, f"{data} --save {tmp_path}/saved --exit-interval 2")
+    assert f"iter_0000002 could not be written (AssertionError in {__file__}:" in error
+    assert error.endswith(f"assert not state); the checkpoint {tmp_path}/saved/iter_0000001 is complete and unchanged")
+
+
+def train_with_a_broken_writer(flags: str) -> str:
+    def save(state: Any, *_: Any, **__: Any) -> None:
+        assert not state
+
+    with patch("megatron.pipeline.training.checkpoint.dist_checkpointing.save", save):
+        return train(flags)
+
+
 def test_another_pipeline_size_and_schedule_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
     """One rank's numbers are those of two: same weights, optimizer and samples."""
     saved = f"{data} --save {tmp_path}/saved"

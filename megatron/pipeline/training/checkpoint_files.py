@@ -1,6 +1,6 @@
 """Which checkpoint ``--load`` takes, what it says of itself, and whether the flags go with it: before anything starts.
 
-A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; a tracker file beside it names the one to take.
+A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; a tracker file beside names the one to take.
 Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in ``common.pt``.
 """
 
@@ -26,7 +26,7 @@ FORMAT = "torch_dist"
 RESHARDABLE = "fully_reshardable"  # of the distributed optimizer's: the one that another layout can read
 _RELEASE = "release"  # weights alone, in Megatron-LM
 _VOCABULARY = "the tokenizer's vocabulary"
-_LONGEST = 300  # characters of an error's words
+_LONGEST = 200  # characters of an error's words
 _PARTS = ("metadata.json", ".metadata", "common.pt")
 
 _MODEL_FLAGS = (
@@ -155,7 +155,7 @@ def reason(error: BaseException, frames: traceback.StackSummary | None = None) -
     Args:
         frames: where, if the error comes from another process and has lost that.
     """
-    words = " ".join(str(error).split())
+    words = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]  # torch's advice stands before that
     if words:
         return f"{type(error).__name__}: {words[:_LONGEST]}"
     where = frames or traceback.extract_tb(error.__traceback__)
