@@ -82,8 +82,9 @@ def cut(path: Path) -> None:
 
 
 def only(path: Path, *names: str) -> None:
-    """Leave empty files of these names alone."""
+    """Leave nothing but empty files of these names."""
     shutil.rmtree(path)
+    path.mkdir()
     for name in names:
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).touch()
@@ -93,7 +94,7 @@ def only(path: Path, *names: str) -> None:
     ("damage", "message"),
     [
         (shutil.rmtree, "is missing"),
-        (lambda path: (only(path, "a"), (path / "a").unlink()), "is empty"),
+        (only, "is empty"),
         (lambda path: (path / ".metadata").unlink(), "is damaged: .metadata missing"),
         (lambda path: (path / "common.pt").unlink(), "is damaged: common.pt missing"),
         (
