@@ -8,7 +8,7 @@ A release that is right about two small parameters is left alone.
 not the model's weights.
 ``DistributedOptimizer.sharded_state_dict``, ``_set_main_param_and_optimizer_states``: torch's own optimizers, which upstream
 takes where neither Transformer Engine nor apex is installed. Their state appears in the first step only, so it is made before it
-is loaded. It also counts the steps of every parameter: upstream saves this number with the groups of parameters, but looks for it
+is loaded, or saved before the first step that counts. It also counts the steps of every parameter: upstream saves this number with the groups of parameters, but looks for it
 among a checkpoint's tensors.
 """
 
@@ -153,7 +153,7 @@ def _with_states(original: Any) -> Any:
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
-        if is_loading and is_torch(self.optimizer) and not self.optimizer.state:
+        if is_torch(self.optimizer) and not self.optimizer.state:
             allocate_state(self)
         return original(self, model_sharded_state_dict, is_loading, *args, **options)
 

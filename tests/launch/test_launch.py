@@ -23,6 +23,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.launch.versions import Versions, version_in
 
 STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
+OWN = Path(__file__).parents[2] / "pretrain_gpt.py"
 CHECKOUT = os.environ.get("MEGATRON_LM")
 UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
 needs_upstream = pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM is not set: it names a checkout of Megatron-LM")
@@ -51,8 +52,11 @@ def run(
     """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms."""
     directory.mkdir(parents=True, exist_ok=True)
     port, output, metrics = free_port(), directory / "output", directory / "metrics.jsonl"
-    arguments = [*before.split(), str(script), *flags.split(), "--pipeline-model-parallel-size", "2", "--metrics", str(metrics)]
-    processes = [forked(launched.rank, number, ranks, port, output, arguments) for number in range(started or ranks)]
+    arguments = [*flags.split(), "--pipeline-model-parallel-size", "2", "--metrics", str(metrics)]
+    function = launched.own if script == OWN else launched.rank
+    if script != OWN:
+        arguments = [*before.split(), str(script), *arguments]
+    processes = [forked(function, number, ranks, port, output, arguments) for number in range(started or ranks)]
     for process in processes:
         process.join(timeout=300)
         process.kill()
@@ -258,6 +262,23 @@ def test_upstreams_own_script(tmp_path: Path) -> None:
     for steps in found.values():
         assert [loss for loss, _ in steps] == [loss for loss, _ in found["stock"]]
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in found["stock"]], rel=1e-6)
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_checkpoints_of_upstreams_own_script_and_of_ours_go_on_in_the_other(tmp_path: Path) -> None:
+    flags = f"{SIZES} {ON_UPSTREAM} "
+    theirs, ours = f"--save {tmp_path}/theirs --save-interval 1 --exit-interval 1", f"--save {tmp_path}/ours --exit-interval 3"
+    launch(tmp_path / "start", UPSTREAM, flags + theirs, before="--core pip")
+    whole = launch(tmp_path / "whole", UPSTREAM, f"{flags} --load {tmp_path}/theirs", before="--core pip")
+    here = launch(tmp_path / "here", OWN, f"{flags} --pipeline-schedule v-half --load {tmp_path}/theirs {ours}")
+    back = f"{flags} --pipeline-schedule zb-h1 --load {tmp_path}/ours"
+    codes, output, there = run(tmp_path / "there", UPSTREAM, back, 2, before="--core pip")
+    assert codes == [0, 0], output
+    assert [loss for loss, _ in (*here, *there)] == [loss for loss, _ in whole] and len(whole) == 4
+    assert "checkpoint version 3.0" in output
+    for warning in ("could not find arguments", "fixed query-key-values ordering", "not found in checkpoint args"):
+        assert warning not in output
 
 
 @needs_upstream

@@ -44,8 +44,8 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
             os.kill(os.getpid(), signal.SIGTERM)
         return real_run(self, may_be_ahead)
 
-    def save(*args: Any) -> None:
-        real_save(*args)
+    def save(*args: Any, **more: Any) -> None:
+        real_save(*args, **more)
         # What the writer makes of it; not an Exception.
         raise CheckpointException("write", {0: api._wrap_exception(OSError(28, "No space left on device"))})
 

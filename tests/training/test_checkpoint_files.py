@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.pipeline.schedule.placement import linear, v
-from megatron.pipeline.training import checkpoint
+from megatron.pipeline.training import checkpoint, checkpoint_files
 from megatron.pipeline.training.arguments import parse
+from megatron.pipeline.training.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
 from megatron.pipeline.training.validation import validate
+
+ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+SGD = {"wd_mult": 1.0, "lr": 1e-3, "momentum": 0.9}
 
 
 def flags(more: str = "") -> Namespace:
@@ -28,52 +36,142 @@ def flags(more: str = "") -> Namespace:
     return args
 
 
-def write(root: Path, iteration: int, name: str = "", **changes: Any) -> Path:
+def mixed_precision(group: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": {"state": {}, "param_groups": [group]}}
+
+
+def distributed(group: dict[str, Any]) -> dict[str, Any]:
+    return {"optimizer": {"param_groups": [group]}, "param_state_sharding_type": "fully_reshardable"}
+
+
+def write(root: Path, iteration: int, name: str = "", optimizer: Any = None, kept: str = "exp_avg", **common: Any) -> Path:
+    """A checkpoint as pretrain_gpt.py writes it, and as it has always written it where ``common`` has nothing.
+
+    Args:
+        optimizer: its state but for tensors; adam's in float32 unless given.
+        kept: what the optimizer keeps of every parameter.
+        common: what else common.pt has.
+    """
     directory = root / (name or f"iter_{iteration:07d}")
-    directory.mkdir(parents=True)
-    args = flags()
-    model, schedule = checkpoint._model(args), checkpoint._schedule(args)
-    summary = {"iteration": iteration, "optimizer": True, "model": model, "schedule": schedule} | changes
+    state = {f"optimizer.state.{kept}.weight": torch.zeros(8)} if kept else {}
+    torch_checkpoint.save({"weight": torch.zeros(8)} | state, checkpoint_id=directory, no_dist=True)
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    optimizer = {"state": {}, "param_groups": [ADAM]} if optimizer is None else optimizer
+    torch.save({"iteration": iteration, "consumed_samples": 0} | ({"optimizer": optimizer} if optimizer else {}) | common,
+               directory / "common.pt")  # fmt: skip
+    summary = {"iteration": iteration, "model": model_flags(flags()), "schedule": schedule_flags(flags())}
     (directory / "training.json").write_text(json.dumps(summary))
-    for part in (".metadata", "common.pt"):  # torch's, which check does not read
-        (directory / part).touch()
     return directory
+
+
+def refusal(given: str) -> str:
+    """The one line that refuses these flags."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        check(flags(given))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class Unknown:
+    """A class that no checkpoint may bring with it."""
+
+
+def cut(path: Path) -> None:
+    (file,) = path.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def only(path: Path, *names: str) -> None:
+    """Leave nothing but empty files of these names."""
+    shutil.rmtree(path)
+    path.mkdir()
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).touch()
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / ".metadata").unlink(), ".metadata missing"),
-        (lambda path: (path / "training.json").write_text("{}"), "training.json cannot be read"),
-        (lambda path: (path / "training.json").write_text('{"model": {"--num-la'), "training.json cannot be read"),
+        (shutil.rmtree, "is missing"),
+        (only, "is empty"),
+        (lambda path: (path / ".metadata").unlink(), "is damaged: .metadata missing"),
+        (lambda path: (path / "common.pt").unlink(), "is damaged: common.pt missing"),
+        (
+            lambda path: (path / ".metadata").write_bytes(b"not a pickle"),
+            "is damaged: .metadata cannot be read (UnpicklingError: ",
+        ),
+        (lambda path: (path / "common.pt").write_bytes(b""), "is damaged: common.pt cannot be read (EOFError in "),
+        (
+            lambda path: torch.save({"x": Unknown()}, path / "common.pt"),
+            "is damaged: common.pt cannot be read (UnpicklingError: ",
+        ),
+        (lambda path: next(path.glob("*.distcp")).unlink(), "is damaged: __0_0.distcp has 0 of "),
+        (cut, "is damaged: __0_0.distcp has "),
+        (lambda path: (path / "training.json").write_text("{}"), "is damaged: training.json cannot be read"),
+        (lambda path: (path / "training.json").write_text('{"model": {"--num-la'), "is damaged: training.json cannot be read"),
+        (lambda path: (path / "training.json").unlink(), "does not say what model it is of"),
+        (lambda path: (path / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "has the format zarr: --load reads"),
+        (lambda path: only(path, "mp_rank_00_000/model_optim_rng.pt"), "has the format torch: --load reads torch_dist"),
+        (lambda path: only(path, ".metadata", "__0_0.distcp"), "has the format torch_dcp or fsdp_dtensor: --load reads"),
     ],
 )
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: Any, message: str) -> None:
-    path = write(tmp_path, 10)
+def test_a_checkpoint_that_cannot_be_read_is_named_with_another_one(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    path = write(tmp_path, 20)
+    (tmp_path / TRACKER).write_text("20")
+    check(flags(f"--load {tmp_path}"))
     damage(path)
-    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {message}")):
-        checkpoint.check(flags(f"--load {tmp_path}"))
+    assert refusal(f"--load {tmp_path}").startswith(f"the checkpoint {path} {message}")
+    assert refusal(f"--load {tmp_path} --finetune").endswith(f"; {tmp_path} has no other: give another --load")
+    write(tmp_path, 10)
+    assert refusal(f"--load {tmp_path}").endswith(f"; to go on from iteration 10, write 10 into {tmp_path / TRACKER}")
+    (tmp_path / TRACKER).write_text("10")
+    check(flags(f"--load {tmp_path}"))
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    assert checkpoint.latest(str(tmp_path / "nowhere")) is None
-    checkpoint.check(flags(f"--load {tmp_path}"))
+    for directory in (tmp_path / "nowhere", tmp_path):
+        assert find(str(directory)) is None
+        check(flags(f"--load {directory}"))
+        expected = f"there is no checkpoint in {directory}, and --exit-on-missing-checkpoint is given"
+        assert refusal(f"--load {directory} --exit-on-missing-checkpoint") == expected
 
 
 def test_the_tracker_decides(tmp_path: Path) -> None:
     ten, twenty = write(tmp_path, 10), write(tmp_path, 20)
-    assert checkpoint.latest(str(tmp_path)) == twenty, "a crash before the tracker was written"
-    (tmp_path / checkpoint.TRACKER).write_text("10")
-    assert checkpoint.latest(str(tmp_path)) == ten
-    (tmp_path / checkpoint.TRACKER).write_text("30")
-    assert checkpoint.latest(str(tmp_path)) == twenty, "the tracker names what is not there"
+    assert find(str(tmp_path)) == twenty, "a crash before the tracker was written"
+    (tmp_path / TRACKER).write_text("10")
+    assert find(str(tmp_path)) == ten
+    (tmp_path / TRACKER).write_text("3rd\n")
+    expected = f"{tmp_path / TRACKER} says '3rd', which is no iteration; to go on from iteration 20, write 20 into"
+    assert refusal(f"--load {tmp_path}").startswith(expected)
+    assert latest(str(tmp_path)) is None
+    assert f"--load {ten} is a checkpoint itself: give the directory" in refusal(f"--load {ten}")
+
+
+def test_a_release_has_weights_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, 0, "release", optimizer={})
+    (tmp_path / TRACKER).write_text("release")
+    assert refusal(f"--load {tmp_path}") == (
+        f"the checkpoint {path} is a release, which has weights alone: give --finetune to start with them"
+    )
+    check(flags(f"--load {tmp_path} --finetune"))
 
 
 def test_unfinished_ones_do_not_count(tmp_path: Path) -> None:
     ten = write(tmp_path, 10)
     write(tmp_path, 20, "iter_0000020.incomplete")
     (tmp_path / "iter_0000030").mkdir()
-    assert checkpoint.latest(str(tmp_path)) == ten
+    assert find(str(tmp_path)) == ten
+
+
+def test_a_crash_while_one_takes_anothers_place(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("10")
+    old = write(tmp_path, 10, "iter_0000010.replaced.incomplete")
+    write(tmp_path, 10, "iter_0000010.incomplete")
+    assert find(str(tmp_path)) == old
 
 
 @pytest.mark.parametrize(
@@ -86,22 +184,50 @@ def test_unfinished_ones_do_not_count(tmp_path: Path) -> None:
 )
 def test_other_flags_are_refused(tmp_path: Path, given: str, message: str) -> None:
     write(tmp_path, 10)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        checkpoint.check(flags(f"--load {tmp_path} {given}"))
-    assert "\n" not in str(error.value)
+    assert message in refusal(f"--load {tmp_path} {given}")
 
 
 def test_another_schedule_of_the_learning_rate_can_be_chosen(tmp_path: Path) -> None:
     write(tmp_path, 10)
     for choice in ("--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler", "--finetune", "--no-load-optim"):
-        checkpoint.check(flags(f"--load {tmp_path} --lr 2e-3 {choice}"))
+        check(flags(f"--load {tmp_path} --lr 2e-3 {choice}"))
 
 
-def test_saved_without_the_optimizer(tmp_path: Path) -> None:
-    write(tmp_path, 10, optimizer=False)
-    with pytest.raises(ValueError, match="was saved with --no-save-optim"):
-        checkpoint.check(flags(f"--load {tmp_path}"))
-    checkpoint.check(flags(f"--load {tmp_path} --no-load-optim"))
+@pytest.mark.parametrize(
+    ("saved", "given", "message"),
+    [
+        ({}, "--bf16", "--bf16 or --fp16 False there and True here"),
+        ({}, "--use-distributed-optimizer", "--use-distributed-optimizer False there and True here"),
+        ({}, "--optimizer sgd", "--optimizer adam there and sgd here"),
+        ({}, "--adam-beta2 0.95", "--adam-beta2 0.999 there and 0.95 here"),
+        ({"optimizer": mixed_precision(ADAM)}, "", "--bf16 or --fp16 True there and False here"),
+        ({"optimizer": mixed_precision(ADAM)}, "--bf16", ""),
+        ({"optimizer": mixed_precision(ADAM)}, "--fp16", ""),
+        ({"optimizer": distributed(ADAM)}, "", "--use-distributed-optimizer True there and False here"),
+        ({"optimizer": distributed(ADAM)}, "--use-distributed-optimizer", ""),
+        ({"optimizer": distributed(ADAM)}, "--use-distributed-optimizer --fp16", ""),
+        ({"optimizer": {0: distributed(ADAM), 1: distributed(ADAM)}}, "--use-distributed-optimizer --bf16", ""),
+        ({"optimizer": mixed_precision(SGD), "kept": "momentum_buffer"}, "--bf16 --optimizer sgd", ""),
+        ({"optimizer": mixed_precision(SGD)}, "--bf16", "--optimizer sgd there and adam here"),
+        ({"optimizer": mixed_precision(SGD)}, "--bf16 --optimizer sgd --sgd-momentum 0", "--sgd-momentum 0.9 there and 0 here"),
+        ({"optimizer": {}}, "", "was saved with --no-save-optim"),
+        ({"optimizer": mixed_precision(ADAM), "kept": ""}, "--fp16", "was saved before the optimizer's first step"),
+        (
+            {"content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"}},
+            "--use-distributed-optimizer",
+            "in the form dp_reshardable, which fits one layout of ranks alone: save it once in Megatron-LM with "
+            "--dist-ckpt-optim-fully-reshardable",
+        ),
+    ],
+)
+def test_another_optimizer_is_refused(tmp_path: Path, saved: dict[str, Any], given: str, message: str) -> None:
+    write(tmp_path, 10, **saved)
+    if message:
+        assert re.search(f"{re.escape(message)}.*--no-load-optim, or with --finetune", refusal(f"--load {tmp_path} {given}"))
+    else:
+        check(flags(f"--load {tmp_path} {given}"))
+    for way_out in ("--no-load-optim", "--finetune"):
+        check(flags(f"--load {tmp_path} {given} {way_out}"))
 
 
 def test_what_an_older_release_cannot_read_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +237,56 @@ def test_what_an_older_release_cannot_read_back_is_refused(monkeypatch: pytest.M
             checkpoint.check_release(flags(more), v(2))
     for more, placement in (("", linear(2)), ("--untie-embeddings-and-output-weights", v(2))):
         checkpoint.check_release(flags(more), placement)
+
+
+def from_megatron(root: Path, **changes: Any) -> Path:
+    """A checkpoint as Megatron-LM 0.16.1 writes it under the flags of this file: nothing of ours, its arguments in common.pt.
+
+    Args:
+        changes: other arguments than it would have.
+    """
+    ours = vars(flags())
+    names = (*checkpoint_files._MODEL_FLAGS, *checkpoint_files._SCHEDULE_FLAGS, "make_vocab_size_divisible_by")
+    args = {name: ours[name] for name in names} | {
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "num_query_groups": 4,
+        "vocab_size": 256,
+        "padded_vocab_size": 384,
+        "tensor_model_parallel_size": 1,
+        "consumed_train_samples": 20,
+        "use_rope_scaling": False,
+        "window_size": None,
+    }
+    scheduler = {
+        "max_lr": 1e-3, "lr_warmup_steps": 0, "num_steps": 20, "lr_decay_style": "linear", "lr_decay_steps": 20, "min_lr": 0.0,
+        "start_wd": 0.01, "end_wd": 0.01, "wd_incr_style": "constant", "wd_incr_steps": 20,
+    }  # fmt: skip
+    path = write(root, 10, args=Namespace(**(args | changes)), checkpoint_version=3.0, opt_param_scheduler=scheduler)
+    (path / "training.json").unlink()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({}, "", ""),
+        ({}, "--add-qkv-bias", ""),
+        ({"tensor_model_parallel_size": 4, "padded_vocab_size": 512}, "", ""),
+        ({"padded_vocab_size": 512}, "", "the tokenizer's vocabulary of 512 with padding there and 257 here"),
+        ({"add_bias_linear": False}, "", "--disable-bias-linear True there and False here"),
+        ({"add_bias_linear": False}, "--disable-bias-linear --add-qkv-bias", ""),
+        ({"num_layers": 12}, "", "--num-layers 12 there and 8 here; give its values, or another --load"),
+        ({"use_rope_scaling": True}, "", "a model that this program does not have: --use-rope-scaling True"),
+        ({}, "--lr 2e-3", "--lr 0.001 there and 0.002 here; give its values, or decide with"),
+        ({}, "--train-iters 20", "--lr-decay-iters 10 there and 20 here, --train-iters 10 there and 20 here"),
+        ({}, "--train-iters 20 --override-opt_param-scheduler", ""),
+        ({}, "--bf16", "--bf16 or --fp16 False there and True here"),
+    ],
+)
+def test_megatrons_arguments_are_compared(tmp_path: Path, changes: dict[str, Any], given: str, message: str) -> None:
+    from_megatron(tmp_path, **changes)
+    if message:
+        assert message in refusal(f"--load {tmp_path} {given}")
+    else:
+        check(flags(f"--load {tmp_path} {given}"))

@@ -13,7 +13,7 @@ import pytest
 from pool import Pool
 from training.short_runs import batches, metrics, train
 
-from megatron.pipeline.training import checkpoint
+from megatron.pipeline.training import checkpoint_files
 
 
 def ran(errors: list[str]) -> bool:
@@ -46,6 +46,68 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
     assert metrics(tmp_path / "parts.jsonl") == whole
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [(2, "--use-distributed-optimizer"), (1, ""), (1, "--optimizer sgd")],
+    ids=["distributed-optimizer", "adam", "sgd"],
+)
+def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
+    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1"
+    assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl"))
+    whole = metrics(tmp_path / "whole.jsonl")
+    assert [norm is None for _, _, norm in whole[:2]] == [True, True] and whole[-1][2] is not None
+    parts = f"{flags} --metrics {tmp_path}/parts.jsonl --save {tmp_path}/saved --load {tmp_path}/saved"
+    assert ran(pool.run(ranks, train, f"{parts} --save-interval 1 --exit-interval 2"))
+    assert ran(pool.run(ranks, train, parts))
+    assert metrics(tmp_path / "parts.jsonl") == whole
+
+
+def test_a_dynamic_loss_scale_follows_a_constant_one(pool: Pool, data: str, tmp_path: Path) -> None:
+    flags = f"{data} --fp16 --save {tmp_path}/saved --load {tmp_path}/saved --metrics {tmp_path}/m.jsonl"
+    assert ran(pool.run(1, train, f"{flags} --loss-scale 1024 --exit-interval 2"))
+    assert ran(pool.run(1, train, f"{flags} --initial-loss-scale 1024"))
+    assert ran(pool.run(1, train, f"{data} --fp16 --loss-scale 1024 --metrics {tmp_path}/constant.jsonl"))
+    assert metrics(tmp_path / "m.jsonl") == metrics(tmp_path / "constant.jsonl")
+
+
+def test_a_checkpoint_of_megatrons_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
+    """One in its layout; tests/launch has those that Megatron-LM itself wrote."""
+    flags = f"{data} --eval-iters 1 --eval-interval 2 --clip-grad 0 --metrics {tmp_path}/{{}}.jsonl"
+    assert ran(pool.run(1, train, flags.format("whole")))
+    assert ran(pool.run(1, train, f"{flags.format('parts')} --save {tmp_path}/saved --exit-interval 2"))
+    pool.run(1, as_megatron_writes, str(tmp_path / "saved" / "iter_0000002"))
+    assert ran(pool.run(1, train, f"{flags.format('parts')} --load {tmp_path}/saved"))
+    parts, whole = ([step[:2] for step in metrics(tmp_path / name)] for name in ("parts.jsonl", "whole.jsonl"))
+    assert parts == whole and len(whole) == 6
+
+
+def as_megatron_writes(directory: str) -> None:
+    """Make one of our checkpoints like Megatron-LM's: without what it does not write, and with its values of some flags."""
+    import torch
+
+    path = Path(directory)
+    common = torch.load(path / "common.pt")
+    args = common["args"]
+    args.num_query_groups, args.add_qkv_bias, args.vocab_size = args.num_attention_heads, True, None
+    torch.save(common | {"rerun_state_machine": {"mode": "disabled"}}, path / "common.pt")
+    (path / "training.json").unlink()
+
+
+def test_an_error_that_says_nothing_is_named_when_a_checkpoint_fails(pool: Pool, data: str, tmp_path: Path) -> None:
+    assert ran(pool.run(1, train, f"{data} --save {tmp_path}/saved --exit-interval 1"))
+    (error,) = pool.run(1, train_with_a_broken_writer, f"{data} --save {tmp_path}/saved --exit-interval 2")
+    assert f"iter_0000002 could not be written (AssertionError in {__file__}:" in error
+    assert error.endswith(f"assert not state); the checkpoint {tmp_path}/saved/iter_0000001 is complete and unchanged")
+
+
+def train_with_a_broken_writer(flags: str) -> str:
+    def save(state: Any, *_: Any, **__: Any) -> None:
+        assert not state
+
+    with patch("megatron.pipeline.training.checkpoint.dist_checkpointing.save", save):
+        return train(flags)
+
+
 def test_another_pipeline_size_and_schedule_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
     """One rank's numbers are those of two: same weights, optimizer and samples."""
     saved = f"{data} --save {tmp_path}/saved"
@@ -65,7 +127,7 @@ def test_another_data_parallel_size_goes_on(pool: Pool, data: str, tmp_path: Pat
     flags = f"{data} --use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0"
     two_by_two = f"{flags} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 3"
     assert ran(pool.run(4, train, f"{two_by_two} --metrics {tmp_path}/whole.jsonl"))
-    (tmp_path / "saved" / checkpoint.TRACKER).write_text("3")
+    (tmp_path / "saved" / checkpoint_files.TRACKER).write_text("3")
     four = f"{flags} --pipeline-model-parallel-size 4 --load {tmp_path}/saved --metrics {tmp_path}/four.jsonl"
     assert ran(pool.run(4, train, four))
     whole, four_deep = metrics(tmp_path / "whole.jsonl")[3:], metrics(tmp_path / "four.jsonl")
@@ -77,7 +139,7 @@ def test_sigterm_saves_and_ends(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved"
     assert ran(pool.run(2, train, flags, terminate_at=2))
     assert [iteration for iteration, _, _ in metrics(tmp_path / "m.jsonl")] == [1, 2]
-    assert checkpoint.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
+    assert checkpoint_files.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
 
 
 def test_training_that_is_done_does_nothing(pool: Pool, data: str, tmp_path: Path) -> None:
@@ -90,17 +152,17 @@ def test_training_that_is_done_does_nothing(pool: Pool, data: str, tmp_path: Pat
 def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --load {tmp_path}/saved"
     assert ran(pool.run(2, train, f"{flags} --exit-interval 2"))
-    before = (tmp_path / "saved" / checkpoint.TRACKER).read_text()
+    before = (tmp_path / "saved" / checkpoint_files.TRACKER).read_text()
     errors = pool.run(2, train, f"{flags} --exit-interval 4", fail_while_saving=True)
     assert all("No space left on device" in error for error in errors)
     assert all(f"{tmp_path}/saved/iter_0000002 is complete and unchanged" in error for error in errors)
-    assert (tmp_path / "saved" / checkpoint.TRACKER).read_text() == before
+    assert (tmp_path / "saved" / checkpoint_files.TRACKER).read_text() == before
     assert (tmp_path / "saved" / "iter_0000004.incomplete").is_dir()
     assert ran(pool.run(2, train, f"{flags} --exit-interval 4"))
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "iter_0000002",
         "iter_0000004",
-        checkpoint.TRACKER,
+        checkpoint_files.TRACKER,
     ]
 
 

@@ -417,7 +417,9 @@ def _checkpoint(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--save", metavar="DIR", help="write checkpoints here: at the end, on SIGTERM, and every --save-interval")
     add("--save-interval", type=positive_int, help="iterations between checkpoints")
-    add("--load", metavar="DIR", help="go on from the checkpoint here; start anew when there is none")
+    add("--load", metavar="DIR", help="go on from the checkpoint here, of Megatron-LM too; start anew if there is none")
+    add("--exit-on-missing-checkpoint", action="store_true", help="end with exit code 2 if --load has no checkpoint")
+    add("--ckpt-format", default="torch_dist", choices=["torch_dist"], help="how checkpoints are written")
     add("--no-save-optim", action="store_true", help="do not save the optimizer")
     add("--no-load-optim", action="store_true", help="do not load the optimizer")
     add("--finetune", action="store_true", help="load the weights alone and start at iteration 0")

@@ -30,7 +30,7 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.watchdog import Watchdog
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.training import checkpoint
+from megatron.pipeline.training import checkpoint, checkpoint_files
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.data import Samples, check_data
 from megatron.pipeline.training.logging import Log
@@ -81,7 +81,7 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     check_slices(args, pipeline.splits)
     check_data(args, tokenizer.vocab_size)
     checkpoint.check_release(args, pipeline.placement)
-    checkpoint.check(args)
+    checkpoint_files.check(args)
     return args, tokenizer, pipeline
 
 
@@ -108,7 +108,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         loaded = checkpoint.load(args, training)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
-            log.line(first_words(args, pipeline, loaded))
+            for line in first_words(args, pipeline, loaded):
+                log.line(line)
             if log.writes:
                 for line in plan_in_words(args, pipeline):
                     log.line(line)
@@ -190,7 +191,7 @@ def _last_words(args: Namespace, log: Log) -> str:
     places = {
         "metrics": args.metrics,
         "TensorBoard log": args.tensorboard_dir,
-        "checkpoint": checkpoint.latest(args.save) if args.save else None,
+        "checkpoint": checkpoint_files.latest(args.save) if args.save else None,
         "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,
         "timeline picture": drawn,
         "picture of consecutive iterations": draw_consecutive(traces) if traces else None,

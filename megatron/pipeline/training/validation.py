@@ -365,8 +365,9 @@ def _check_outputs(args: Namespace) -> None:
 def _check_checkpoints(args: Namespace) -> None:
     if args.save_interval and not args.save:
         raise ValueError(f"--save-interval {args.save_interval} needs --save DIR")
-    if args.finetune and not args.load:
-        raise ValueError("--finetune needs --load DIR")
+    for flag, given in (("--finetune", args.finetune), ("--exit-on-missing-checkpoint", args.exit_on_missing_checkpoint)):
+        if given and not args.load:
+            raise ValueError(f"{flag} needs --load DIR")
 
 
 def _flag(name: str) -> str:

@@ -30,16 +30,17 @@ _WHEN = {
 }
 
 
-def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> str:
-    """What runs, and where it starts."""
+def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> list[str]:
+    """What runs, and where it starts; in lines."""
     sizes = (
         f"{args.tensor_model_parallel_size} tensor x {args.pipeline_model_parallel_size} pipeline x "
         f"{args.context_parallel_size} context x {args.data_parallel_size} data parallel"
     )
     words = f" schedule {pipeline.name} on {torch.distributed.get_world_size()} ranks ({sizes})"
     if loaded:
-        return f"{words}, going on from {loaded}"
-    return f"{words}, no checkpoint in {args.load}: starting anew" if args.load else words
+        return [f"{words}, going on from {loaded}"]
+    missing = [f" WARNING: no checkpoint in {args.load}: training starts from iteration 0 with new weights"] if args.load else []
+    return [words, *missing]
 
 
 def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
