@@ -8,8 +8,8 @@ A release that is right about two small parameters is left alone.
 not the model's weights.
 ``DistributedOptimizer.sharded_state_dict``, ``_set_main_param_and_optimizer_states``: torch's own optimizers, which upstream
 takes where neither Transformer Engine nor apex is installed. Their state appears in the first step only, so it is made before it
-is loaded, or saved before the first step that counts. It also counts the steps of every parameter: upstream saves this number with the groups of parameters, but looks for it
-among a checkpoint's tensors.
+is loaded, or saved before the first step that counts. It also counts the steps of every parameter: upstream saves it with
+the groups of parameters, but looks for it among a checkpoint's tensors.
 """
 
 from __future__ import annotations
