@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+import torch
 from pool import Pool
 
 from megatron.pipeline.runtime.vocabulary import noting
@@ -113,6 +114,21 @@ def evaluated(schedule: str, flags: tuple[str, ...]) -> list[float | None]:
         found.append(run.step(iteration, forward_only=True)[0])
         run.microbatches = 6
     return found
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("v-half", 4, 4), ("zb-h1", 2, 1)])
+def test_messages_that_start_in_batches(pool: Pool, schedule: str, ranks: int, microbatches: int) -> None:
+    """Others may need a message before they join a collective that its sender waits for."""
+    alone, together = (
+        pool.run(ranks, trained_and_evaluated, schedule, microbatches, posting, timeout=60) for posting in ("single", "batched")
+    )
+    assert together == alone
+
+
+def trained_and_evaluated(schedule: str, microbatches: int, posting: str) -> list[tiny_gpt.Step]:
+    flags = ("--num-layers", "8", "--vocab-parallel", "2", "--pipeline-p2p", posting)
+    run = tiny_gpt.Run(schedule, pp=torch.distributed.get_world_size(), microbatches=microbatches, flags=flags)
+    return [run.step(0), run.step(0, forward_only=True), run.step(1)]
 
 
 def test_batches_are_read_from_what_can_only_say_what_is_next() -> None:
