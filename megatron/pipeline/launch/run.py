@@ -23,7 +23,14 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.pipeline.patches import language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 
-from megatron.pipeline.launch.check import check_flags, check_plan, complete, defaults_without_gpu, hidden
+from megatron.pipeline.launch.check import (
+    check_flags,
+    check_plan,
+    complete,
+    defaults_without_gpu,
+    hidden,
+    wrong_in_megatron_core,
+)
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -93,6 +100,8 @@ class Run:
         with _refusing():
             check_flags(args)
         if args.pipeline_schedule == STOCK:
+            if (wrong := wrong_in_megatron_core(args)) and os.environ.get("RANK", "0") == "0":
+                self._tell(f"WARNING: {wrong}")
             return original(args, *rest, **options)
         with hidden(args):
             return original(args, *rest, **options)
