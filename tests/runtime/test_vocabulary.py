@@ -116,6 +116,17 @@ def evaluated(schedule: str, flags: tuple[str, ...]) -> list[float | None]:
     return found
 
 
+@pytest.mark.parametrize("variant", ["2", pytest.param("1", marks=WHOLE), pytest.param("interlaced", marks=WHOLE)])
+def test_every_order_on_one_placement_computes_the_same(pool: Pool, variant: str) -> None:
+    """A tied shard, too, to which T and IB add in the schedule's order."""
+    flags = ("--vocab-parallel", variant)
+    one, *others = (
+        pool.run(4, tiny_gpt.train, schedule, pp=4, microbatches=8, iterations=3, flags=flags)
+        for schedule in ("1f1b", "zb-h1", "zb-h2")
+    )
+    assert others == [one, one]
+
+
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("v-half", 4, 4), ("zb-h1", 2, 1)])
 def test_messages_that_start_in_batches(pool: Pool, schedule: str, ranks: int, microbatches: int) -> None:
     """Others may need a message before they join a collective that its sender waits for."""
