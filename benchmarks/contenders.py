@@ -22,7 +22,7 @@ from megatron.pipeline import patches
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict, run
 from megatron.pipeline.runtime.groups import new_group
 from megatron.pipeline.runtime.offload.offloading import Offloading
-from megatron.pipeline.runtime.p2p import Channels, Posting
+from megatron.pipeline.runtime.p2p import Channels
 from megatron.pipeline.runtime.pipeline import STOCK
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.vocabulary import Groups
@@ -31,6 +31,7 @@ from megatron.pipeline.schedule.costs import Costs, uniform
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, v
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.torch_csv import from_csv

@@ -20,6 +20,7 @@ from launch import launched
 from pool import forked, free_port
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
 
 STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
@@ -115,6 +116,10 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
         ("zb-w", "unknown schedule 'zb-w'"),
         ("zb-v --num-layers 7 --num-layers-per-virtual-pipeline-stage 2", "is not a multiple of 2 pipeline ranks x 2 layers"),
         ("v-half --pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
+        (
+            "zb-h1 --num-experts 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            "would reduce the experts' gradients over the wrong ranks; give --expert-tensor-parallel-size 2",
+        ),
         ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: [Errno 2] No such file"),
     ],
 )
@@ -189,6 +194,18 @@ def test_models_that_place_their_own_layers_are_refused(tmp_path: Path) -> None:
     assert codes == [2, 2], output
     [line] = {line for line in output.splitlines() if line.startswith("mpipe launch: ")}
     assert "megatron-core's GPTModel and its subclasses, and this script builds OtherModel" in line
+
+
+def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    sizes = {"num_experts": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1}
+    run = Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1"))
+    for parts in (1, 2, None):
+        args = Namespace(pipeline_schedule="stock", post_validation=False, expert_tensor_parallel_size=parts, **sizes)
+        run.validate(lambda given: given, args)
+        assert ("WARNING: --expert-tensor-parallel-size 1" in capsys.readouterr().out) == (parts == 1)
 
 
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:

@@ -171,7 +171,7 @@ def test_experts_without_tokens_are_heard_of(pool: Pool) -> None:
         ("--num-experts 2 --moe-grouped-gemm", "--bf16 and --disable-bias-linear"),
         ("--num-experts 2 --moe-router-enable-expert-bias", "--moe-router-score-function sigmoid"),
         ("--num-experts 2 --tensor-model-parallel-size 2", "--sequence-parallel"),
-        ("--num-experts 2 --tensor-model-parallel-size 2 --sequence-parallel", "--expert-tensor-parallel-size 1"),
+        ("--num-experts 2 --tensor-model-parallel-size 2 --sequence-parallel", "be cut into 2: give --disable-bias-linear"),
         ("--num-experts 2 --moe-layer-freq [1]*3", "lists 3 layers, but --num-layers is 4"),
         ("--num-experts 2 --moe-layer-freq [2]", "expected a number or a list"),
         ("--num-experts 2 --moe-layer-freq __import__", "expected a number or a list"),

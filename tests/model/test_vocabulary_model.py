@@ -228,13 +228,15 @@ def readiness(tied: bool) -> tuple[list[bool], float]:
     from megatron.pipeline.model.vocabulary.loss import Statistics
     from megatron.pipeline.model.vocabulary.output import OutputShard
     from megatron.pipeline.model.vocabulary.shard import VocabularyShard
+    from megatron.pipeline.model.vocabulary.tied import TiedGradient
 
     parallel_state.initialize_model_parallel()
     case = Case(count=1, batch=1, sequence=6)
 
     first, second = (torch.nn.Parameter(case.parameter(0).detach().clone()) for _ in range(2))
-    embedding = EmbeddingShard(first, case.shards, 0)
-    output = OutputShard(first if tied else second, case.shards, 0, case.loss, tied=tied)
+    together = TiedGradient() if tied else None
+    embedding = EmbeddingShard(first, case.shards, 0, tied=together)
+    output = OutputShard(first if tied else second, case.shards, 0, case.loss, tied=together)
     shard = VocabularyShard(case.shards, 0, case.loss, embedding, output)
     assert len(list(shard.parameters())) == (1 if tied else 2) and (output.weight is embedding.weight) == tied
     assert split_weights(shard) == []
@@ -244,6 +246,8 @@ def readiness(tied: bool) -> tuple[list[bool], float]:
     started: list[bool] = []
     for _iteration in range(2):  # DDP learns in the first what to expect
         model.zero_grad_buffer()
+        if together:
+            together.expect(microbatches=2)
         group = model.bucket_groups[0]
         for last in (False, True):
             group.is_last_microbatch = last

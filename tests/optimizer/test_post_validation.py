@@ -66,7 +66,7 @@ FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
         f"{FOUR} --pipeline-schedule zb-h2 --rampup-batch-size 4 4 60 --pipeline-p2p batched",
         f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
         f"--overlap-param-gather {FP16}",
-        f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --vocab-parallel 1 --hidden-dropout 0.1",
+        f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched",
     ],
 )
 def test_layouts_and_schedules(pool: Pool, data: str, flags: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import tiny_gpt
+import torch
 from pool import Pool
 
 from megatron.pipeline.runtime.vocabulary import noting
@@ -113,6 +114,32 @@ def evaluated(schedule: str, flags: tuple[str, ...]) -> list[float | None]:
         found.append(run.step(iteration, forward_only=True)[0])
         run.microbatches = 6
     return found
+
+
+@pytest.mark.parametrize("variant", ["2", pytest.param("1", marks=WHOLE), pytest.param("interlaced", marks=WHOLE)])
+def test_every_order_on_one_placement_computes_the_same(pool: Pool, variant: str) -> None:
+    """A tied shard, too, to which T and IB add in the schedule's order."""
+    flags = ("--vocab-parallel", variant)
+    one, *others = (
+        pool.run(4, tiny_gpt.train, schedule, pp=4, microbatches=8, iterations=3, flags=flags)
+        for schedule in ("1f1b", "zb-h1", "zb-h2")
+    )
+    assert others == [one, one]
+
+
+@pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("v-half", 4, 4), ("zb-h1", 2, 1)])
+def test_messages_that_start_in_batches(pool: Pool, schedule: str, ranks: int, microbatches: int) -> None:
+    """Others may need a message before they join a collective that its sender waits for."""
+    alone, together = (
+        pool.run(ranks, trained_and_evaluated, schedule, microbatches, posting, timeout=60) for posting in ("single", "batched")
+    )
+    assert together == alone
+
+
+def trained_and_evaluated(schedule: str, microbatches: int, posting: str) -> list[tiny_gpt.Step]:
+    flags = ("--num-layers", "8", "--vocab-parallel", "2", "--pipeline-p2p", posting)
+    run = tiny_gpt.Run(schedule, pp=torch.distributed.get_world_size(), microbatches=microbatches, flags=flags)
+    return [run.step(0), run.step(0, forward_only=True), run.step(1)]
 
 
 def test_batches_are_read_from_what_can_only_say_what_is_next() -> None:

@@ -12,6 +12,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
@@ -27,7 +28,7 @@ def test_every_schedule_lowers_to_programs_that_obey_the_rules(data: st.DataObje
     costs = data.draw(costs_of(schedule.placement))
     for each in (schedule, schedule.forward_only()):
         programs = lower(each, costs)
-        verify_programs(each, programs)
+        verify_programs(each, programs, Posting.BATCHED)
         _check_places(each, programs, simulate(each, costs).ranks)
 
 
@@ -75,7 +76,7 @@ def test_families_lower_for_any_shape(name: str) -> None:
             continue
         schedule = families.plan(name, ranks, microbatches)
         for cost in COSTS:
-            verify_programs(schedule, lower(schedule, uniform(schedule.placement, *cost)))
+            verify_programs(schedule, lower(schedule, uniform(schedule.placement, *cost)), Posting.BATCHED)
 
 
 def test_by_hand_a_receive_overlaps_the_pass_that_runs_when_its_tensor_is_sent() -> None:

@@ -21,6 +21,7 @@ from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.offload import host_peaks, moved, offload
 from megatron.pipeline.schedule.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved, linear
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.program import Compute, Copy, Operation, Program, Wait
 from megatron.pipeline.schedule.schedule import Schedule
@@ -101,7 +102,7 @@ def test_offloading_anything(case: tuple[Schedule, Costs], mode: Offload, share:
     schedule = offload(plain, costs, mode, host_limit=host_limit)
     verify(schedule)
     for each in (schedule, schedule.forward_only()):
-        verify_programs(each, lower(each, costs))
+        verify_programs(each, lower(each, costs), Posting.BATCHED)
     verify(schedule.forward_only(), forward_only=True)
     assert without_copies(schedule).passes == plain.passes
     assert offload(plain.forward_only(), costs, mode, host_limit=host_limit) == plain.forward_only()

@@ -20,6 +20,7 @@ from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.lower import gatherings, lower
 from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.placement import linear
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.schedule.program import Collective, Compute, Exchange, Join, Operation, Program, Send, Validate, Wait
 from megatron.pipeline.schedule.schedule import Schedule
@@ -61,7 +62,7 @@ def test_any_schedule_with_any_costs(data: st.DataObject) -> None:
     evaluation = schedule.forward_only()
     verify(evaluation, forward_only=True)
     for each in (schedule, evaluation, spread(stages.forward_only(), vocabulary, costs)):
-        verify_programs(each, lower(each, costs))
+        verify_programs(each, lower(each, costs), Posting.BATCHED)
     assert expected(schedule, costs, 0, draws=1).span == pytest.approx(float(simulate(schedule, costs).span))
 
 

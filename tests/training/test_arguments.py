@@ -110,6 +110,9 @@ def test_bad_flags(flags_given: str, message: str) -> None:
         parse(flags_given.split())
 
 
+EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
+
+
 @pytest.mark.parametrize(
     ("flags_given", "world_size", "message"),
     [
@@ -137,6 +140,16 @@ def test_bad_flags(flags_given: str, message: str) -> None:
         ("--pipeline-costs-cache costs.json", 4, "is where --pipeline-costs profile writes"),
         ("--distributed-backend nccl", 4, "needs a CUDA device"),
         ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+            4,
+            "2, or --expert-model-parallel",
+        ),
+        (
+            f"{EXPERTS} --expert-tensor-parallel-size 2",
+            4,
+            "gradients over the wrong ranks; give --expert-tensor",
+        ),
         ("--weight-decay-incr-style linear", 4, "needs --start-weight-decay and --end-weight-decay"),
     ],
 )

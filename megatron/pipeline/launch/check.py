@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import megatron.core
 import torch
 from megatron.core.models.gpt import GPTModel
 
@@ -15,7 +16,9 @@ from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.training.flags import CHUNK_FLAGS
 from megatron.pipeline.training.validation import check_new_flags, chunks_per_rank
-from megatron.pipeline.training.validation_experts import check_prediction
+from megatron.pipeline.training.validation_experts import check_prediction, experts_drift
+
+_EXPERTS_REDUCED = (0, 19)  # the first release that reduces all experts over the right ranks
 
 
 def check_flags(args: Namespace) -> None:
@@ -33,6 +36,8 @@ def check_flags(args: Namespace) -> None:
         )
     if args.pipeline_schedule == STOCK:
         return
+    if wrong := wrong_in_megatron_core(args):
+        raise ValueError(wrong)
     order = "relies on the order of megatron-core's own schedules"
     graphs = getattr(args, "cuda_graph_impl", "none") != "none" or getattr(args, "enable_cuda_graph", False)
     unsupported = {
@@ -54,6 +59,12 @@ def check_flags(args: Namespace) -> None:
     if graphs:
         raise ValueError(f"CUDA graphs: this {order}: switch them off, or take --pipeline-schedule stock")
     args.chunks = chunks_per_rank(args)
+
+
+def wrong_in_megatron_core(args: Namespace) -> str | None:
+    """What this release of megatron-core would train wrongly under any schedule, its own too; None if nothing is known."""
+    major, minor = map(int, megatron.core.__version__.split(".")[:2])
+    return experts_drift(args) if (major, minor) < _EXPERTS_REDUCED else None
 
 
 @contextmanager

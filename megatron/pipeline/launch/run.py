@@ -24,7 +24,15 @@ from megatron.pipeline.patches import language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.launch import checkpoint
-from megatron.pipeline.launch.check import check_flags, check_model, check_plan, complete, defaults_without_gpu, hidden
+from megatron.pipeline.launch.check import (
+    check_flags,
+    check_model,
+    check_plan,
+    complete,
+    defaults_without_gpu,
+    hidden,
+    wrong_in_megatron_core,
+)
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -94,6 +102,8 @@ class Run:
         with _refusing():
             check_flags(args)
         if args.pipeline_schedule == STOCK:
+            if (wrong := wrong_in_megatron_core(args)) and os.environ.get("RANK", "0") == "0":
+                self._tell(f"WARNING: {wrong}")
             return original(args, *rest, **options)
         if checkpoint.save_by_parameter(args) and os.environ.get("RANK", "0") == "0":
             self._tell("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")

@@ -173,6 +173,16 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
     mark_accumulated(weight)
 
 
+def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
+    """What gradients are added to: ``main_grad``, or ``grad`` where there is no DDP."""
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        return main_grad
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
 def mark_accumulated(weight: torch.nn.Parameter) -> None:
     """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
     weight.grad = weight.new_zeros(1).expand(weight.shape)

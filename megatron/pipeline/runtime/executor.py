@@ -14,6 +14,7 @@ from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.passes import Kind, Pass
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.posting import starts_posted
 from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
@@ -119,6 +120,7 @@ class Executor:
     def finish(self) -> None:
         """Run what follows the validation."""
         self._go_on()
+        self.links.start()
         for sending in self.links.unsent():
             self._at(sending)
             with self._recorder.wait(sending.message):
@@ -148,6 +150,8 @@ class Executor:
     def _go_on(self) -> None:
         for operation in self._operations:
             self._at(operation)
+            if starts_posted(operation):
+                self.links.start()
             match operation:
                 case Receive(message, peer):
                     self.links.receive(message, peer)
@@ -168,12 +172,10 @@ class Executor:
                 case Send(message, peer):
                     self._send(message, peer)
                 case Compute(work):
-                    self.links.start()
                     with self._around(work), self._recorder.measure(work):
                         self._compute(work)
                     self.links.sweep()
                 case Validate():
-                    self.links.start()
                     return
 
     def _start_copy(self, work: Pass) -> None:

@@ -10,28 +10,18 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 
 from megatron.pipeline.runtime.groups import new_group
+from megatron.pipeline.schedule.posting import UNFINISHED_SENDS, Posting
 from megatron.pipeline.schedule.program import Flow, Message, Send
 
 Tensors = list[torch.Tensor | None]
 Shape = Sequence[int]
 
-# gloo cannot say whether a send has completed, only wait for it. Waiting for the last but one holds few tensors and,
-# since programs cannot deadlock even if every send blocked, is always safe.
-_UNFINISHED_SENDS = 2
 _MOST_DIMENSIONS = 7  # of a tensor whose shape is sent before it
-
-
-class Posting(StrEnum):
-    """How the sends and receives that stand between two passes are started."""
-
-    SINGLE = "single"  # one by one: each can be waited for by itself
-    BATCHED = "batched"  # all of a direction together, as one NCCL launch
 
 
 @dataclass(frozen=True)
@@ -95,6 +85,8 @@ class _Receiving:
 class Links:
     """Posts sends and receives without blocking, and keeps their tensors until they are done. One iteration owns it.
 
+    Where posting is batched nothing moves before ``start``, which must come before anything is waited for.
+
     Args:
         channels: the groups of this pipeline.
         shapes: of the tensors that one received message of each flow carries; with variable lengths, how many there are.
@@ -145,7 +137,6 @@ class Links:
 
     def wait(self, message: Message) -> Tensors:
         """The tensors of a posted message, once they are here."""
-        self.start()
         receiving = self._posted.pop(message)
         if receiving.headers:
             self._post_up_to(receiving, self._peers.pop(message))
@@ -166,12 +157,12 @@ class Links:
         queue = self._sends[peer, message.flow]
         queue.append(_Sending(message, requests, [*tensors, *present], when_sent))
         self._unsent[message] = queue
-        if len(queue) > _UNFINISHED_SENDS and not self._polls:
+        if len(queue) > UNFINISHED_SENDS and not self._polls:
             self.start()
             self._finish_first(queue)
 
     def start(self) -> None:
-        """Start what was posted since the last time, where posting is batched. Called before every pass; waits call it too."""
+        """Start what was posted since the last time, where posting is batched: where ``starts_posted`` says so."""
         if not self._together:
             return
         for group in {id(operation.group): operation.group for operation, _ in self._together}.values():
@@ -192,7 +183,6 @@ class Links:
 
     def finish(self, message: Message) -> None:
         """Wait until a message has been sent, if it is still on its way."""
-        self.start()
         queue = self._unsent.get(message)
         while queue and message in self._unsent:
             self._finish_first(queue)

@@ -17,7 +17,7 @@ from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.runtime.p2p import Channels, Links, Posting
+from megatron.pipeline.runtime.p2p import Channels, Links
 from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.report import PendingReport, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.situation import Situation
@@ -28,6 +28,7 @@ from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.offload import offload
 from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
@@ -281,7 +282,7 @@ class Pipeline:
         Raises:
             ValueError: a schedule breaks a rule or exceeds the limit; nothing has changed then.
         """
-        plans = {(m, False): _prove(schedule, costs, memory_limit) for m, schedule in schedules.items()}
+        plans = {(m, False): _prove(schedule, costs, memory_limit, self._posting) for m, schedule in schedules.items()}
         self._plans |= plans
         self.costs, self._memory_limit = costs, memory_limit
 
@@ -332,7 +333,7 @@ class Pipeline:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         # Forwards alone keep nothing for a backward: the limit is for iterations that train.
         limit = None if forward_only else self._memory_limit
-        return _prove(schedule, self.planned_costs, limit, forward_only)
+        return _prove(schedule, self.planned_costs, limit, self._posting, forward_only)
 
     @property
     def planned_costs(self) -> Costs:
@@ -392,11 +393,11 @@ def _simulated_span(schedule: Schedule, costs: Costs) -> float:
     return simulate(schedule, costs).span
 
 
-def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, forward_only: bool = False) -> Plan:
+def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, posting: Posting, forward_only: bool = False) -> Plan:
     """The schedule with its programs, once both have been found right."""
     verify(schedule, costs, memory_limit, forward_only)
     programs = lower(schedule, costs)
-    verify_programs(schedule, programs)
+    verify_programs(schedule, programs, posting)
     return Plan(schedule, programs)
 
 

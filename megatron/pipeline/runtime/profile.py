@@ -111,11 +111,9 @@ def ping(links: Links, rank: int, placement: Placement) -> list[float]:
 
 
 def _ask(links: Links, peer: int) -> list[float]:
-    there, back = _messages()
-    for message in back:
-        links.receive(message, peer)
     seconds = []
-    for message, answer in zip(there, back, strict=True):
+    for message, answer in zip(*_messages(), strict=True):
+        _receive(links, answer, peer)
         began = _now()
         _send(links, message, peer, links.blank(message.flow))
         links.wait(answer)
@@ -126,10 +124,12 @@ def _ask(links: Links, peer: int) -> list[float]:
 
 def _answer(links: Links, peer: int) -> None:
     there, back = _messages()
-    for message in there:
-        links.receive(message, peer)
-    for message, answer in zip(there, back, strict=True):
-        _send(links, answer, peer, links.wait(message))
+    _receive(links, there[0], peer)
+    for number, answer in enumerate(back):
+        tensors = links.wait(there[number])
+        if answer is not back[-1]:
+            _receive(links, there[number + 1], peer)
+        _send(links, answer, peer, tensors)
         links.finish(answer)
 
 
@@ -137,6 +137,12 @@ def _messages() -> tuple[list[Message], list[Message]]:
     """There and back; the stage, which is none of the model's, only tells them apart."""
     there, back = ([Message(Flow.ACTIVATION, number, stage) for number in range(1 + _PINGS)] for stage in (-1, -2))
     return there, back
+
+
+def _receive(links: Links, message: Message, peer: int) -> None:
+    """Alone: of what starts together, NCCL says only when all of it is over."""
+    links.receive(message, peer)
+    links.start()
 
 
 def _send(links: Links, message: Message, peer: int, tensors: Tensors) -> None:

@@ -144,6 +144,8 @@ class VocabularyPasses:
     def __post_init__(self) -> None:
         model = unwrap_model(self.chunks[0])
         self._shard: VocabularyShard = model.vocabulary
+        if self._shard.tied and not self.forward_only:
+            self._shard.tied.expect(self.num_microbatches)
         self._reader = Reader(self.chunks[0])
         homes = [self.placement.home(stage) for stage in (0, self.placement.last_stage)]
         self._first, self._last = (rank == self.rank for rank, _ in homes)

@@ -110,3 +110,20 @@ def pass_of(operation: Operation) -> Pass | None:
 
 Operation: TypeAlias = Compute | Send | Receive | Join | Copy | Wait | Validate
 Program: TypeAlias = tuple[Operation, ...]
+
+
+def describe(operation: Operation | None) -> str:
+    """An operation in the words of messages."""
+    match operation:
+        case Send(message, peer):
+            return f"Send of the {message} to rank {peer}"
+        case Receive(message, peer):
+            return f"Receive of the {message} from rank {peer}"
+        case Join(collective):
+            return f"Join of the {collective}"
+        case Copy(work) | Wait(Pass() as work):
+            return f"{type(operation).__name__} {work}"
+        case Wait(awaited):
+            return f"Wait for the {awaited}"
+        case _:
+            return str(operation)

@@ -10,6 +10,7 @@ from typing import TypeAlias, TypeVar
 from megatron.pipeline.schedule.lanes import returning
 from megatron.pipeline.schedule.lower import Transfer, gatherings, transfers
 from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.program import (
     Collective,
     Compute,
@@ -22,16 +23,21 @@ from megatron.pipeline.schedule.program import (
     Send,
     Validate,
     Wait,
+    describe,
     pass_of,
 )
 from megatron.pipeline.schedule.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.verify_batches import batches_do_not_deadlock
 
 _Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
 _Item = TypeVar("_Item", Pass, Operation)
 
 
-def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
+def verify_programs(schedule: Schedule, programs: Sequence[Program], posting: Posting = Posting.SINGLE) -> None:
     """Check what a schedule was lowered to against every rule below.
+
+    Args:
+        posting: how the sends and receives will be started. Programs that are right for batches are right one by one.
 
     Raises:
         ScheduleError: a rule is broken; the message names the rank and the first operation that breaks it.
@@ -43,6 +49,8 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program]) -> None:
     ranks_agree_on_the_order_of_collectives(programs)
     pairs_agree_on_the_order(programs)
     nothing_deadlocks(programs)
+    if posting is Posting.BATCHED:
+        batches_do_not_deadlock(programs, schedule.placement)
     nothing_crosses_the_validation(schedule, programs)
 
 
@@ -69,9 +77,9 @@ def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Progra
             if isinstance(operation, Compute | Copy | Wait) and isinstance(operation[0], Pass):
                 work = operation[0]
                 if not isinstance(operation, Compute) and work not in planned:
-                    raise ScheduleError(f"rank {rank}: {_describe(operation)}, which the schedule does not have; remove it")
+                    raise ScheduleError(f"rank {rank}: {describe(operation)}, which the schedule does not have; remove it")
                 if (type(operation), work) in places:
-                    raise ScheduleError(f"rank {rank}: {_describe(operation)} comes twice; remove one")
+                    raise ScheduleError(f"rank {rank}: {describe(operation)} comes twice; remove one")
                 places[type(operation), work] = place
         for work in passes:
             if not work.kind.is_copy:
@@ -214,7 +222,7 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
             runnable += [rank, mine.peer]
     stuck = {rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)}
     if stuck:
-        places = "; ".join(f"rank {rank} in {_describe(operation)}" for rank, operation in stuck.items())
+        places = "; ".join(f"rank {rank} in {describe(operation)}" for rank, operation in stuck.items())
         raise ScheduleError(f"deadlock when sends, receives and collectives block until their peers join: {places}")
 
 
@@ -275,22 +283,6 @@ def _place(schedule: Schedule, places: _Places, name: str, transfer: Transfer, r
             f"needs it from {schedule.passes[sender][producer]} of rank {sender}"
         )
     return place[1]
-
-
-def _describe(operation: Operation | None) -> str:
-    match operation:
-        case Send(message, peer):
-            return f"Send of the {message} to rank {peer}"
-        case Receive(message, peer):
-            return f"Receive of the {message} from rank {peer}"
-        case Join(collective):
-            return f"Join of the {collective}"
-        case Copy(work):
-            return f"Copy {work}"
-        case Wait(Pass() as work):
-            return f"Wait {work}"
-        case _:
-            return str(operation)
 
 
 def _at(items: Sequence[_Item], index: int) -> _Item | None:

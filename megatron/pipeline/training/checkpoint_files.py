@@ -26,7 +26,7 @@ FORMAT = "torch_dist"
 RESHARDABLE = "fully_reshardable"  # of the distributed optimizer's: the one that another layout can read
 _RELEASE = "release"  # weights alone, in Megatron-LM
 _VOCABULARY = "the tokenizer's vocabulary"
-_LONGEST = 200  # characters of an error's words
+_LONGEST = 600  # characters of an error's words
 _PARTS = ("metadata.json", ".metadata", "common.pt")
 
 _MODEL_FLAGS = (

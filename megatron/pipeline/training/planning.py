@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
-from megatron.pipeline.runtime.p2p import Posting
 from megatron.pipeline.runtime.pipeline import ROUNDED_UP, STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
@@ -18,6 +17,7 @@ from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose,
 from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform, with_equal_copies
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.posting import Posting
 from megatron.pipeline.schedule.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text

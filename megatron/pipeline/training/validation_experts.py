@@ -39,16 +39,34 @@ def check_experts(args: Namespace, world_size: int) -> None:
         )
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ValueError("experts with --tensor-model-parallel-size above 1 need --sequence-parallel")
+    if drift := experts_drift(args):
+        raise ValueError(drift)
     if args.add_bias_linear and tensor > 1:
-        raise ValueError(
-            f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear or --expert-tensor-parallel-size 1"
-        )
+        whole = " or --expert-tensor-parallel-size 1" if parallel > 1 else ""
+        raise ValueError(f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear{whole}")
     if args.moe_grouped_gemm and args.transformer_impl == "local" and (args.add_bias_linear or not args.bf16):
         raise ValueError("--moe-grouped-gemm with --transformer-impl local needs --bf16 and --disable-bias-linear")
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise ValueError(f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}")
     _check_router(args, experts)
+
+
+def experts_drift(args: Namespace) -> str | None:
+    """Why megatron-core (up to 0.18) would train experts wrongly, and what to change; None where it does not.
+
+    It reduces the gradients of experts that no expert-parallel ranks share as those of dense layers: over the ranks that have the
+    same dense shard. Only if both are cut alike are these the ranks with the same expert shard. With fewer parts copies of one
+    expert drift apart, and with more parts gradients of different shards are added.
+    """
+    tensor, dense = args.expert_tensor_parallel_size, args.tensor_model_parallel_size
+    if args.num_experts is None or args.expert_model_parallel_size > 1 or tensor in (None, dense):
+        return None
+    return (
+        f"--expert-tensor-parallel-size {tensor} with --tensor-model-parallel-size {dense} and --expert-model-parallel-size 1: "
+        f"megatron-core would reduce the experts' gradients over the wrong ranks; give --expert-tensor-parallel-size {dense}, or "
+        "--expert-model-parallel-size above 1"
+    )
 
 
 def _check_router(args: Namespace, experts: int) -> None:

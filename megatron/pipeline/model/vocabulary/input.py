@@ -6,8 +6,9 @@ import torch
 
 from megatron.pipeline.model import weight_tasks
 from megatron.pipeline.model.sequence import gather, reduce_scatter
-from megatron.pipeline.model.split_linear import mark_accumulated
+from megatron.pipeline.model.split_linear import gradient_of, mark_accumulated
 from megatron.pipeline.model.vocabulary.layout import Shards
+from megatron.pipeline.model.vocabulary.tied import TiedGradient
 
 
 class EmbeddingShard(torch.nn.Module):
@@ -20,6 +21,7 @@ class EmbeddingShard(torch.nn.Module):
         tp_group: tensor-parallel ranks, each of which has another shard; None for no such ranks.
         reduce_scatter: sum over ``tp_group`` in IF, each rank getting a slice of the sequence, as megatron-core's embedding
             does under sequence parallelism without position embeddings.
+        tied: for a weight that is the output layer's too.
     """
 
     register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook
@@ -31,12 +33,14 @@ class EmbeddingShard(torch.nn.Module):
         index: int,
         tp_group: torch.distributed.ProcessGroup | None = None,
         reduce_scatter: bool = False,
+        tied: TiedGradient | None = None,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.shards = shards
         self.index = index
         self.sequence_group = tp_group if reduce_scatter else None
+        self.tied = tied
         weight_tasks.prepare(weight)
 
     @torch.no_grad()
@@ -74,14 +78,13 @@ class EmbeddingShard(torch.nn.Module):
             gradient = gradient.transpose(0, 1)
         rows, own = self._locate(tokens)
         weight = self.weight
-        total = getattr(weight, "main_grad", None)
-        if total is None:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-            total = weight.grad
-        total.index_add_(0, rows.flatten(), gradient.masked_fill(~own[..., None], 0).flatten(0, 1).to(total.dtype))
+        total = gradient_of(weight)
+        added_to = self.tied.of_input(total) if self.tied else total
+        added_to.index_add_(0, rows.flatten(), gradient.masked_fill(~own[..., None], 0).flatten(0, 1).to(total.dtype))
         if total is not weight.grad:
             mark_accumulated(weight)
+        if self.tied:
+            self.tied.added(total)
         weight_tasks.notify(weight)
 
     def _locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

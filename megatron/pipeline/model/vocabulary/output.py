@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 
 from megatron.pipeline.model import sequence, weight_tasks
-from megatron.pipeline.model.split_linear import accumulate
+from megatron.pipeline.model.split_linear import accumulate, gradient_of
 from megatron.pipeline.model.vocabulary.input import locate
 from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, enlarged
+from megatron.pipeline.model.vocabulary.tied import TiedGradient
 
 _ELEMENTS = 4 * 1024**2  # logits in float32 at a time: few enough to stay in a GPU's cache between kernels
 
@@ -32,7 +33,7 @@ class OutputShard(torch.nn.Module):
         logits_limit: bytes that the logits of this shard may take in float32 for a microbatch. If all tokens' would take more,
             S makes the logits of some tokens at a time and keeps none of them, and T makes them again: a fourth product for
             every three, for memory that does not grow with the vocabulary. At least one token's are made at a time.
-        tied: the weight is the embedding's, whose module owns, saves and reduces it.
+        tied: for a weight that is the embedding's, whose module owns, saves and reduces it.
     """
 
     register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook
@@ -48,9 +49,10 @@ class OutputShard(torch.nn.Module):
         tp_group: torch.distributed.ProcessGroup | None = None,
         sequence_parallel: bool = False,
         logits_limit: int | None = None,
-        tied: bool = False,
+        tied: TiedGradient | None = None,
     ) -> None:
         super().__init__()
+        self.tied = tied
         if tied:
             self.__dict__["weight"] = weight  # past torch.nn.Module, which would register it
         else:
@@ -209,6 +211,8 @@ class OutputPart:
                 gathering.wait()
             accumulate(layer.weight, logits, whole.flatten(0, 1)[piece])
         self._logits = None
+        if layer.tied:
+            layer.tied.added(gradient_of(layer.weight))
         weight_tasks.notify(layer.weight)
         if reduction is not None:
             reduction.wait()

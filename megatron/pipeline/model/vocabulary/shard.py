@@ -19,6 +19,7 @@ from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
 from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings
 from megatron.pipeline.model.vocabulary.output import OutputShard
+from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.runtime.device import this_device
 
 Initialize = Callable[[torch.Tensor], Any]
@@ -31,6 +32,7 @@ class VocabularyShard(torch.nn.Module):
         shards: how the vocabulary is cut.
         index: which shard this is.
         loss: settings of the loss.
+        tied: where embedding and output layer are one matrix, what adds up its gradient.
     """
 
     def __init__(self, shards: Shards, index: int, loss: LossSettings, embedding: EmbeddingShard, output: OutputShard) -> None:
@@ -40,6 +42,7 @@ class VocabularyShard(torch.nn.Module):
         self.loss = loss
         self.embedding = embedding
         self.output = output
+        self.tied = output.tied
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -117,7 +120,7 @@ def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequen
             del model.output_layer
         model.vocab_size = args.padded_vocab_size
         model.post_process = model.share_embeddings_and_output_weights = False
-    tied = not args.untie_embeddings_and_output_weights
+    tied = None if args.untie_embeddings_and_output_weights else TiedGradient()
     output = embedding if tied else initial(random.output_layer(config), config.init_method)
 
     loss = LossSettings(args.label_smoothing, args.z_loss)
@@ -126,7 +129,7 @@ def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequen
         shards,
         index,
         loss,
-        EmbeddingShard(embedding, shards, index, group, reduce_scatter),
+        EmbeddingShard(embedding, shards, index, group, reduce_scatter, tied),
         OutputShard(output, shards, index, loss, group, config.sequence_parallel, args.vocab_logits_limit, tied),
     )
 

@@ -1,0 +1,106 @@
+"""Messages that start in batches: the proof accepts what the runtime does, and rejects a runtime that forgets to start them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.costs import EQUAL_SHARDS, uniform
+from megatron.pipeline.schedule.lower import lower
+from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.placement import linear
+from megatron.pipeline.schedule.posting import Posting
+from megatron.pipeline.schedule.program import (
+    Compute,
+    Flow,
+    Message,
+    Operation,
+    Program,
+    Receive,
+    Send,
+    Validate,
+    Wait,
+)
+from megatron.pipeline.schedule.verify import ScheduleError, verify_programs
+from megatron.pipeline.schedule.verify_batches import batches_do_not_deadlock
+
+SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ("dualpipe", "chimera")]
+
+
+def programs_of(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary | None, evaluates: bool) -> tuple[Program, ...]:
+    costs = uniform(families.placement(name, ranks), hop=0.05)
+    if vocabulary:
+        costs = replace(costs, vocabulary=EQUAL_SHARDS)
+    schedule = families.plan(name, ranks, microbatches, costs, vocabulary=vocabulary)
+    schedule = schedule.forward_only() if evaluates else schedule
+    programs = lower(schedule, costs)
+    verify_programs(schedule, programs, Posting.BATCHED)
+    return programs
+
+
+@pytest.mark.parametrize(
+    ("name", "vocabulary"), [*((name, None) for name in families.FAMILIES), *itertools.product(SPREAD, Vocabulary)]
+)
+def test_no_family_deadlocks(name: str, vocabulary: Vocabulary | None) -> None:
+    for ranks, microbatches in ((2, 1), (2, 3), (4, 1), (4, 5), (8, 1), (8, 3)):
+        for evaluates in (False, True):
+            programs_of(name, ranks, microbatches, vocabulary, evaluates)
+
+
+def starts_before_passes_and_messages(operation: Operation) -> bool:
+    """A runtime that forgets that others may need messages before they join a collective."""
+    return isinstance(operation, (Compute, Validate)) or (isinstance(operation, Wait) and isinstance(operation[0], Message))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "evaluates"),
+    [("1f1b", 2, 1, False), ("zb-v", 4, 5, False), ("v-half", 4, 12, False), ("v-half", 4, 12, True), ("zb-h2", 8, 3, False)],
+)
+def test_messages_that_start_at_the_next_pass_only_are_a_deadlock(
+    name: str, ranks: int, microbatches: int, evaluates: bool
+) -> None:
+    programs = programs_of(name, ranks, microbatches, Vocabulary.ONE_BARRIER, evaluates)
+    with pytest.raises(
+        ScheduleError, match=r"^deadlock when messages start in batches: .*rank \d in Join of the .* among all ranks"
+    ):
+        batches_do_not_deadlock(programs, families.placement(name, ranks), starts_before_passes_and_messages)
+
+
+def test_the_message_has_the_circle() -> None:
+    programs = programs_of("1f1b", 2, 1, Vocabulary.ONE_BARRIER, False)
+    with pytest.raises(ScheduleError) as error:
+        batches_do_not_deadlock(programs, linear(2), starts_before_passes_and_messages)
+    assert str(error.value) == (
+        "deadlock when messages start in batches: rank 0 in Join of the output of microbatch 0 among all ranks, which waits for "
+        "rank 1; rank 1 in Wait for the activation of microbatch 0 from stage 0, which waits for rank 0"
+    )
+
+
+FIRST, SECOND, BACK = (Message(Flow.ACTIVATION, 0, 0), Message(Flow.ACTIVATION, 1, 0), Message(Flow.GRADIENT, 0, 1))
+ROUND_TRIP = (
+    (Send(FIRST, 1), Receive(BACK, 1), Wait(BACK), Send(SECOND, 1)),
+    (Receive(FIRST, 0), Receive(SECOND, 0), Wait(FIRST), Send(BACK, 0), Wait(SECOND)),
+)
+
+
+def test_a_batch_ends_as_a_whole() -> None:
+    """Rank 1 waits for the first message together with the second, which rank 0 sends once it has an answer."""
+    with pytest.raises(ScheduleError, match=r"rank 0 in Wait .*gradient.*; rank 1 in Wait .*microbatch 0.* waits for rank 0"):
+        batches_do_not_deadlock(ROUND_TRIP, linear(2))
+    apart = ROUND_TRIP[0], (ROUND_TRIP[1][0], Compute(Pass(Kind.W, 0)), *ROUND_TRIP[1][1:])
+    batches_do_not_deadlock(apart, linear(2))
+
+
+def test_batches_of_one_direction_follow_each_other() -> None:
+    """Rank 1 has begun to receive from rank 0, and cannot send on before that is over."""
+    other = Message(Flow.ACTIVATION, 0, 1)
+    waits = (Receive(other, 1), Wait(other))
+    sends = (Receive(FIRST, 0), Compute(Pass(Kind.W, 0)), Send(other, 2))
+    asks = (Receive(Message(Flow.GRADIENT, 0, 2), 2), Wait(Message(Flow.GRADIENT, 0, 2)), Send(FIRST, 1))
+    answers = (*waits, Send(Message(Flow.GRADIENT, 0, 2), 0))
+    with pytest.raises(ScheduleError, match=r"rank 0 in Wait .*; rank 2 in Wait .*; rank 1 in the end of its program"):
+        batches_do_not_deadlock((asks, sends, answers), linear(3))
+    batches_do_not_deadlock((asks, sends[2:] + sends[1:2] + sends[:1], answers), linear(3))
