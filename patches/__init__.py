@@ -22,9 +22,16 @@ def install() -> None:
 
     with upstream.missing_names_explained():
         older_releases.install()  # the others are written for the newest release
-        from megatron.pipeline.patches import cpu, moe_experts, moe_utils, schedules, tensor_parallel_layers
+        from megatron.pipeline.patches import (
+            cpu,
+            moe_experts,
+            moe_utils,
+            schedules,
+            tensor_parallel_layers,
+            transformer_block,
+        )
 
-        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules):
+        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, transformer_block, schedules):
             patch.install()
 
 
