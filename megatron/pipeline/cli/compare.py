@@ -25,12 +25,13 @@ from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.offload import gain
 from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, plain_table, wrote
+from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.view import Point, draw_pareto, draw_robustness
+from megatron.pipeline.view.table import plain_table
 
 _SUFFIXES = (".json", ".html", ".png", ".svg")
 

@@ -105,18 +105,6 @@ def unit_of(microbatches: bool) -> str:
     return " microbatches" if microbatches else ""
 
 
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> str:
-    """Columns under their heads: the first, and so many last ones, to the left; numbers to the right."""
-    lines = (heads, *rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, *range(len(heads) - words, len(heads))}
-
-    def cell(column: int, text: str) -> str:
-        return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
-
-    return "\n".join("  ".join(map(cell, range(len(heads)), line)).rstrip() for line in lines)
-
-
 def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "", after: str = "") -> None:
     """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text.
 

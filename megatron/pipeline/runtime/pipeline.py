@@ -28,7 +28,7 @@ from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.offload import offload
 from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved
-from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
@@ -75,6 +75,7 @@ class Pipeline:
         settings: Settings | None = None,
     ) -> None:
         self.name = schedule
+        self.notes: list[str] = []  # what planning has to say, for the log
         self.objective = objective
         self._ranks = ranks
         self._chunks = chunks
@@ -115,7 +116,7 @@ class Pipeline:
         else:
             self.placement = families.placement(schedule, ranks, chunks)
         if chunks is not None and chunks != self.placement.chunks:
-            raise ValueError(f"{schedule} has {self.placement.chunks} chunk(s) per rank, but the model is cut into {chunks}")
+            raise ChunksDoNotFit(f"{schedule} has {self.placement.chunks} chunk(s) per rank, got {chunks}")
 
     @property
     def splits(self) -> int:
