@@ -120,6 +120,8 @@ def test_bad_flags(flags_given: str, message: str) -> None:
         ("--global-batch-size 16 --rampup-batch-size 8 3 9", 1, "steps of 3 do not lead to --global-batch-size 16"),
         ("--tensor-model-parallel-size 8", 8, "--num-attention-heads 4 is not a multiple of --tensor-model-parallel"),
         ("--num-attention-heads 5", 4, "--hidden-size 64 is not a multiple of --num-attention-heads 5"),
+        ("--position-embedding-type rope --kv-channels 25", 4, "a head has 25 (--kv-channels, or --hidden-size / --num"),
+        ("--position-embedding-type rope --hidden-size 60", 4, "give an even --kv-channels, such as 16"),
         ("--max-position-embeddings 16", 4, "--max-position-embeddings 16 is less than --seq-length 32"),
         ("--min-lr 1", 4, "--min-lr 1.0 must be from 0 to --lr 0.001"),
         ("--lr-warmup-iters 10", 4, "the warm-up of 10 iterations must be shorter than --lr-decay-iters 10"),
