@@ -66,7 +66,7 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
             "zb-h1 --pipeline-costs COSTS",
             "costs.json has the costs of 4 stages, but zb-h1 cuts the model into 2 (2 ranks",
         ),
-        ("stock --pipeline-memory-limit 0.5", "--pipeline-memory-limit 0.5: stock is megatron-core's own schedule, which takes no"),
+        ("stock --pipeline-memory-limit 0.5", "0.5: stock is megatron-core's own schedule, which takes no limit: take"),
         (
             "v-half --num-layers-per-virtual-pipeline-stage 1",
             "v-half has 2 chunk(s) per rank, got 4 by --num-layers-per-virtual-pipeline-stage 1: leave that flag out",

@@ -25,6 +25,7 @@ from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, put
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
 from megatron.pipeline.schedule.exact import optimum
+from megatron.pipeline.training.flag_types import positive_int
 from megatron.pipeline.view.table import choice_table
 
 
@@ -46,9 +47,9 @@ def add(commands: Commands) -> None:
     )
     parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
     parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
-    parser.add_argument("--chunks", type=int, metavar="V", help="model chunks per rank (default: the family's)")
-    parser.add_argument("--splits", type=int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
-    parser.add_argument("--group", type=int, metavar="G", help="microbatches that a chunk runs in turn, for gis and gis-h")
+    parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
+    parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
+    parser.add_argument("--group", type=positive_int, metavar="G", help="microbatches a chunk runs in turn, for gis and gis-h")
     parser.add_argument(
         "--exact",
         nargs="?",

@@ -124,9 +124,10 @@ def check_output(options: argparse.Namespace) -> None:
     """Refuse to ``put`` a report into a file that is named as if it were something else, before any work is done.
 
     Raises:
-        ValueError: the file is not named .json or .txt.
+        ValueError: the file is not named .json or .txt, or its directory is not there.
     """
     path = options.output
+    _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
         raise ValueError(
             f"cannot write {path}: the file name must end in .json or .txt; from a .json file, mpipe export writes .csv and "
@@ -138,12 +139,18 @@ def check_suffix(path: str | None, suffixes: Sequence[str]) -> str | None:
     """The suffix of a file to write, if there is one to write.
 
     Raises:
-        ValueError: it is not one of those.
+        ValueError: it is not one of those, or the file's directory is not there.
     """
+    _check_directory(path)
     suffix = None if path is None else Path(path).suffix
     if suffix is not None and suffix not in suffixes:
         raise ValueError(f"cannot write {path}: the file name must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
     return suffix
+
+
+def _check_directory(path: str | None) -> None:
+    if path and not Path(path).parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no directory {Path(path).parent}")
 
 
 def wrote(path: str) -> None:

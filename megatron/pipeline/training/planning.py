@@ -95,7 +95,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     _check_name(name)
     if name == STOCK and text:
         raise ValueError(
-            f"--pipeline-memory-limit {text}: {STOCK} is megatron-core's own schedule, which takes no limit: take another one, such "
+            f"--pipeline-memory-limit {text}: {STOCK} is megatron-core's own schedule, which takes no limit: take another, such "
             "as v-auto, or leave --pipeline-memory-limit out"
         )
     vocabulary = _vocabulary(args)
