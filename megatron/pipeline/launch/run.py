@@ -23,7 +23,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.pipeline.patches import language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 
-from megatron.pipeline.launch.check import check_flags, check_plan, complete, defaults_without_gpu, hidden
+from megatron.pipeline.launch.check import check_flags, check_plan, complete, defaults_without_gpu, hidden, untested
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
@@ -34,6 +34,7 @@ from megatron.pipeline.model.random import kept_random_states
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
+from megatron.pipeline.processes import let_rank_0_speak
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.watchdog import Watchdog
@@ -41,7 +42,6 @@ from megatron.pipeline.training.arguments import with_config
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.flags import OFF, add_new_flags
 from megatron.pipeline.training.planning import plan_pipeline
-from megatron.pipeline.training.program import FIRST_WORD
 from megatron.pipeline.training.words import plan_in_words
 
 
@@ -92,6 +92,9 @@ class Run:
         """Validate as upstream does, except for what a placement decides: how many chunks and layers a rank has."""
         with _refusing():
             check_flags(args)
+        if os.environ.get("RANK", "0") == "0":
+            for line in untested(args):
+                self._tell(line)
         if args.pipeline_schedule == STOCK:
             return original(args, *rest, **options)
         with hidden(args):
@@ -246,8 +249,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if int(os.environ.get("RANK", "0")) > 0:
-            time.sleep(FIRST_WORD)  # torchrun ends all ranks when one of them has ended
+        let_rank_0_speak()
         print(f"mpipe launch: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
 

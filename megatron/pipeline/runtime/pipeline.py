@@ -404,8 +404,10 @@ def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, forward
 def _read(path: str, ranks: int) -> Schedule:
     try:
         text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the schedule {path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the schedule {_FILE}{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read the schedule {_FILE}{path}: {error}") from None
     try:
         schedule = Schedule.from_json(text)
         verify(schedule)
