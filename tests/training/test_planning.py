@@ -13,7 +13,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.passes import Kind, Vocabulary
-from megatron.pipeline.training import program
+from megatron.pipeline.training import program, words
 from megatron.pipeline.training.words import plan_in_words
 
 MODEL = (
@@ -194,6 +194,14 @@ def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
     flags = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 99 --vocab-parallel 2 {flags}"
     args, _, pipeline = program.prepare(flags.split(), world_size=2)
     assert words in plan_in_words(args, pipeline)[0]
+
+
+def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
+    assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"
+    monkeypatch.setattr(words.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(words, "has_transformer_engine", lambda: False)
+    assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]
 
 
 def test_stock_takes_chunks() -> None:
