@@ -29,9 +29,18 @@ def install() -> None:
             moe_utils,
             schedules,
             tensor_parallel_layers,
+            transformer_block,
         )
 
-        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, distrib_optimizer, schedules):
+        for patch in (
+            cpu,
+            tensor_parallel_layers,
+            moe_experts,
+            moe_utils,
+            transformer_block,
+            distrib_optimizer,
+            schedules,
+        ):
             patch.install()
 
 

@@ -123,19 +123,29 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
     ("arguments", "message"),
     [
         ([], "required: plan|simulate|verify|draw|compare|export|vocabulary"),
-        (["tell"], "invalid choice: 'tell'"),
+        (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, draw, compare, export"),
+        (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
+        (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),
+        ([*PLAN[:-2], "--microbatch", "8"], "unknown flag --microbatch; did you mean --microbatches?"),
+        (["simulate", "plan.json", "--pp", "3"], "unknown flag --pp (see mpipe simulate --help)"),
+        (["verify", "a", "b"], "verify takes one FILE: leave b out (see mpipe verify --help)"),
+        ([*PLAN, "b"], "plan takes flags alone: leave b out"),
         (["plan"], "required: --schedule, --pp, --microbatches"),
         ([*PLAN, "--schedule", "zb"], "unknown schedule 'zb'; known are 1f1b, "),
         ([*PLAN, "--schedule", "zb_h1"], "chimera; did you mean zb-h1"),
         ([*PLAN, "--schedule", "Auot"], "chimera; did you mean auto or v-auto?"),
         ([*PLAN, "--schedule", ""], "unknown schedule ''"),
-        ([*PLAN, "--pp", "0"], "at least 1 rank, got 0"),
-        ([*PLAN, "--pp", "two"], "invalid int value: 'two'"),
+        ([*PLAN, "--pp", "0"], "--pp: expected a whole number of at least 1, got 0"),
+        ([*PLAN, "--pp", "two"], "--pp: expected a whole number of at least 1, got 'two'"),
         ([*PLAN, "--pp", "9" * 30], "over 3000000 passes"),
-        ([*PLAN, "--pp", "9" * 30, "--microbatches", "-1"], "over 3000000 passes"),
-        ([*PLAN, "--microbatches", "-3"], "at least 1 microbatch, got -3"),
-        ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk(s) per rank, got 2"),
-        ([*PLAN, "--chunks", "0"], "zb-h1 has 1 chunk(s) per rank, got 0"),
+        ([*PLAN, "--microbatches", "-3"], "--microbatches: expected a whole number of at least 1, got -3"),
+        ([*PLAN, "--chunks", "2"], "zb-h1 has 1 chunk(s) per rank, got 2: leave --chunks out"),
+        ([*PLAN, "--chunks", "0"], "--chunks: expected a whole number of at least 1, got 0"),
+        (["compare", *PLAN[3:], "--chunks", "0"], "--chunks: '0': expected whole numbers of at least 1, such as 2 or 2,4"),
+        ([*PLAN, "--splits", "2"], "zb-h1 does not cut microbatches into slices: leave --splits out"),
+        ([*PLAN, "--recompute", "7"], "--recompute 7: there is no stage 7; the stages are 0..3"),
+        ([*PLAN, "--fuse", "2-4"], "--fuse 2-4: there is no stage 4"),
+        ([*PLAN, "--cost", "F=1ms"], "F=1ms: expected a number without a unit, such as F=1"),
         ([*PLAN, "--cost", "F=nan"], "allowed are F, B, W, comm"),
         ([*PLAN, "--cost", "F=-1"], "F=-1.0; allowed are"),
         ([*PLAN, "--cost", "F=inf"], "F=inf; allowed are"),
@@ -148,9 +158,11 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
         ([*PLAN, "--activation", "B=0"], "B=0,W=0: F must allocate"),
         ([*PLAN, "--memory-limit", "3"], "rank 0: F3.0 brings the activation memory of zb-h1 to 4, above the limit of 3"),
         ([*PLAN, "--memory-limit", "nan"], "'nan': expected a number of microbatches"),
-        ([*PLAN, "-o", "/nowhere/at/all.json"], "No such file or directory: /nowhere/at/all.json"),
-        (["verify", "/nowhere/at/all"], "No such file or directory: /nowhere/at/all"),
-        (["simulate", "/"], "Is a directory: /"),
+        ([*PLAN, "--memory-limit", "12GiB"], "bytes need costs in bytes: give --costs FILE with such, and 12884901888 here"),
+        ([*PLAN, "--costs", "/nowhere/at/all"], "--costs: cannot read /nowhere/at/all: No such file or directory"),
+        ([*PLAN, "-o", "/nowhere/at/all.json"], "cannot write /nowhere/at/all.json: there is no directory /nowhere/at"),
+        (["verify", "/nowhere/at/all"], "cannot read /nowhere/at/all: No such file or directory"),
+        (["simulate", "/"], "cannot read /: Is a directory"),
         ([*PLAN, "-o", "plan.svg"], "plan.svg: the file name must end in .json or .txt; from a .json file, mpipe export writes"),
         ([*PLAN, "-o", "plan"], "cannot write plan: the file name must end in .json or .txt"),
         (["simulate", "plan.json", "-o", "x.trace.json"], "cannot write x.trace.json: the file name must end in .json or .txt"),
@@ -194,7 +206,7 @@ def test_bad_files_are_one_line_and_exit_code_2(
 
 def test_draw_refuses_what_it_cannot_draw(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "must end in .png, .svg" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "picture.pdf"))
-    assert "No such file or directory" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
+    assert "there is no directory" in fail(capsys, "draw", str(planned), "-o", str(tmp_path / "no" / "picture.png"))
     planned.write_text('{"ranks": 3}')
     assert "zb-h1.json: not a timeline" in fail(capsys, "draw", str(planned))
 

@@ -21,7 +21,11 @@ def printed(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    assert main(arguments.split()) == 2
+    try:
+        code = main(arguments.split())
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    assert code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
@@ -81,7 +85,7 @@ def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 2 chunk(s) per rank, got 1" in data["refused"]["interleaved v=1"]
 
 
-def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 4").splitlines()
     assert lines[0].split() == "schedule span bubble makespan bubble memory of 1F1B above bound plan s".split()
     assert [line.split()[0] for line in lines[1:3]] == ["zb-h1", "1f1b"]
@@ -89,8 +93,16 @@ def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str], monke
     assert lines[4].startswith("above bound: than the least possible")
     assert lines[6:] == ["not possible here:", "  zb-h2: needs 7 microbatches, limit 4"]
     assert all(map(str.isascii, lines))
+
+
+def test_the_table_of_a_terminal_is_never_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert "┃" in printed(capsys, f"{COMPARE} --schedules 1f1b")
+    compare = "compare --pp 4 --microbatches 8 --schedules interleaved,dualpipe-v --cost F=1,B=1.21,W=0.83,comm=0.14"
+    for columns, framed, seconds in ((120, True, True), (93, True, False), (80, False, False), (40, False, False)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = printed(capsys, compare)
+        assert ("┃" in text, "plan s" in text) == (framed, seconds), columns
+        assert all(word in text for word in ("interleaved v=4", "dualpipe-v", "makespan", "above bound")) and "…" not in text
 
 
 def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,7 +151,7 @@ def test_compare_recomputes_and_fuses_as_plan_does(capsys: pytest.CaptureFixture
     (plain,) = json.loads(printed(capsys, f"{COMPARE} --schedules zb-h1 --json"))["schedules"]
     assert row["span"] > plain["span"] and row["peak_activation"][0] < plain["peak_activation"][0]
     text = printed(capsys, f"{COMPARE} --schedules zb-h1,zb-v --recompute 7")
-    assert "zb-h1: stages 7: there is no stage 7; the stages are 0..3" in text
+    assert "zb-h1: --recompute 7: there is no stage 7; the stages are 0..3" in text
 
 
 @pytest.mark.parametrize(
@@ -152,7 +164,7 @@ def test_compare_recomputes_and_fuses_as_plan_does(capsys: pytest.CaptureFixture
             f"{COMPARE} --schedules 1f1b --memory-limit 3",
             "no schedule fits within a memory of 3 microbatches: the least that one needs is 4, for 1f1b;",
         ),
-        ("compare --pp 0 --microbatches 8 --schedules 1f1b", "at least 1 rank, got 0"),
+        ("compare --pp 0 --microbatches 8 --schedules 1f1b", "--pp: expected a whole number of at least 1, got 0"),
     ],
 )
 def test_bad_comparisons(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

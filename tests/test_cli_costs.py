@@ -217,7 +217,7 @@ def test_stages(text: str, stages: set[int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--recompute 4", "stages 4: there is no stage 4; the stages are 0..3"),
+        ("--recompute 4", "--recompute 4: there is no stage 4; the stages are 0..3"),
         ("--recompute 0-99999999999999999999", "there is no stage 99999999999999999999"),
         ("--fuse 3-1", "'3-1': expected all, or stages such as 0 or 0,3-5"),
         ("--fuse -1", "'-1': expected all"),
@@ -228,7 +228,7 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--splits 2", "zb-h1 does not cut microbatches into slices"),
         ("--group 2", "zb-h1 does not run microbatches in groups"),
         ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),
-        ("--costs /nowhere/at/all", "No such file or directory: /nowhere/at/all"),
+        ("--costs /nowhere/at/all", "--costs: cannot read /nowhere/at/all: No such file or directory"),
         ("--schedule file:mine.json", "for a file: mpipe simulate mine.json, mpipe verify mine.json"),
     ],
 )

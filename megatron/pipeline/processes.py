@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import socket
 import threading
+import time
 from multiprocessing.connection import wait
+
+_FIRST_WORD = 10  # seconds
 
 
 def end_with_parent() -> None:
@@ -19,6 +22,12 @@ def end_with_parent() -> None:
 def _wait_and_end(sentinel: int) -> None:
     wait([sentinel])
     os._exit(1)
+
+
+def let_rank_0_speak() -> None:
+    """On other ranks wait until rank 0 has said what is wrong, if it is wrong there as well: torchrun then ends all of them."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        time.sleep(_FIRST_WORD)
 
 
 def free_port() -> int:

@@ -19,6 +19,7 @@ import torch
 from launch import launched
 from pool import forked, free_port
 
+from megatron.pipeline import processes
 from megatron.pipeline.cli import main
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
@@ -114,13 +115,14 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
     [
         ("zb-v --post-validation", "--post-validation takes the optimizer's step within the next iteration"),
         ("zb-w", "unknown schedule 'zb-w'"),
+        ("zb-h1 --position-embedding-type rope --hidden-size 36", "rotates pairs of channels, and a head has 9 (--kv-channels"),
         ("zb-v --num-layers 7 --num-layers-per-virtual-pipeline-stage 2", "is not a multiple of 2 pipeline ranks x 2 layers"),
         ("v-half --pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
         (
             "zb-h1 --num-experts 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
             "would reduce the experts' gradients over the wrong ranks; give --expert-tensor-parallel-size 2",
         ),
-        ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: [Errno 2] No such file"),
+        ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: No such file or directory"),
     ],
 )
 def test_flags_are_refused_in_one_line_before_anything_starts(tmp_path: Path, flags: str, words: str) -> None:
@@ -208,6 +210,20 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
         assert ("WARNING: --expert-tensor-parallel-size 1" in capsys.readouterr().out) == (parts == 1)
 
 
+def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
+    from megatron.pipeline.launch.check import check_flags, untested
+
+    given = {"pipeline_schedule": "zb-h1", "post_validation": False, "optimizer": "muon", "fp8": "hybrid", "sft": False}
+    warned = untested(Namespace(**given))
+    assert [line.partition(" is not tested with --pipeline-schedule zb-h1: ")[0] for line in warned] == [
+        "WARNING: --fp8-format",
+        "WARNING: --optimizer muon",
+    ]
+    assert untested(Namespace(**given | {"pipeline_schedule": "stock"})) == []
+    with pytest.raises(ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage is of megatron-core's own inter"):
+        check_flags(Namespace(**given, microbatch_group_size_per_vp_stage=2))
+
+
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:
     config = tmp_path / "tiny.yaml"
     config.write_text("pipeline-schedule: zb-h2\ntrain-iters: 9\nlr: 1e-2\n")
@@ -235,9 +251,12 @@ def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixtu
 def test_torchruns_options_are_for_whom_torchrun_has_not_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
     monkeypatch.setenv("RANK", "3")
     assert main(["launch", "--nproc-per-node", "4", str(STAND_IN)]) == 2
     assert "which has started this process already (RANK is 3)" in capsys.readouterr().err
+    assert slept == [10], "until then torchrun has ended this rank, if rank 0 ends with the same error"
 
 
 def test_versions_that_differ_are_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from pool import Pool
 
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
+UNEVEN = "--recompute-granularity full --recompute-num-layers 2 --recompute-method uniform"
 MODULES = "--recompute-granularity selective --recompute-modules"
 
 
@@ -66,11 +67,12 @@ MICROBATCHES = 5
 LINEARS = 2 * 4  # layers of a rank, linears of a layer
 
 
-def test_b_recomputes_once_and_w_not_at_all(pool: Pool) -> None:
-    for outside, inside, in_b, in_w in pool.run(2, what_ran, tuple(f"{FULL} uniform".split())):
+@pytest.mark.parametrize(("flags", "linears"), [(f"{FULL} uniform", LINEARS), (f"{UNEVEN} --num-layers 6", 3 * 4)])
+def test_b_recomputes_once_and_w_not_at_all(pool: Pool, flags: str, linears: int) -> None:
+    for outside, inside, in_b, in_w in pool.run(2, what_ran, tuple(flags.split())):
         assert outside == inside == {MICROBATCHES}
         assert in_b == 0
-        assert in_w in (LINEARS * MICROBATCHES, (LINEARS + 1) * MICROBATCHES), "the last rank has the output layer too"
+        assert in_w in (linears * MICROBATCHES, (linears + 1) * MICROBATCHES), "the last rank has the output layer too"
 
 
 def test_fused_on_request(pool: Pool) -> None:

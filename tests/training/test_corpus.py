@@ -102,12 +102,18 @@ def test_json_lines_and_workers(tmp_path: Path) -> None:
         ({"a.jsonl": "{"}, "a.jsonl, line 1: not a JSON object"),
         ({"a.jsonl": '{"text": "x"}\n{"content": "x"}'}, "a.jsonl, line 2: no key 'text'"),
         ({}, "directory without text files"),
-        ({"a.txt": ""}, "no text found"),
+        ({"a.txt": ""}, "no text found in the input, which is empty or blank: nothing was written to"),
     ],
 )
 def test_bad_input(tmp_path: Path, files: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         write(tmp_path, files)
+
+
+def test_output_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file where the directory of the output should be")
+    with pytest.raises(ValueError, match=r"cannot write .*out/data1: File exists: "):
+        write(tmp_path, {"a.txt": "some text"})
 
 
 def test_standard_library_is_real_and_bounded() -> None:

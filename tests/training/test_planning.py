@@ -13,7 +13,7 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.passes import Kind, Vocabulary
-from megatron.pipeline.training import program
+from megatron.pipeline.training import program, words
 from megatron.pipeline.training.words import plan_in_words
 
 MODEL = (
@@ -52,11 +52,6 @@ def test_slices_do_not_go_with_a_spread_vocabulary() -> None:
     assert "--vocab-parallel 2 needs the losses of whole sequences, and --pipeline-schedule seq-1f1b cuts" in message
 
 
-def test_more_chunks_than_a_family_has_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"zb-h2 has 1 chunk\(s\) per rank, got 2"):
-        program.prepare(f"{MODEL} --pipeline-schedule zb-h2 {TWO_CHUNKS}".split(), world_size=2)
-
-
 STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
 
 
@@ -71,6 +66,12 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
             "zb-h1 --pipeline-costs COSTS",
             "costs.json has the costs of 4 stages, but zb-h1 cuts the model into 2 (2 ranks",
         ),
+        ("stock --pipeline-memory-limit 0.5", "0.5: stock is megatron-core's own schedule, which takes no limit: take"),
+        (
+            "v-half --num-layers-per-virtual-pipeline-stage 1",
+            "v-half has 2 chunk(s) per rank, got 4 by --num-layers-per-virtual-pipeline-stage 1: leave that flag out",
+        ),
+        (f"zb-h2 {TWO_CHUNKS}", "got 2 by --num-virtual-stages-per-pipeline-rank 2: leave that flag out"),
         ("zbv", "unknown schedule 'zbv'; known are 1f1b, "),
         ("zbv", ", auto, stock and file:PATH; did you mean zb-v"),
         ("file:NESTED", "not a schedule: the JSON is nested too deeply"),
@@ -90,6 +91,32 @@ def test_what_cannot_be_planned_is_refused_in_the_words_of_the_flags(flags: str,
     if advised and not given.startswith("auto"):
         enough = re.sub(r"(--pipeline-memory-limit) \S+", rf"\1 {advised[1]}", given)
         program.prepare(f"{MODEL} --pipeline-schedule {enough}".split(), world_size=4 if "size 4" in flags else 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        ("zb-auto --pipeline-memory-limit 0.4", "which needs 0.5: raise it"),
+        ("auto --pipeline-memory-limit 0.2", "which needs 0.5: raise it"),
+        ("zb-h1 --pipeline-memory-limit 0.75", "which needs 1: raise it, or take zb-auto or v-auto, which can hold less"),
+        ("v-auto --pipeline-memory-limit 0.75 --vocab-parallel 2", "which needs 1: raise it"),
+    ],
+)
+def test_the_hint_of_a_refused_limit_names_what_can_hold_less(flags: str, end: str) -> None:
+    with pytest.raises(ValueError, match=f"{re.escape(end)}$"):
+        program.prepare(f"{MODEL} --pipeline-schedule {flags}".split(), world_size=2)
+
+
+def test_auto_says_why_not_the_others_and_has_no_more_chunks_than_costs_speak_for() -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 0.7".split(), world_size=2)
+    head, _, table = plan_in_words(args, pipeline)[0].partition("\n")
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert head == " schedule auto is v-auto v=2, at equal costs: a pass takes 1, memory is in microbatches"
+    assert list(rows)[:2] == ["schedule", "v-auto"] and rows.keys() >= {*ONE_CHUNK, *SEVERAL_CHUNKS}
+    assert rows["zb-h2"].endswith("needs 1.5, limit 0.7") and rows["zb-auto"].endswith("longer")
+    assert "v=2" in rows["interleaved"] and "v=3" not in table
+    _, _, several = program.prepare(f"{MODEL} --pipeline-schedule auto --num-layers-per-virtual-pipeline-stage 1".split(), 2)
+    assert several.placement.chunks == 4
 
 
 def test_auto_takes_no_more_stages_than_there_are_layers() -> None:
@@ -167,6 +194,14 @@ def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
     flags = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 99 --vocab-parallel 2 {flags}"
     args, _, pipeline = program.prepare(flags.split(), world_size=2)
     assert words in plan_in_words(args, pipeline)[0]
+
+
+def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
+    assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"
+    monkeypatch.setattr(words.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(words, "has_transformer_engine", lambda: False)
+    assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]
 
 
 def test_stock_takes_chunks() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.pipeline import processes
 from megatron.pipeline.training import program
 from megatron.pipeline.training.words import obstacles
 
@@ -24,7 +25,7 @@ MODEL = (
     [
         ("--pipeline-schedule zb-h9", "unknown schedule 'zb-h9'"),
         ("--pipeline-schedule zb-h9", "zb-h1"),
-        ("--pipeline-schedule file:/nowhere.json", "cannot read the schedule /nowhere.json"),
+        ("--pipeline-schedule file:/nowhere.json", "cannot read the schedule file:/nowhere.json: No such file or directory"),
         ("--num-layers 1", "--num-layers 1 cannot be split over 2 pipeline ranks"),
         ("--global-batch-size 7", "is 3.5 microbatches"),
         ("--pipeline-memory-limit 0.1", "limit"),
@@ -41,7 +42,7 @@ MODEL = (
 def test_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     slept: list[float] = []
-    monkeypatch.setattr(program.time, "sleep", slept.append)
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
     assert program.main(f"{MODEL} {flags}".split()) == 2
     out, err = capsys.readouterr()
     assert out == ""

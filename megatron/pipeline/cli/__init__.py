@@ -11,6 +11,7 @@ from functools import cache
 
 from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
+from megatron.pipeline.schedule.families import meant
 
 
 def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespace], None] | None = None) -> int:
@@ -36,9 +37,16 @@ def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespa
 
 def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None) -> int:
     try:
-        options, flags = _parser().parse_known_args(arguments)
+        parser, commands = _parser()
+        if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+            near = meant(arguments[0], commands) or f"; commands are {', '.join(commands)}"
+            parser.error(f"unknown command {arguments[0]!r}{near}")
+        if arguments and arguments[0] in commands:
+            commands[arguments[0]].check_flags(arguments[1:])
+        options, flags = parser.parse_known_args(arguments)
         if flags and not getattr(options, "takes_flags", False):
-            _parser().error(f"unrecognized arguments: {' '.join(flags)}")
+            takes = "one FILE" if hasattr(options, "file") else "flags alone"
+            commands[arguments[0]].error(f"{arguments[0]} takes {takes}: leave {' '.join(flags)} out")
         options.flags = flags
         (act or options.run)(options)
         if sys.stdout is not None:  # a process may be started without one
@@ -60,11 +68,12 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
 
 
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them
-def _parser() -> Parser:
+def _parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser of all, and those of the commands by name."""
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     commands = parser.add_subparsers(
         metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|tune|serve|launch", required=True, parser_class=Parser
     )
     for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch):
         command.add(commands)
-    return parser
+    return parser, commands.choices

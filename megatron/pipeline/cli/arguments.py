@@ -6,15 +6,17 @@ The groups of flags that several commands share are functions that return a pare
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from megatron.pipeline.schedule.costs import COST_RANGE, Costs, is_cost
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.training.flag_types import memory_size, positive_int
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -30,10 +32,22 @@ MOST_RANKS = 4096
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains in one line, without the usage."""
+    """Complains in one line, without the usage; flags are to be written out, as those of training are."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**({"allow_abbrev": False} | options))
 
     def error(self, message: str) -> NoReturn:
         sys.exit(complain(f"{message} (see {self.prog} --help)"))
+
+    def check_flags(self, arguments: Sequence[str]) -> None:
+        """End where one of the flags is none of this parser's, before others are missed."""
+        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        for token in arguments:
+            name = token.partition("=")[0].removeprefix("--")
+            if token.startswith("--") and name and name not in known and not self.get_default("takes_flags"):
+                near = difflib.get_close_matches(name, known, n=1)
+                self.error(f"unknown flag --{name}" + (f"; did you mean {known[near[0]]}?" if near else ""))
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -101,8 +115,8 @@ def cost_flags() -> Parser:
 def size_flags() -> Parser:
     """The shape of the pipeline."""
     flags = Parser(add_help=False)
-    flags.add_argument("--pp", required=True, type=int, metavar="P", help="pipeline ranks")
-    flags.add_argument("--microbatches", required=True, type=int, metavar="M", help="microbatches of an iteration")
+    flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
+    flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches of an iteration")
     return flags
 
 
@@ -214,6 +228,8 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
                     f"{text!r}: expected each of {', '.join(names)} at most once, as in {names[0]}=1"
                 )
             given[name] = _float(value)
+            if math.isnan(given[name]) and value.lower() != "nan":
+                raise argparse.ArgumentTypeError(f"{text!r}: {name}={value}: expected a number without a unit, such as {name}=1")
         try:
             return checked(given, names)
         except ValueError as error:
@@ -226,8 +242,17 @@ def limit(text: str) -> float:
     """An argument type for a memory limit in microbatches."""
     limit = _float(text)
     if not limit >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of microbatches of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of microbatches of at least 0{_as_bytes(text)}")
     return limit
+
+
+def _as_bytes(text: str) -> str:
+    """What to do with a limit in bytes, if it is one."""
+    try:
+        size = memory_size(text)
+    except argparse.ArgumentTypeError:
+        return ""
+    return f"; bytes need costs in bytes: give --costs FILE with such, and {size} here, or take mpipe memory"
 
 
 def jitter(text: str) -> float:
@@ -263,11 +288,12 @@ def read_text(path: str) -> str:
     """The content of a file.
 
     Raises:
-        ValueError: it is not text.
-        OSError: it cannot be read.
+        ValueError: it cannot be read, or is not text.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
 
@@ -275,7 +301,11 @@ def read_text(path: str) -> str:
 def costs_file(path: str) -> Costs:
     """An argument type for a file with the costs of every stage."""
     try:
-        return Costs.from_json(read_text(path))
+        text = read_text(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    try:
+        return Costs.from_json(text)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 
@@ -288,9 +318,9 @@ def names(text: str) -> list[str]:
 def whole_numbers(text: str) -> list[int]:
     """An argument type for ``2,4``."""
     try:
-        return [int(item) for item in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers such as 2 or 2,4") from None
+        return [positive_int(item) for item in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers of at least 1, such as 2 or 2,4") from None
 
 
 class Stages:
@@ -316,5 +346,5 @@ class Stages:
             return frozenset(range(count))
         for _, last in self._runs:
             if last >= count:
-                raise ValueError(f"stages {self._text}: there is no stage {last}; the stages are 0..{count - 1}")
+                raise ValueError(f"{self._text}: there is no stage {last}; the stages are 0..{count - 1}")
         return frozenset(stage for first, last in self._runs for stage in range(first, last + 1))

@@ -128,8 +128,7 @@ def read_case(path: str, options: argparse.Namespace) -> Case:
     """A schedule from a JSON or CSV file that obeys every rule, with costs and limit from the flags, or else from the file.
 
     Raises:
-        ValueError: the file is malformed or the schedule breaks a rule; the message names the file.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, is malformed, or the schedule breaks a rule; the message names the file.
     """
     return _naming(path, lambda text: _case(path, text, options))
 
@@ -138,8 +137,7 @@ def read_timeline(path: str, options: argparse.Namespace) -> tuple[Timeline, Cas
     """When everything runs: a schedule's passes, simulated, with the schedule; or a recorded timeline alone.
 
     Raises:
-        ValueError: the file is malformed or the schedule breaks a rule; the message names the file.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, is malformed, or the schedule breaks a rule; the message names the file.
     """
     if _is_schedule(path):
         case = read_case(path, options)
@@ -151,8 +149,7 @@ def read_iteration(path: str) -> Iteration:
     """What a training run recorded about one iteration.
 
     Raises:
-        ValueError: the file is malformed, or a schedule; the message names the file.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, is malformed, or a schedule; the message names the file.
     """
     if _is_schedule(path):
         raise ValueError(
@@ -165,8 +162,7 @@ def _naming(path: str, read: Callable[[str], _Read]) -> _Read:
     """What ``read`` makes of the text of a file; what it complains about names the file.
 
     Raises:
-        ValueError: what ``read`` raised.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, or what ``read`` raised.
     """
     text = read_text(path)
     try:

@@ -25,13 +25,15 @@ from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.offload import gain
 from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, plain_table, wrote
+from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.problem import Objective
 from megatron.pipeline.view import Point, draw_pareto, draw_robustness
+from megatron.pipeline.view.table import plain_table
 
+_FRAMED, _PLAIN = (3, 1), (2, -2)  # how wide a table is beside its text: by column, and once
 _SUFFIXES = (".json", ".html", ".png", ".svg")
 
 
@@ -203,9 +205,22 @@ def _rich_table(heads: list[str], cells: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    console = Console()
+
+    def is_wide(by_column: int, once: int) -> bool:
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        return sum(widths) + by_column * len(widths) + once > console.width
+
+    for head, kind in (("plan s", _FRAMED), ("of 1F1B", _PLAIN)):  # a narrow terminal does without
+        if is_wide(*kind):
+            at = heads.index(head)
+            heads, cells = [*heads[:at], *heads[at + 1 :]], [[*line[:at], *line[at + 1 :]] for line in cells]
+    if is_wide(*_FRAMED):
+        print(plain_table(heads, cells))
+        return
     table = Table()
     for column, head in enumerate(heads):
         table.add_column(head, justify="right" if column else "left")
     for line in cells:
         table.add_row(*line)
-    Console().print(table)
+    console.print(table)

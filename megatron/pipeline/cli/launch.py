@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.processes import let_rank_0_speak
 
 NAME = "launch"
 _HELP = "run Megatron-LM's own pretrain_gpt.py, or a script like it, under a schedule"
@@ -36,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run = script.prepare(others, arguments[at:], own.core)
     except (ValueError, RuntimeError) as error:
+        let_rank_0_speak()
         return complain(f"{NAME}: {error}")
     try:
         run()  # what goes wrong in a script is told as Python does

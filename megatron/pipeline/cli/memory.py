@@ -16,13 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, report_flags
-from megatron.pipeline.cli.summary import check_output, plain_table, wrote
+from megatron.pipeline.cli.summary import check_output, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.training.flags import CHUNK_FLAGS
 from megatron.pipeline.tune.gpt import Shape
 from megatron.pipeline.tune.memory import GIB, OVERHEAD, RankMemory, predict
 from megatron.pipeline.tune.parameters import total_parameters
+from megatron.pipeline.view.table import plain_table
 
 # What leaves the number of chunks to the schedule.
 _OWN_CHUNKS = dict.fromkeys(CHUNK_FLAGS)

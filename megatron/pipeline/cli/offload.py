@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from megatron.pipeline.cli.arguments import COPIES
-from megatron.pipeline.cli.summary import plain_table
 from megatron.pipeline.schedule.costs import Costs
 from megatron.pipeline.schedule.offload import host_peaks, moved
 from megatron.pipeline.schedule.passes import Kind, Offload
@@ -16,6 +15,7 @@ from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.tune.offload import DEVICES, HIDDEN_SIZES, SEQUENCE_LENGTHS, grid
+from megatron.pipeline.view.table import plain_table
 
 _READ = """\
 k by hidden size and sequence length, of models whose heads share 8 groups: the time in which a layer's activations are copied to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from megatron.pipeline.cli.arguments import (
@@ -20,11 +21,12 @@ from megatron.pipeline.cli.case import Case, gap
 from megatron.pipeline.cli.offload import k_table, wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, plain_table, put
+from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, put
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
 from megatron.pipeline.schedule.exact import optimum
-from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.training.flag_types import positive_int
+from megatron.pipeline.view.table import choice_table
 
 
 def add(commands: Commands) -> None:
@@ -45,9 +47,9 @@ def add(commands: Commands) -> None:
     )
     parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
     parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
-    parser.add_argument("--chunks", type=int, metavar="V", help="model chunks per rank (default: the family's)")
-    parser.add_argument("--splits", type=int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
-    parser.add_argument("--group", type=int, metavar="G", help="microbatches that a chunk runs in turn, for gis and gis-h")
+    parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
+    parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
+    parser.add_argument("--group", type=positive_int, metavar="G", help="microbatches a chunk runs in turn, for gis and gis-h")
     parser.add_argument(
         "--exact",
         nargs="?",
@@ -81,7 +83,7 @@ def plan(options: argparse.Namespace) -> tuple[Case, dict[str, Any], str]:
         choice, planned, refused = _choose(options)
         best = choice.best
         told["candidates"] = _rows(choice, planned, refused)
-        table = _table(choice, planned, refused, options) + "\n\n"
+        table = f"{choice_table(choice, planned, refused, partial(reason, options))}\n\n{ABOVE_BOUND}\n\n"
     else:
         best = plan_one(options, Variant(name, options.chunks, options.group, options.splits))
     if options.exact is not None and best.problem.vocabulary:
@@ -120,29 +122,3 @@ def _rows(choice: Choice, planned: list[Candidate], refused: list[Refusal]) -> l
         {"schedule": refusal.variant.name, "label": str(refusal.variant), "why_not": refusal.reason} for refusal in refused
     ]
     return rows + missing
-
-
-def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], options: argparse.Namespace) -> str:
-    """All candidates, the best first, and why each of the others is not taken."""
-    goal, other = (Objective.MAKESPAN, Objective.SPAN) if options.objective == Objective.MAKESPAN else Objective
-    heads = ["schedule", goal, "bubble", other, "memory", "above bound", "why not"]
-    if options.jitter:
-        heads.insert(1, "expected")
-    cells = []
-    for candidate in sorted(planned, key=lambda candidate: candidate is not choice.best):
-        timeline = candidate.timeline
-        cells.append(
-            [
-                str(candidate.variant),
-                *([f"{candidate.value:g}"] if options.jitter else []),
-                f"{goal.length(timeline):g}",
-                f"{goal.bubble_rate(timeline):.1%}",
-                f"{other.length(timeline):g}",
-                f"{candidate.peak:g}",
-                f"{candidate.gap:z.1%}",
-                choice.why_not.get(candidate.variant, "-"),
-            ]
-        )
-    for refusal in refused:
-        cells.append([str(refusal.variant), *["-"] * (len(heads) - 2), reason(options, refusal)])
-    return f"{plain_table(heads, cells, words=1)}\n\n{ABOVE_BOUND}"

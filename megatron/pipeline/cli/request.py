@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Stages, check_size
@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Varia
 from megatron.pipeline.schedule.costs import VocabularyCosts
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.problem import ChunksDoNotFit, Objective
 
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
@@ -34,7 +34,10 @@ def plan_one(options: argparse.Namespace, variant: Variant) -> Candidate:
         ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
     """
     _check(options, variant)
-    return candidate(_request(options), variant)
+    try:
+        return candidate(_request(options), variant)
+    except ChunksDoNotFit as error:
+        raise ValueError(f"{error}: leave --chunks out") from None
 
 
 def plan_all(options: argparse.Namespace, variants: Iterable[Variant]) -> tuple[list[Candidate], list[Refusal]]:
@@ -80,8 +83,8 @@ def _request(options: argparse.Namespace) -> Request:
         lambda placement: with_shards(costs_of(options, placement, copies=offload is not None), vocabulary),
         options.memory_limit,
         Objective(options.objective or "span"),
-        _stages(given.get("recompute")),
-        _stages(given.get("fuse")),
+        _stages(given, "recompute"),
+        _stages(given, "fuse"),
         jitter[0] if isinstance(jitter, list) else jitter,
         vocabulary,
         offload,
@@ -100,5 +103,13 @@ def _vocabulary(options: argparse.Namespace) -> Vocabulary | None:
     return Vocabulary(wanted)
 
 
-def _stages(chosen: Stages | None) -> Callable[[Placement], Iterable[int]]:
-    return lambda placement: chosen.of(placement.last_stage + 1) if chosen else ()
+def _stages(given: Mapping[str, Any], flag: str) -> Callable[[Placement], Iterable[int]]:
+    chosen: Stages | None = given.get(flag)
+
+    def of(placement: Placement) -> Iterable[int]:
+        try:
+            return chosen.of(placement.last_stage + 1) if chosen else ()
+        except ValueError as error:
+            raise ValueError(f"--{flag} {error}") from None
+
+    return of

@@ -105,18 +105,6 @@ def unit_of(microbatches: bool) -> str:
     return " microbatches" if microbatches else ""
 
 
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> str:
-    """Columns under their heads: the first, and so many last ones, to the left; numbers to the right."""
-    lines = (heads, *rows)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = {0, *range(len(heads) - words, len(heads))}
-
-    def cell(column: int, text: str) -> str:
-        return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
-
-    return "\n".join("  ".join(map(cell, range(len(heads)), line)).rstrip() for line in lines)
-
-
 def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "", after: str = "") -> None:
     """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text.
 
@@ -136,9 +124,10 @@ def check_output(options: argparse.Namespace) -> None:
     """Refuse to ``put`` a report into a file that is named as if it were something else, before any work is done.
 
     Raises:
-        ValueError: the file is not named .json or .txt.
+        ValueError: the file is not named .json or .txt, or its directory is not there.
     """
     path = options.output
+    _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
         raise ValueError(
             f"cannot write {path}: the file name must end in .json or .txt; from a .json file, mpipe export writes .csv and "
@@ -150,12 +139,18 @@ def check_suffix(path: str | None, suffixes: Sequence[str]) -> str | None:
     """The suffix of a file to write, if there is one to write.
 
     Raises:
-        ValueError: it is not one of those.
+        ValueError: it is not one of those, or the file's directory is not there.
     """
+    _check_directory(path)
     suffix = None if path is None else Path(path).suffix
     if suffix is not None and suffix not in suffixes:
         raise ValueError(f"cannot write {path}: the file name must end in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
     return suffix
+
+
+def _check_directory(path: str | None) -> None:
+    if path and not Path(path).parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no directory {Path(path).parent}")
 
 
 def wrote(path: str) -> None:

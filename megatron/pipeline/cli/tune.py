@@ -15,7 +15,7 @@ from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, names
 from megatron.pipeline.cli.memory import gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
-from megatron.pipeline.cli.summary import plain_table, wrote
+from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.cli.tune_measure import sizes
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune import device
@@ -29,6 +29,7 @@ from megatron.pipeline.tune.rescue import least_needed, smallest_changes
 from megatron.pipeline.tune.search import Found, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
+from megatron.pipeline.view.table import plain_table
 from megatron.pipeline.view.tuning import Training, draw_front
 
 NOTE = f"""\

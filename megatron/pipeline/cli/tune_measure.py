@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli.memory import STOCK_1F1B, quietly, read_flags
-from megatron.pipeline.cli.summary import plain_table, wrote
+from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.training import atomic
 from megatron.pipeline.tune import activations, device
 from megatron.pipeline.tune.device import Device
@@ -19,6 +19,7 @@ from megatron.pipeline.tune.layouts import SEARCHED
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank
 from megatron.pipeline.tune.measure.rank import Found, Job
 from megatron.pipeline.tune.measure.sizes import candidates, dense, layer_flags, shape
+from megatron.pipeline.view.table import plain_table
 
 # What makes any flags those of a model alone, of which every rank has its own.
 _ALONE: dict[str, Any] = (

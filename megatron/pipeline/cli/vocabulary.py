@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli.arguments import MOST_PASSES, Commands, check_size, report_flags, size_flags
-from megatron.pipeline.cli.summary import check_output, plain_table, wrote
+from megatron.pipeline.cli.summary import check_output, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.passes import Vocabulary
 from megatron.pipeline.schedule.problem import Objective
@@ -21,6 +21,7 @@ from megatron.pipeline.tune.device import Device, named
 from megatron.pipeline.tune.estimate import BESIDE_COLLECTIVES, estimate
 from megatron.pipeline.tune.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
 from megatron.pipeline.tune.parameters import parameter_bytes
+from megatron.pipeline.view.table import plain_table
 
 # How the vocabulary is spread, and whether layers make up for it, by what the table calls it.
 METHODS: dict[str, tuple[Vocabulary | None, bool]] = {

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 
 def install() -> None:
@@ -32,14 +33,16 @@ def install() -> None:
     from megatron.pipeline import patches
     from megatron.pipeline.launch.versions import check
 
-    versions = check()
-    if versions.difference and os.environ.get("RANK", "0") == "0":
-        print(f" WARNING: {versions.difference}", file=sys.stderr)
-    patches.install()  # before what follows imports names that older releases lack
-    from megatron.pipeline.launch.run import Run
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.core")  # of every optional package that is not there, on every rank
+        versions = check()
+        if versions.difference and os.environ.get("RANK", "0") == "0":
+            print(f" WARNING: {versions.difference}", file=sys.stderr)
+        patches.install()  # before what follows imports names that older releases lack
+        from megatron.pipeline.launch.run import Run
 
-    try:
-        patches.install_training(Run(versions))
-    except ImportError as error:
-        why = versions.difference or f"install what it needs; it was found in {versions.training_path}"
-        raise RuntimeError(f"megatron.training cannot be imported ({error}): {why}") from error
+        try:
+            patches.install_training(Run(versions))
+        except ImportError as error:
+            why = versions.difference or f"install what it needs; it was found in {versions.training_path}"
+            raise RuntimeError(f"megatron.training cannot be imported ({error}): {why}") from error

@@ -15,7 +15,7 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.training.flags import CHUNK_FLAGS
-from megatron.pipeline.training.validation import check_new_flags, chunks_per_rank
+from megatron.pipeline.training.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.training.validation_experts import check_prediction, experts_drift
 
 _EXPERTS_REDUCED = (0, 19)  # the first release that reduces all experts over the right ranks
@@ -52,10 +52,12 @@ def check_flags(args: Namespace) -> None:
         "fine_grained_activation_offloading": f"{order}; --offload full moves activations as the schedule says",
         "defer_embedding_wgrad_compute": order,
         "init_model_with_meta_device": "builds the model without the weights that are cut by the placement",
+        "microbatch_group_size_per_vp_stage": "is of megatron-core's own interleaved schedule; of ours, gis has groups of as "
+        "many microbatches as ranks, and gis-h of half as many",
     }
     for name, reason in unsupported.items():
         if getattr(args, name, None):
-            raise ValueError(f"--{name.replace('_', '-')} {reason}: leave it out, or take --pipeline-schedule stock")
+            raise ValueError(f"{_flag(name)} {reason}: leave it out, or take --pipeline-schedule stock")
     if graphs:
         raise ValueError(f"CUDA graphs: this {order}: switch them off, or take --pipeline-schedule stock")
     args.chunks = chunks_per_rank(args)
@@ -65,6 +67,31 @@ def wrong_in_megatron_core(args: Namespace) -> str | None:
     """What this release of megatron-core would train wrongly under any schedule, its own too; None if nothing is known."""
     major, minor = map(int, megatron.core.__version__.split(".")[:2])
     return experts_drift(args) if (major, minor) < _EXPERTS_REDUCED else None
+
+
+def untested(args: Namespace) -> list[str]:
+    """Warnings of what is accepted and has not been tried with a schedule of ours, by its flag."""
+    if args.pipeline_schedule == STOCK:
+        return []
+    names = [name for name in ("fp8", "fp4", "multi_latent_attention", "sft") if getattr(args, name, None)]
+    given = [_flag(name) for name in names]
+    if args.optimizer not in ("adam", "sgd"):
+        given.append(f"--optimizer {args.optimizer}")
+    return [
+        f"WARNING: {flag} is not tested with --pipeline-schedule {args.pipeline_schedule}: compare some iterations with "
+        f"--pipeline-schedule {STOCK}"
+        for flag in given
+    ]
+
+
+def _flag(name: str) -> str:
+    """The flag that sets one of upstream's names."""
+    flags = {
+        "fp8": "--fp8-format",
+        "fp4": "--fp4-format",
+        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+    }
+    return flags.get(name, f"--{name.replace('_', '-')}")
 
 
 @contextmanager
@@ -100,6 +127,8 @@ def complete(args: Namespace) -> Namespace:
     check_new_flags(ours)
     if args.pipeline_schedule != STOCK:
         check_prediction(ours)
+        if not getattr(ours, "multi_latent_attention", False):
+            check_rotary(ours)
     return ours
 
 

@@ -31,6 +31,7 @@ from megatron.pipeline.launch.check import (
     complete,
     defaults_without_gpu,
     hidden,
+    untested,
     wrong_in_megatron_core,
 )
 from megatron.pipeline.launch.progress import Progress, is_last_rank
@@ -43,6 +44,7 @@ from megatron.pipeline.model.random import kept_random_states
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
+from megatron.pipeline.processes import let_rank_0_speak
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
 from megatron.pipeline.runtime.watchdog import Watchdog
@@ -50,7 +52,6 @@ from megatron.pipeline.training.arguments import with_config
 from megatron.pipeline.training.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.training.flags import OFF, add_new_flags
 from megatron.pipeline.training.planning import plan_pipeline
-from megatron.pipeline.training.program import FIRST_WORD
 from megatron.pipeline.training.words import plan_in_words
 
 
@@ -101,6 +102,9 @@ class Run:
         """Validate as upstream does, except for what a placement decides: how many chunks and layers a rank has."""
         with _refusing():
             check_flags(args)
+        if os.environ.get("RANK", "0") == "0":
+            for line in untested(args):
+                self._tell(line)
         if args.pipeline_schedule == STOCK:
             if (wrong := wrong_in_megatron_core(args)) and os.environ.get("RANK", "0") == "0":
                 self._tell(f"WARNING: {wrong}")
@@ -264,8 +268,7 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if int(os.environ.get("RANK", "0")) > 0:
-            time.sleep(FIRST_WORD)  # torchrun ends all ranks when one of them has ended
+        let_rank_0_speak()
         print(f"mpipe launch: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
 

@@ -29,7 +29,7 @@ from megatron.pipeline.schedule.offload import offload
 from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement, interleaved
 from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import simulate
 from megatron.pipeline.schedule.verify import verify, verify_programs
@@ -76,6 +76,7 @@ class Pipeline:
         settings: Settings | None = None,
     ) -> None:
         self.name = schedule
+        self.notes: list[str] = []  # what planning has to say, for the log
         self.objective = objective
         self._ranks = ranks
         self._chunks = chunks
@@ -116,7 +117,7 @@ class Pipeline:
         else:
             self.placement = families.placement(schedule, ranks, chunks)
         if chunks is not None and chunks != self.placement.chunks:
-            raise ValueError(f"{schedule} has {self.placement.chunks} chunk(s) per rank, but the model is cut into {chunks}")
+            raise ChunksDoNotFit(f"{schedule} has {self.placement.chunks} chunk(s) per rank, got {chunks}")
 
     @property
     def splits(self) -> int:
@@ -404,8 +405,10 @@ def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, posting
 def _read(path: str, ranks: int) -> Schedule:
     try:
         text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the schedule {path}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"cannot read the schedule {_FILE}{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"cannot read the schedule {_FILE}{path}: {error}") from None
     try:
         schedule = Schedule.from_json(text)
         verify(schedule)

@@ -225,18 +225,26 @@ def _needs(request: Request, variant: Variant) -> float | None:
     """The memory that a family takes, or at least takes, if that is more than the limit."""
     if request.memory_limit is None:
         return None
-    family = families.FAMILIES[variant.name]
     try:
-        free = replace(request, memory_limit=None).problem(variant)
-        if family.memory is None:
-            needs = max(activation_peaks(families.solve(variant.name, free), free.costs))
-        elif family.memory_is == "default":
-            needs = max(least_limit(free, rank) for rank in range(free.ranks)) + families.memory_of_spreading(free)
-        else:
-            needs = max(free.limits or ())
+        needs = least_memory(request, variant)
     except ValueError:
         return None  # memory is not all that is wrong
     return needs if needs > request.memory_limit else None
+
+
+def least_memory(request: Request, variant: Variant) -> float:
+    """The memory that a family takes, or at least takes where it plans for limits, in the costs' unit.
+
+    Raises:
+        ValueError: there is none for this name and these sizes and costs, whatever the limit.
+    """
+    family = families.FAMILIES[variant.name]
+    free = replace(request, memory_limit=None).problem(variant)
+    if family.memory is None:
+        return max(activation_peaks(families.solve(variant.name, free), free.costs))
+    if family.plans_for_limits:
+        return max(least_limit(free, rank) for rank in range(free.ranks)) + families.memory_of_spreading(free)
+    return max(free.limits or ())
 
 
 def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:

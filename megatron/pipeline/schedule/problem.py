@@ -38,6 +38,10 @@ class LimitTooLow(ValueError):
         self.least = least
 
 
+class ChunksDoNotFit(ValueError):
+    """A schedule has another number of chunks per rank; who asks for one adds where it was given."""
+
+
 class HostLimitTooLow(ValueError):
     """A limit of host memory has no room for anything.
 

@@ -21,6 +21,12 @@ from megatron.pipeline.training.flags import add_flags
 
 logger = logging.getLogger(__name__)
 
+# Megatron-LM's flags for what is never otherwise here.
+_NOT_NEEDED = {
+    "use-legacy-models": "models are always megatron-core's",
+    "use-flash-attn": "Transformer Engine takes it where it can",
+    "no-create-attention-mask-in-dataloader": "attention makes its own causal mask",
+}
 # The forks' flags as keys of a YAML file.
 _FORKS = {flag: argparse.Action([flag], "", nargs=None if takes else 0) for flag, takes in fork_flags.FLAGS.items()}
 
@@ -71,6 +77,20 @@ def actions() -> list[argparse.Action]:
     return list(_parser()._actions)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name = _key(str(key.value))
+            if name in lines:
+                problem = f"{name} is in line {lines[name]} already: leave one of them out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises instead of printing usage and exiting: the launcher reports every bad value in the same way."""
 
@@ -107,8 +127,13 @@ def _config_path(argv: Sequence[str]) -> str | None:
 def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
-        content = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = yaml.load(Path(path).read_text(), _Loader)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"--config {path}{where}: {error.problem}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
@@ -145,10 +170,17 @@ def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list
 
 
 def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
-    known = {_key(option): option for option in parser._option_string_actions}
-    closest = difflib.get_close_matches(_key(name.split("=", maxsplit=1)[0]), known, n=1)
-    hint = f"; did you mean {known[closest[0]]}?" if closest else "; --help lists all flags"
-    return f"unknown flag {name}{hint}"
+    known, key = {_key(option): option for option in parser._option_string_actions}, _key(name.split("=", maxsplit=1)[0])
+    if key in _NOT_NEEDED:
+        return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
+    closest = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {known[closest[0]]}?" if closest else f"--help lists all flags{_elsewhere(parser)}"
+    return f"unknown flag {name}; {hint}"
+
+
+def _elsewhere(parser: argparse.ArgumentParser) -> str:
+    """Where the other flags of Megatron-LM are."""
+    return ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
 
 
 def _key(name: str) -> str:

@@ -105,11 +105,17 @@ def write_dataset(
 
     Returns:
         The number of documents and of tokens, by prefix written.
+
+    Raises:
+        ValueError: the files cannot be written, or there is no text.
     """
     prefixes = [f"{prefix}_{key}_document" for key in keys]
     dtype = DType.optimal_dtype(build_tokenizer(tokenizer_args).vocab_size)
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    builders = [IndexedDatasetBuilder(get_bin_path(one) + UNFINISHED, dtype=dtype) for one in prefixes]
+    try:
+        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+        builders = [IndexedDatasetBuilder(get_bin_path(one) + UNFINISHED, dtype=dtype) for one in prefixes]
+    except OSError as error:
+        raise ValueError(f"cannot write {prefix}: {error.strerror}: {error.filename}") from None
     counts = {one: [0, 0] for one in prefixes}
     for encoded, size in _encode_all(documents, tokenizer_args, append_eod, workers):
         for builder, one, tokens in zip(builders, prefixes, encoded, strict=True):
@@ -119,7 +125,7 @@ def write_dataset(
                 counts[one][1] += len(tokens)
         progress(size)
     if not all(tokens for _, tokens in counts.values()):
-        raise ValueError(f"no text found: nothing was written to {prefix}")
+        raise ValueError(f"no text found in the input, which is empty or blank: nothing was written to {prefix}")
     for builder, one in zip(builders, prefixes, strict=True):
         _finish(builder, Path(get_bin_path(one)), Path(get_idx_path(one)))
     return {one: (documents, tokens) for one, (documents, tokens) in counts.items()}

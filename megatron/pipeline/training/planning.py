@@ -7,24 +7,36 @@ import re
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.pipeline import ROUNDED_UP, STOCK, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import AUTO, Request, candidates, choose, peak_of_1f1b, variants
+from megatron.pipeline.schedule.choose import (
+    AUTO,
+    Refusal,
+    Request,
+    Variant,
+    candidates,
+    choose,
+    least_memory,
+    peak_of_1f1b,
+    variants,
+)
 from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform, with_equal_copies
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.problem import HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.schedule.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.verify import rounded_up
 from megatron.pipeline.training.atomic import write_text
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.flag_types import MEMORY_UNITS
-from megatron.pipeline.training.flags import OFF, PROFILE
+from megatron.pipeline.training.flags import CHUNK_FLAGS, OFF, PROFILE
 from megatron.pipeline.training.validation_vocabulary import check_vocabulary
+from megatron.pipeline.view.table import Amount, choice_table
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +66,18 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
             f"--offload-host-memory {args.offload_host_memory / mib:g}MiB is too little: one microbatch of a chunk takes "
             f"{rounded_up(ROUNDED_UP * error.least / mib)}MiB or more, as sizes are rounded up: raise it, or leave --offload out"
         ) from None
+    except ChunksDoNotFit as error:
+        flag = next(name for name in CHUNK_FLAGS if getattr(args, name))
+        raise ValueError(f"{error} by --{flag.replace('_', '-')} {getattr(args, flag)}: leave that flag out") from None
     except LimitTooLow as error:
         text = args.pipeline_memory_limit
         if text is None:
             raise  # a family exceeds what its own name stands for: its message says so
         needs = _as_limit(error.least, text, peak_of_1f1b(ranks, most, costs))
+        others = " or ".join(_holding_less(args, most, costs))
         raise ValueError(
-            f"--pipeline-memory-limit {text} is too little for {args.pipeline_schedule}, which needs {needs}: raise it, or take "
-            "a schedule that holds less (v-auto and zb-auto plan for any limit)"
+            f"--pipeline-memory-limit {text} is too little for {args.pipeline_schedule}, which needs {needs}: raise it"
+            + (f", or take {others}, which can hold less" if others else "")
         ) from None
 
 
@@ -72,15 +88,21 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     limit = _memory_limit(text, ranks, max(counts), costs)
     if limit is None and text and not profiles:
         raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}")
+    notes = []
     if limit is None and text:
-        logger.info("memory limit of %s: until activations have been measured the schedule is planned without it", text)
+        notes.append(f" memory limit of {text}: until activations have been measured the schedule is planned without it")
     name, chunks = args.pipeline_schedule, args.chunks
     _check_name(name)
-    vocabulary = None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
+    if name == STOCK and text:
+        raise ValueError(
+            f"--pipeline-memory-limit {text}: {STOCK} is megatron-core's own schedule, which takes no limit: take another, such "
+            "as v-auto, or leave --pipeline-memory-limit out"
+        )
+    vocabulary = _vocabulary(args)
     if name == AUTO:
-        # What is not yet known in bytes is taken to be 1F1B's peak.
-        unknown = peak_of_1f1b(ranks, max(counts), None) if text else None
-        name, chunks = _best(args, max(counts), costs, unknown if limit is None else limit, vocabulary)
+        best, table = _best(args, max(counts), costs)
+        name, chunks = best.name, best.chunks
+        notes.append(table)
     pipeline = Pipeline(
         name,
         ranks,
@@ -94,6 +116,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         settings=_offload_settings(args),
         measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
     )
+    pipeline.notes += notes
     placement = pipeline.placement
     if pipeline.vocabulary is not vocabulary:  # a file says so itself
         args.vocab_parallel = str(pipeline.vocabulary)
@@ -131,6 +154,10 @@ def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
     raise ValueError(
         f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
     )
+
+
+def _vocabulary(args: Namespace) -> Vocabulary | None:
+    return None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
 
 
 def _offload(args: Namespace) -> Offload | None:
@@ -209,30 +236,23 @@ _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.pl
 _TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
-def _best(
-    args: Namespace, microbatches: int, costs: Costs | None, limit: float | None, vocabulary: Vocabulary | None
-) -> tuple[str, int | None]:
-    """The family and its number of chunks that ``mpipe plan --schedule auto`` would choose among those that train."""
-    ranks, chunks = args.pipeline_model_parallel_size, args.chunks
+def _best(args: Namespace, microbatches: int, costs: Costs | None) -> tuple[Variant, str]:
+    """What ``mpipe plan --schedule auto`` would choose among those that train, and the table that says why not the others.
 
-    def costs_of(placement: Placement) -> Costs:
-        stage_layers(args, placement)  # a ValueError says that there are too few
-        if costs is None:
-            return with_equal_copies(uniform(placement))
-        if len(costs.stages) != placement.ranks * placement.chunks:
-            raise ValueError(f"the costs are for {len(costs.stages)} stages")
-        return costs
-
-    names = _TRAINED if ranks > 1 else [name for name in _TRAINED if families.FAMILIES[name].chunks == 1]
+    Without costs nobody knows what the messages of more chunks take: every family then has its own number of chunks, unless the
+    user gives another.
+    """
+    request, chunks = _request(args, microbatches, costs), args.chunks
     wanted = [
         variant
-        for variant in variants(ranks, names, None if chunks is None else [chunks])
+        for variant in variants(request.ranks, _trained(args), None if chunks is None else [chunks])
         if variant.group is None and families.FAMILIES[variant.name].splits == 1  # slices change sums: they are asked for by name
     ]
+    numbers = {variant: variant.chunks or families.FAMILIES[variant.name].chunks for variant in wanted}
     if chunks is not None:
-        wanted = [variant for variant in wanted if (variant.chunks or families.FAMILIES[variant.name].chunks) == chunks]
-    goal, offload = _objective(args), _offload(args)
-    request = Request(ranks, microbatches, costs_of, limit, objective=goal, vocabulary=vocabulary, offload=offload)
+        wanted = [variant for variant in wanted if numbers[variant] == chunks]
+    elif costs is None:
+        wanted = [variant for variant in wanted if numbers[variant] == families.FAMILIES[variant.name].chunks]
     planned, refused = candidates(request, wanted)
     needs = [refusal.needs for refusal in refused if refusal.needs is not None]
     if not planned and needs:
@@ -240,11 +260,64 @@ def _best(
     if not planned:
         reasons = "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused)
         raise ValueError(
-            f"--pipeline-schedule auto found no schedule for {ranks} ranks and {microbatches} microbatches ({reasons})"
+            f"--pipeline-schedule auto found no schedule for {request.ranks} ranks and {microbatches} microbatches ({reasons})"
         )
-    best = choose(planned).best
-    logger.info("schedule auto: %s, the shortest of %d (%s %.6g)", best.variant, len(planned), _objective(args), best.value)
-    return best.variant.name, best.variant.chunks
+    choice, text = choose(planned), args.pipeline_memory_limit
+
+    def why(refusal: Refusal) -> str:
+        if refusal.needs is None or text is None:
+            return refusal.reason.removeprefix(f"{refusal.variant.name} ")
+        return f"needs {_as_limit(refusal.needs, text, peak_of_1f1b(request.ranks, microbatches, costs))}, limit {text}"
+
+    seconds: Amount = "{:g}".format if costs is None else lambda amount: f"{1e3 * amount:.4g} ms"
+    memory: Amount = "{:g}".format if costs is None else lambda amount: f"{amount / MEMORY_UNITS['MiB']:.4g} MiB"
+    table = choice_table(choice, planned, refused, why, seconds, memory)
+    at = "equal costs: a pass takes 1, memory is in microbatches" if costs is None else f"the costs in {args.pipeline_costs}"
+    return choice.best.variant, f" schedule auto is {choice.best.variant}, at {at}\n{indent(table, '  ')}"
+
+
+def _trained(args: Namespace) -> list[str]:
+    """The families that train on these ranks."""
+    several = args.pipeline_model_parallel_size > 1
+    return [name for name in _TRAINED if several or families.FAMILIES[name].chunks == 1]
+
+
+def _request(args: Namespace, microbatches: int, costs: Costs | None) -> Request:
+    """What the flags ask of any schedule."""
+    ranks, text = args.pipeline_model_parallel_size, args.pipeline_memory_limit
+
+    def costs_of(placement: Placement) -> Costs:
+        stage_layers(args, placement)  # a ValueError says that there are too few
+        if costs is None:
+            return with_equal_copies(uniform(placement))
+        if len(costs.stages) != placement.ranks * placement.chunks:
+            raise ValueError(
+                f"needs costs of {placement.ranks * placement.chunks} stages, --pipeline-costs has {len(costs.stages)}"
+            )
+        return costs
+
+    limit = _memory_limit(text, ranks, microbatches, costs)
+    if limit is None and text:  # what is not yet known in bytes is taken to be 1F1B's peak
+        limit = peak_of_1f1b(ranks, microbatches, None)
+    return Request(
+        ranks, microbatches, costs_of, limit, objective=_objective(args), vocabulary=_vocabulary(args), offload=_offload(args)
+    )
+
+
+def _holding_less(args: Namespace, microbatches: int, costs: Costs | None) -> list[str]:
+    """Other families that plan for limits, and can hold no more than the one that is given."""
+    if args.pipeline_schedule == AUTO:
+        return []  # has tried them all
+    request = _request(args, microbatches, costs)
+
+    def fits(name: str) -> bool:
+        try:
+            return request.memory_limit is not None and least_memory(request, Variant(name)) <= request.memory_limit
+        except ValueError:
+            return False  # memory is not all that is wrong
+
+    names = [name for name in _trained(args) if families.FAMILIES[name].plans_for_limits]
+    return [name for name in names if name != args.pipeline_schedule and fits(name)]
 
 
 def _read_costs(path: str) -> Costs:

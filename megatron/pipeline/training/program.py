@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ from megatron.core.timers import Timers
 
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.model.slices import check_slices
-from megatron.pipeline.processes import free_port
+from megatron.pipeline.processes import free_port, let_rank_0_speak
 from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -44,8 +43,6 @@ from megatron.pipeline.training.words import first_words, plan_in_words
 
 logger = logging.getLogger(__name__)
 
-FIRST_WORD = 10  # seconds that rank 0 has to say what is wrong, if it is wrong there as well
-
 Guard = Callable[..., AbstractContextManager[object]]
 
 
@@ -55,8 +52,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args, tokenizer, pipeline = prepare(argv, world_size)
     except ValueError as error:
-        if rank > 0:
-            time.sleep(FIRST_WORD)  # torchrun ends all ranks when one of them has ended
+        let_rank_0_speak()
         print(f"pretrain_gpt.py: {error}", file=sys.stderr)
         return 2
     _configure_logging(args, rank)

@@ -84,10 +84,15 @@ def _check_required(args: Namespace) -> None:
         raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
 
 
+def has_transformer_engine() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
 def _check_platform(args: Namespace) -> None:
     """Choose the backend and the layers that this machine has, and refuse those it lacks."""
     cuda = torch.cuda.is_available()
-    engine = importlib.util.find_spec("transformer_engine") is not None
+    engine = has_transformer_engine()
     args.distributed_backend = args.distributed_backend or ("nccl" if cuda else "gloo")
     args.transformer_impl = args.transformer_impl or ("transformer_engine" if cuda and engine else "local")
     if args.distributed_backend == "nccl" and not cuda:
@@ -187,6 +192,7 @@ def _check_model(args: Namespace) -> None:
                 f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels"
             )
         args.kv_channels = hidden // heads
+    check_rotary(args)
     groups = args.num_query_groups if args.group_query_attention else heads
     if heads % groups:
         raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")
@@ -208,6 +214,19 @@ def _check_model(args: Namespace) -> None:
         )
     if args.position_embedding_type != "rope":
         args.apply_rope_fusion = False
+
+
+def check_rotary(args: Namespace) -> None:
+    """Refuse heads that rotary embeddings cannot turn.
+
+    Raises:
+        ValueError: all channels of a head are to be rotated, and their number is odd.
+    """
+    if args.position_embedding_type == "rope" and args.rotary_percent == 1 and args.kv_channels % 2:
+        raise ValueError(
+            f"--position-embedding-type rope rotates pairs of channels, and a head has {args.kv_channels} (--kv-channels, or "
+            f"--hidden-size / --num-attention-heads): give an even --kv-channels, such as {args.kv_channels + 1}"
+        )
 
 
 def _check_batch(args: Namespace) -> None:
@@ -282,7 +301,7 @@ def _check_recompute(args: Namespace) -> None:
         raise ValueError("--recompute-modules needs --recompute-granularity selective")
     modules = set(args.recompute_modules or ())
     discarding = sorted(modules & {"layernorm", "moe_act"})
-    if discarding and importlib.util.find_spec("transformer_engine") is None:
+    if discarding and not has_transformer_engine():
         raise ValueError(
             f"--recompute-modules {' '.join(discarding)} needs the package transformer-engine, which is not here: megatron-core "
             "discards and restores outputs by its means"

@@ -17,11 +17,17 @@ from megatron.pipeline.schedule.placement import Placement
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.training.config import microbatch_counts
 from megatron.pipeline.training.flags import OFF, PROFILE
+from megatron.pipeline.training.validation import has_transformer_engine
 from megatron.pipeline.tune.balance import heaviest
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes then queue behind copies to and from host memory that have to wait; "
     "leave it out, or set it to 8, where neither tensor nor context parallelism needs it"
+)
+
+_NO_ENGINE = (
+    " WARNING: the package transformer-engine is not installed: layers are megatron-core's own (--transformer-impl local), whose "
+    "attention is not fused and takes more time and memory"
 )
 
 _WHEN = {
@@ -45,7 +51,9 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
 
 def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
     """How the model is cut, what the largest iteration is planned to be like, and what stands in the way of that; in lines."""
-    lines = [_plan(args, pipeline)]
+    lines = [*pipeline.notes, _plan(args, pipeline)]
+    if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
+        lines.append(_NO_ENGINE)
     if args.post_validation:
         lines.append(f" post-validation: {_WHEN[args.post_validation_when]}")
     if pipeline.offloads:

@@ -24,7 +24,7 @@ from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.offload import offload
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.problem import ChunksDoNotFit, LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transform import fuse, recompute
@@ -130,9 +130,9 @@ def problem(
     """
     home, family = placement(name, ranks, chunks), named(name)
     if splits is not None and splits != family.splits and family.splits == 1:
-        raise ValueError(f"{name} does not cut microbatches into slices: leave splits out")
+        raise ValueError(f"{name} does not cut microbatches into slices: leave --splits out")
     if group is not None and not family.grouped:
-        raise ValueError(f"{name} does not run microbatches in groups: leave group out")
+        raise ValueError(f"{name} does not run microbatches in groups: leave --group out")
     costs = costs or uniform(home, vocabulary=EQUAL_SHARDS if vocabulary else None)
     return Problem(
         home,
@@ -325,7 +325,8 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     """The placement that a family uses: what per-stage costs must be given for.
 
     Raises:
-        ValueError: the name is unknown, or the family does not come with that many ranks or chunks.
+        ChunksDoNotFit: the family does not come with that many chunks.
+        ValueError: the name is unknown, or the family does not come with that many ranks.
     """
     family = named(name)
     if ranks < 1:
@@ -336,7 +337,7 @@ def placement(name: str, ranks: int, chunks: int | None = None) -> Placement:
     if chunks is None:
         chunks = family.chunks
     if chunks != family.chunks and not family.any_chunks:
-        raise ValueError(f"{name} has {family.chunks} chunk(s) per rank, got {chunks}; leave the number of chunks out")
+        raise ChunksDoNotFit(f"{name} has {family.chunks} chunk(s) per rank, got {chunks}")
     if chunks < family.least_chunks:
-        raise ValueError(f"{name} needs at least {family.least_chunks} chunk(s) per rank, got {chunks}")
+        raise ChunksDoNotFit(f"{name} needs at least {family.least_chunks} chunk(s) per rank, got {chunks}")
     return family.placement(ranks, chunks)
