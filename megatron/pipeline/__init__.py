@@ -10,3 +10,5 @@ The rooms, in the order data flows through them:
 ``view``      pictures of planned schedules and of measured runs.
 ``patches``   the short list of upstream symbols that are replaced, one file per upstream module.
 """
+
+__version__ = "0.1.0"
