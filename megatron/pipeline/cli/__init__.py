@@ -11,6 +11,9 @@ from functools import cache
 
 from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
+from megatron.pipeline.cli.packages import Version, missing
+
+COMMANDS = ("plan", "simulate", "verify", "draw", "compare", "export", "vocabulary", "memory", "tune", "serve", "launch")
 
 
 def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespace], None] | None = None) -> int:
@@ -49,9 +52,7 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
     except OSError as error:
         return complain(f"{error.strerror}: {error.filename}" if error.filename else f"cannot write: {error.strerror}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("megatron"):
-            raise
-        return complain(f"this needs the package {error.name}, which is not installed; pip install -e . installs all")
+        return complain(missing(error))
     except ValueError as error:
         return complain(str(error))
     except KeyboardInterrupt:
@@ -62,9 +63,8 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
-    commands = parser.add_subparsers(
-        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|tune|serve|launch", required=True, parser_class=Parser
-    )
+    parser.add_argument("--version", action=Version, nargs=0, help="print versions, and exit")
+    commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
     for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch):
         command.add(commands)
     return parser

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.cli.packages import missing
 
 NAME = "launch"
 _HELP = "run Megatron-LM's own pretrain_gpt.py, or a script like it, under a schedule"
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         run = script.prepare(others, arguments[at:], own.core)
     except (ValueError, RuntimeError) as error:
         return complain(f"{NAME}: {error}")
+    except ModuleNotFoundError as error:
+        return complain(f"{NAME}: {missing(error)}")
     try:
         run()  # what goes wrong in a script is told as Python does
     finally:
