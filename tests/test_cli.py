@@ -65,7 +65,7 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
         "gap": 0,
         "makespan_lower_bound": 60,
         "makespan_gap": 0,
-        "objective": "span",
+        "objective": "makespan",
         "memory_limit": 4,
         "sustaining_limit": 4,
         "placement": [[0], [1], [2], [3]],
@@ -286,13 +286,14 @@ def test_versions_are_printed_and_nothing_is_imported_for_that(capsys: pytest.Ca
 def test_what_is_not_installed_is_named_in_one_line(tmp_path: Path, command: str, package: str) -> None:
     program = f"""
 import importlib.util, os, sys
+missing = ("torch", "megatron.core", "uvicorn")
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "megatron.core", "uvicorn"):
+        if name in missing:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Missing())
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "torch" else found(name, *rest)
+importlib.util.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
 os.chdir({str(tmp_path)!r})
 from megatron.pipeline.cli import main
 sys.exit(main({command.split()!r}))

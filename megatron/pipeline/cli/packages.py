@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import re
 from importlib import metadata
@@ -32,10 +33,10 @@ def missing(error: ModuleNotFoundError) -> str:
     Raises:
         ModuleNotFoundError: the error itself, where what is missing is part of a package that is here.
     """
-    module = error.name or ""
-    package = _NAMES.get(module, module)
-    if not package or "." in package or package == "megatron":
+    module = error.name if error.name in _NAMES else (error.name or "").partition(".")[0]
+    if not module or importlib.util.find_spec(module) is not None:
         raise error
+    package = _NAMES.get(module, module)
     return f"this needs the package {package}, which is not installed: pip install '{_required(package)}'"
 
 

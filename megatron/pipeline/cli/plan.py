@@ -20,7 +20,7 @@ from megatron.pipeline.cli.case import Case, gap
 from megatron.pipeline.cli.offload import k_table, wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, plain_table, put
+from megatron.pipeline.cli.summary import above_bound, check_output, plain_table, put
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
 from megatron.pipeline.schedule.exact import optimum
@@ -38,10 +38,9 @@ def add(commands: Commands) -> None:
         "the one that holds least",
     )
     bounds = (
-        "The lower bound is that of every order of F, B, W or BW on this placement within this memory: the limit, or what the "
-        "name stands for (zb-v, v-half, v-min, v-auto, zb-auto, 1f1b-v). For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, "
-        "whose backward is always BW, it says what they lose by that. The table of auto "
-        "holds every schedule against the bound at its own peak memory instead."
+        "The lower bound is that of every order of F, B, W or BW on the same placement that holds no more memory on a rank than "
+        "the schedule does on its fullest. For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, whose backward is always BW, it "
+        "says what they lose by that."
     )
     parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
     parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
@@ -124,7 +123,7 @@ def _rows(choice: Choice, planned: list[Candidate], refused: list[Refusal]) -> l
 
 def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], options: argparse.Namespace) -> str:
     """All candidates, the best first, and why each of the others is not taken."""
-    goal, other = (Objective.MAKESPAN, Objective.SPAN) if options.objective == Objective.MAKESPAN else Objective
+    goal, other = sorted(Objective, key=lambda objective: objective != options.objective)
     heads = ["schedule", goal, "bubble", other, "memory", "above bound", "why not"]
     if options.jitter:
         heads.insert(1, "expected")
@@ -145,4 +144,4 @@ def _table(choice: Choice, planned: list[Candidate], refused: list[Refusal], opt
         )
     for refusal in refused:
         cells.append([str(refusal.variant), *["-"] * (len(heads) - 2), reason(options, refusal)])
-    return f"{plain_table(heads, cells, words=1)}\n\n{ABOVE_BOUND}"
+    return f"{plain_table(heads, cells, words=1)}\n\n{above_bound(goal)}"
