@@ -63,7 +63,7 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them
 def _parser() -> Parser:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
-    parser.add_argument("--version", action=Version, nargs=0, help="print versions, and exit")
+    parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
     for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch):
         command.add(commands)
