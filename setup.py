@@ -1,16 +1,39 @@
 """Packaging: ``megatron.pipeline`` beside pip's ``megatron.core``, with ``patches/`` as ``megatron.pipeline.patches``."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+[VERSION] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "megatron/pipeline/__init__.py").read_text(encoding="utf-8"), re.M)
+# Directories that have no Python, such as tune/devices, are packages of the namespace, too: each brings what it holds.
+PACKAGES = find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"], exclude=["*.__pycache__"])
 
 setup(
     name="megatron-pipeline",
-    version="0.1.0",
+    version=VERSION,
     description="Zero-bubble and memory-controlled pipeline schedules for megatron-core, without a fork",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="megatron-pipeline developers",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
     python_requires=">=3.11",
-    packages=[*find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"]), "megatron.pipeline.patches"],
+    packages=[*PACKAGES, "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
-    package_data={"megatron.pipeline.view": ["web/*"], "megatron.pipeline.serve": ["web/*"]},
+    package_data={"": ["*.json", "*.html", "*.css", "*.js", "*.svg"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "megatron-core>=0.14,<0.17",  # releases that scripts/check_core_versions.py trains with
@@ -28,8 +51,8 @@ setup(
     ],
     extras_require={
         # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
-        "transformer-engine": ["transformer-engine[pytorch]~=2.3"],
-        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "playwright"],
+        "transformer-engine": ["transformer-engine[pytorch]>=2.8,<3"],
+        "dev": ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "playwright", "build"],
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},
 )

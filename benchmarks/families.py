@@ -15,7 +15,7 @@ from pathlib import Path
 from PIL import Image
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.bound import own_bound
 from megatron.pipeline.schedule.choose import Request, candidates, choose, variants
 from megatron.pipeline.schedule.costs import VocabularyCosts, uniform
 from megatron.pipeline.schedule.passes import Vocabulary
@@ -62,8 +62,7 @@ def measure(
     schedule = families.solve(name, problem)
     timeline = simulate(schedule, problem.costs)
     peak = max(activation_peaks(schedule, problem.costs))
-    bound = lower_bound(replace(problem, limits=(peak,) * ranks))
-    return Measured(name, timeline, schedule.splits, peak, bound)
+    return Measured(name, timeline, schedule.splits, peak, own_bound(schedule, problem))
 
 
 def table(rows: list[Measured]) -> Iterator[str]:

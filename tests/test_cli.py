@@ -1,16 +1,21 @@
 """The contract of ``mpipe``: commands, JSON fields, exit codes, one line for what is wrong."""
 
 import json
+import re
+import runpy
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.cli import main
+from megatron.pipeline.cli import COMMANDS, main
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.timeline import Timeline
 
+ROOT = Path(__file__).parents[1]
+SCRIPTS = [path for path in (*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")) if "ArgumentParser" in path.read_text()]
 PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
 
 
@@ -60,7 +65,7 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
         "gap": 0,
         "makespan_lower_bound": 60,
         "makespan_gap": 0,
-        "objective": "span",
+        "objective": "makespan",
         "memory_limit": 4,
         "sustaining_limit": 4,
         "placement": [[0], [1], [2], [3]],
@@ -247,3 +252,71 @@ def test_it_bears_a_missing_output() -> None:
     command = " ".join([sys.executable, "-m", "megatron.pipeline.cli", *PLAN])
     done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: mpipe {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_has_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr("sys.argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_versions_are_printed_and_nothing_is_imported_for_that(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    versions = dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+    assert versions["megatron-pipeline"] == metadata.version("megatron-pipeline")
+    assert versions["torch"] == metadata.version("torch")
+    done = python(
+        "import sys; from megatron.pipeline.cli import main\ntry: main(['--version'])\nexcept SystemExit: print([*sys.modules])"
+    )
+    assert "'torch'" not in done.stdout and "'megatron.core'" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("memory --num-layers 2", "megatron-core"),
+        ("tune --num-layers 2 --gpus 2 --gpu A100-80GB", "megatron-core"),
+        ("tune --measure --ranks 1 -o device.json", "torch"),
+        (f"launch {ROOT / 'pretrain_gpt.py'}", "megatron-core"),
+        (f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}", "torch"),
+        ("serve --no-browser --port 0", "uvicorn"),
+    ],
+)
+def test_what_is_not_installed_is_named_in_one_line(tmp_path: Path, command: str, package: str) -> None:
+    program = f"""
+import importlib.util, os, sys
+missing = ("torch", "megatron.core", "uvicorn")
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in missing:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in missing else found(name, *rest)
+os.chdir({str(tmp_path)!r})
+from megatron.pipeline.cli import main
+sys.exit(main({command.split()!r}))
+"""
+    done = python(program)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(
+        rf"mpipe: .*needs the package {package}, which is not installed: pip install '{package}.*'\n", done.stderr
+    )
+
+
+def python(program: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

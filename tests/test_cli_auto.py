@@ -52,8 +52,8 @@ def test_auto_is_the_object_of_its_choice_with_all_candidates(auto: dict[str, An
     candidates = auto.pop("candidates")
     assert {row["schedule"] for row in candidates} == set(families.FAMILIES)
     (best,) = (row for row in candidates if row["why_not"] is None)
-    single = [row["span"] for row in candidates if "span" in row and row["schedule"] not in ("dualpipe", "chimera")]
-    assert best["span"] == auto["span"] <= 1.001 * min(single)
+    single = [row["makespan"] for row in candidates if "makespan" in row and row["schedule"] not in ("dualpipe", "chimera")]
+    assert best["makespan"] == auto["makespan"] <= 1.001 * min(single)
     alone = told(capsys, f"plan --schedule {auto['schedule']} --pp 3 --microbatches 6 --memory-limit 3")
     del auto["plan_seconds"], alone["plan_seconds"]
     assert auto == alone
@@ -66,7 +66,7 @@ def test_the_table_says_why_not(auto: dict[str, Any], capsys: pytest.CaptureFixt
     table, note, summary, *_ = text.split("\n\n")
     assert note.startswith("above bound: ")
     heads, *rows = table.splitlines()
-    assert heads.split() == "schedule span bubble makespan memory above bound why not".split()
+    assert heads.split() == "schedule makespan bubble span memory above bound why not".split()
     assert len(rows) == len(families.FAMILIES)
     name = auto["schedule"]
     assert rows[0].split()[0] == name and rows[0].endswith("  -")
@@ -78,11 +78,11 @@ def test_the_table_says_why_not(auto: dict[str, Any], capsys: pytest.CaptureFixt
 
 
 def test_the_table_is_about_the_objective(capsys: pytest.CaptureFixture[str]) -> None:
-    heads, *rows = printed(capsys, f"{AUTO} --objective makespan").split("\n\n")[0].splitlines()
-    assert heads.split()[:5] == "schedule makespan bubble span memory".split()
+    heads, *rows = printed(capsys, f"{AUTO} --objective span").split("\n\n")[0].splitlines()
+    assert heads.split()[:5] == "schedule span bubble makespan memory".split()
     (h2,) = (row.split() for row in rows if row.startswith("zb-h2 "))
     # 6 microbatches of 3 passes; for the makespan p - 1 = 2 more, which the span does not count.
-    assert h2[1:4] == ["20", "10.0%", "18"]
+    assert h2[1:4] == ["18", "0.0%", "20"]
 
 
 def test_the_limit_that_a_refusal_names_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,14 +127,16 @@ def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("name", "memory"), [("v-half", 3), ("v-min", 2), ("zb-v", 4), ("v-auto", 4), ("zb-auto", 4), ("1f1b-v", 3)]
 )
-def test_a_bound_is_within_the_memory_that_the_name_stands_for(
+def test_a_bound_is_within_the_memory_that_the_schedule_holds(
     name: str, memory: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = f"plan --schedule {name} --pp 4 --microbatches 8"
     data = told(capsys, size)
     assert data["memory_limit"] == memory
-    assert data["lower_bound"] == lower_bound(families.problem(name, 4, 8))
-    assert f"no schedule within {memory} microbatches has a shorter span" in printed(capsys, size)
+    assert max(data["peak_activation"]) == memory
+    for field, objective in (("lower_bound", "span"), ("makespan_lower_bound", "makespan")):
+        assert data[field] == lower_bound(families.problem(name, 4, 8, objective=objective))
+    assert f"no order within {memory} microbatches has a shorter makespan" in printed(capsys, size)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     again = told(capsys, f"simulate {path}")
@@ -165,12 +167,12 @@ def test_jitter_is_told(objective: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_search_plans_for_the_expected_case(capsys: pytest.CaptureFixture[str]) -> None:
     auto = "plan --schedule zb-auto --pp 4 --microbatches 8 --jitter"
     assert told(capsys, f"{auto} 0.3")["passes"] == [
-        list(map(str, row)) for row in families.plan("zb-auto", 4, 8, jitter=0.3).passes
+        list(map(str, row)) for row in families.plan("zb-auto", 4, 8, jitter=0.3, objective="makespan").passes
     ]
 
 
 def test_compare_shows_each_jitter_and_sorts_by_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare = "compare --pp 4 --microbatches 8 --schedules 1f1b,zb-h1,zb-h2"
+    compare = "compare --pp 4 --microbatches 8 --schedules 1f1b,zb-h1,zb-h2 --objective span"
     rows = told(capsys, f"{compare} --jitter 0.1,0,0.3")["schedules"]
     firsts = []
     for row in rows:
@@ -181,7 +183,7 @@ def test_compare_shows_each_jitter_and_sorts_by_the_first(tmp_path: Path, capsys
         firsts.append(means["0.1"])
     assert firsts == sorted(firsts)
     heads, *lines = printed(capsys, f"{compare} --jitter 0.1,0.3").splitlines()
-    assert heads.split()[:6] == "schedule jitter 10% jitter 30% span".split()
+    assert heads.split()[:6] == "schedule jitter 10% jitter 30% makespan".split()
     assert [line.split()[0] for line in lines[:3]] == ["zb-h2", "zb-h1", "1f1b"]
     makespans = told(capsys, f"{compare} --jitter 0.1 --objective makespan")["schedules"]
     for row in makespans:
@@ -194,10 +196,10 @@ def test_compare_shows_each_jitter_and_sorts_by_the_first(tmp_path: Path, capsys
 def test_simulate_takes_an_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(told(capsys, "plan --schedule zb-h2 --pp 4 --microbatches 8")))
-    assert "has a shorter span" in printed(capsys, f"simulate {path}")
-    assert "has a shorter makespan" in printed(capsys, f"simulate {path} --objective makespan")
-    path.write_text(json.dumps(told(capsys, f"simulate {path} --objective makespan")))
-    assert told(capsys, f"simulate {path}")["objective"] == "makespan"
+    assert "has a shorter makespan" in printed(capsys, f"simulate {path}")
+    assert "has a shorter span" in printed(capsys, f"simulate {path} --objective span")
+    path.write_text(json.dumps(told(capsys, f"simulate {path} --objective span")))
+    assert told(capsys, f"simulate {path}")["objective"] == "span"
 
 
 def test_a_package_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,10 +87,10 @@ def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 4").splitlines()
-    assert lines[0].split() == "schedule span bubble makespan bubble memory of 1F1B above bound plan s".split()
+    assert lines[0].split() == "schedule makespan bubble span bubble memory of 1F1B above bound plan s".split()
     assert [line.split()[0] for line in lines[1:3]] == ["zb-h1", "1f1b"]
     assert len({len(line) for line in lines[:3]}) == 1
-    assert lines[4].startswith("above bound: than the least possible")
+    assert lines[4].startswith("above bound: how far the makespan is above a proven lower bound")
     assert lines[6:] == ["not possible here:", "  zb-h2: needs 7 microbatches, limit 4"]
     assert all(map(str.isascii, lines))
 
@@ -118,16 +118,31 @@ def test_files_of_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "<!-- zb-h1 -->" in plot.read_text() and "a rank (microbatches) -->" in plot.read_text()
 
 
-def test_every_schedule_is_held_against_the_bound_at_its_own_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a limit ZB-H1 is 7 % above what ZB-H2 reaches, with nearly twice its memory; at its own it is optimal."""
-    command = "compare --pp 8 --microbatches 32 --schedules zb-h1,zb-h2,1f1b"
-    rows = {row["label"]: row for row in json.loads(printed(capsys, f"{command} --json"))["schedules"]}
-    assert rows["zb-h1"]["gap"] == pytest.approx(103 / 96 - 1)
-    assert rows["zb-h1"]["gap_at_memory"] == pytest.approx(0)
-    assert rows["zb-h1"]["bound_at_memory"] == rows["1f1b"]["bound_at_memory"] == 103
-    assert rows["zb-h2"]["bound_at_memory"] == 96
-    shown = [line.split()[7] for line in printed(capsys, command).splitlines()[1:4]]
-    assert shown == ["0.0%", "0.0%", "13.6%"]
+def test_above_bound_is_the_same_everywhere_and_at_the_schedules_own_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ZB-H1 is 7 % above the span of ZB-H2, which holds nearly twice as much: within its own memory it is optimal."""
+    names, size = ("zb-h1", "zb-h2", "1f1b"), "--pp 8 --microbatches 32"
+    command = f"compare {size} --schedules {','.join(names)}"
+    for objective, field in (("span", "gap"), ("makespan", "makespan_gap")):
+        given = f"{command} --objective {objective}"
+        rows = {row["label"]: row for row in json.loads(printed(capsys, f"{given} --json"))["schedules"]}
+        assert [rows[name][field] for name in names] == pytest.approx([0, 0, 117 / 103 - 1])
+        shown = {line.split()[0]: line.split()[7] for line in printed(capsys, given).splitlines()[1:4]}
+        assert shown == {"zb-h1": "0.0%", "zb-h2": "0.0%", "1f1b": "13.6%"}
+        auto = printed(capsys, f"plan --schedule auto --pp 4 --microbatches 8 --memory-limit 4 --objective {objective}")
+        (line,) = (line for line in auto.splitlines() if line.startswith("1f1b "))
+        for name in ("zb-h1", "1f1b"):
+            alone = f"plan {size} --schedule {name} --objective {objective}"
+            assert f"this one is {shown[name]} above" in printed(capsys, alone)
+            plan = json.loads(printed(capsys, f"{alone} --json"))
+            assert {key: plan[key] for key in rows[name].keys() & plan.keys() - {"plan_seconds"}} == {
+                key: rows[name][key] for key in rows[name].keys() & plan.keys() - {"plan_seconds"}
+            }
+        small = json.loads(printed(capsys, f"plan --schedule 1f1b --pp 4 --microbatches 8 --objective {objective} --json"))
+        assert line.split()[5] == f"{small[field]:.1%}" == "22.2%"
+    assert rows["zb-h1"]["lower_bound"] == rows["1f1b"]["lower_bound"] == 103
+    assert (rows["zb-h2"]["lower_bound"], rows["zb-h2"]["makespan_lower_bound"]) == (96, 103)
 
 
 def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 The rooms, in the order data flows through them:
 
-``schedule``  what runs when: passes, placements, families, simulation, proof, lowering. Pure Python, never torch.
+``schedule``  what runs when: passes, placements, families, simulation, proof, lowering. Never imports torch.
 ``runtime``   how one rank runs its program: executor, p2p, weight gradients, measurements.
 ``model``     the GPT model cut by a placement, with linears whose backward splits.
 ``training``  arguments, data, checkpoints, the loop: the glue behind ``pretrain_gpt.py``.
@@ -10,3 +10,5 @@ The rooms, in the order data flows through them:
 ``view``      pictures of planned schedules and of measured runs.
 ``patches``   the short list of upstream symbols that are replaced, one file per upstream module.
 """
+
+__version__ = "0.1.0"

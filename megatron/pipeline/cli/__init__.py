@@ -11,7 +11,10 @@ from functools import cache
 
 from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
+from megatron.pipeline.cli.packages import Version, missing
 from megatron.pipeline.schedule.families import meant
+
+COMMANDS = ("plan", "simulate", "verify", "draw", "compare", "export", "vocabulary", "memory", "tune", "serve", "launch")
 
 
 def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespace], None] | None = None) -> int:
@@ -57,9 +60,7 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
     except OSError as error:
         return complain(f"{error.strerror}: {error.filename}" if error.filename else f"cannot write: {error.strerror}")
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("megatron"):
-            raise
-        return complain(f"this needs the package {error.name}, which is not installed; pip install -e . installs all")
+        return complain(missing(error))
     except ValueError as error:
         return complain(str(error))
     except KeyboardInterrupt:
@@ -71,9 +72,8 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
 def _parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser of all, and those of the commands by name."""
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
-    commands = parser.add_subparsers(
-        metavar="plan|simulate|verify|draw|compare|export|vocabulary|memory|tune|serve|launch", required=True, parser_class=Parser
-    )
+    parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
+    commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
     for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch):
         command.add(commands)
     return parser, commands.choices

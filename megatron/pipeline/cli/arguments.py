@@ -27,6 +27,7 @@ EXTRA = ("F", "B", "W", "activation")
 SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
 SHARED = ("both", "switch", "shared")
 
+GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation lets its iterations interlock
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
 MOST_RANKS = 4096
 
@@ -120,18 +121,21 @@ def size_flags() -> Parser:
     return flags
 
 
-def goal_flags(several: bool = False) -> Parser:
+def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parser:
     """What is to be short, and in which case.
 
     Args:
         several: whether ``--jitter`` takes several numbers; then it is a list.
+        default: the objective; None for that of the file.
     """
+    own = "" if default else ", if the file names none"
     flags = Parser(add_help=False)
     flags.add_argument(
         "--objective",
         choices=[str(objective) for objective in Objective],
-        help="what an iteration costs: the span where iterations interlock (default, or the file's), the makespan where they "
-        "do not",
+        default=default,
+        help=f"what is to be short: the makespan, from the first pass of all ranks to the last of all (default{own}), or the "
+        "span, the longest of any rank from its first pass to its last, which is what an iteration takes with --post-validation",
     )
     case = "the expected span and makespan are told, and families that search plan for"
     flags.add_argument(

@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron.pipeline.cli.arguments import read_text
+from megatron.pipeline.cli.arguments import GOAL, read_text
 from megatron.pipeline.cli.costs import cost_fields, costs_of, with_shards
 from megatron.pipeline.cli.offload import gain, wanted
-from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.bound import own_bound, with_own_passes
 from megatron.pipeline.schedule.jitter import expected
 from megatron.pipeline.schedule.offload import offload
 from megatron.pipeline.schedule.passes import Kind, Offload
@@ -56,19 +56,7 @@ class Case:
     @property
     def gap(self) -> float:
         """How far this schedule is above the lower bound within the memory that it holds itself, as a share of the bound."""
-        peak = max(activation_peaks(without_copies(self.schedule), self.problem.costs))
-        own = replace(self.relaxed, limits=(peak,) * self.problem.ranks)
-        return gap(self.problem.value(self.timeline), lower_bound(own))
-
-    @cached_property
-    def relaxed(self) -> Problem:
-        """What the bound is of: where only some microbatches run R, all may, at no cost in time; and where there is host memory,
-        ranks may hold any number of them."""
-        problem, counts = self.problem, _runs(self.schedule, Kind.R)
-        some = frozenset(counts) - problem.recompute
-        stages = tuple(replace(cost, recompute=0) if at in some else cost for at, cost in enumerate(problem.costs.stages))
-        limits = None if self.schedule.has_copies else problem.limits
-        return replace(problem, costs=replace(problem.costs, stages=stages), limits=limits, recompute=problem.recompute | some)
+        return gap(self.problem.value(self.timeline), own_bound(self.schedule, self.problem))
 
     def report(self, plan_seconds: float | None = None) -> dict[str, Any]:
         """What ``--json`` prints; ``read_case`` reads it.
@@ -78,7 +66,7 @@ class Case:
         """
         schedule, problem, timeline = self.schedule, self.problem, self.timeline
         copies = schedule.has_copies or problem.offload is not None
-        bounds = {goal: lower_bound(replace(self.relaxed, objective=goal)) for goal in Objective}
+        bounds = {goal: own_bound(schedule, replace(problem, objective=goal)) for goal in Objective}
         return {
             "schedule": schedule.name,
             "pp": schedule.ranks,
@@ -109,7 +97,8 @@ class Case:
             return {}
         if self.schedule.has_copies:
             return {"memory_limit": self.limit}
-        return {"memory_limit": self.limit, "sustaining_limit": smallest_sustaining_limit(self.relaxed)}
+        least = smallest_sustaining_limit(with_own_passes(self.schedule, self.problem))
+        return {"memory_limit": self.limit, "sustaining_limit": least}
 
     def _expected(self) -> dict[str, float]:
         """What an iteration takes on average where pass times vary, if they do."""
@@ -198,7 +187,7 @@ def _case(path: str, text: str, options: argparse.Namespace) -> Case:
     limit = options.memory_limit
     if limit is None and not asked:  # offloaded, it is to hold less than what it was planned for
         limit = _number(told, "memory_limit")
-    objective = vars(options).get("objective") or told.get("objective", "span")
+    objective = vars(options).get("objective") or told.get("objective", GOAL)
     if objective not in list(Objective):
         raise ValueError(f"objective must be one of {', '.join(Objective)}, got {objective!r}")
     jitter = vars(options).get("jitter")

@@ -25,7 +25,7 @@ from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.offload import gain
 from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, check_suffix, wrote
+from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
 from megatron.pipeline.schedule.jitter import expected
@@ -49,7 +49,7 @@ def add(commands: Commands) -> None:
         "compare",
         help=help,
         description=help,
-        epilog=f"{ABOVE_BOUND[0].upper()}{ABOVE_BOUND[1:]}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
+        epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
         "without: memory where nothing is copied; host: memory there; moved: the share of all activations that goes there.",
         parents=parents,
     )
@@ -128,7 +128,7 @@ def _data(
     return {
         "pp": options.pp,
         "microbatches": options.microbatches,
-        "objective": options.objective or "span",
+        "objective": options.objective,
         "memory_limit": options.memory_limit if options.memory_limit != float("inf") else None,
         "peak_of_1f1b": whole,
         "schedules": rows,
@@ -139,17 +139,12 @@ def _data(
 def _plot(
     options: argparse.Namespace, planned: list[Candidate], whole: float | None, spans: dict[str, dict[float, list[float]]]
 ) -> None:
-    objective = options.objective or "span"
+    objective = Objective(options.objective)
     title = f"{options.pp} ranks, {options.microbatches} microbatches"
     if options.jitter:
         draw_robustness(spans, options.output, title=title, measured=objective)
         return
-    makespan = objective == "makespan"
-    points = []
-    for candidate in planned:
-        timeline = candidate.timeline
-        rate = timeline.makespan_bubble_rate if makespan else timeline.bubble_rate
-        points.append(Point(str(candidate.variant), rate, candidate.peak))
+    points = [Point(str(candidate.variant), objective.bubble_rate(candidate.timeline), candidate.peak) for candidate in planned]
     unit = "in the costs file's unit" if options.costs else "microbatches"
     draw_pareto(points, options.output, whole or None, f"{title}, {objective}", unit)
 
@@ -162,7 +157,7 @@ def _print_table(
     spans: dict[str, dict[float, list[float]]],
 ) -> None:
     jitters = list(next(iter(spans.values())))
-    heads = ["schedule", "span", "bubble", "makespan", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
+    heads = ["schedule", "makespan", "bubble", "span", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
     offloads = any(candidate.problem.offload for candidate in planned)
     heads[-2:-2] = ["without", "host", "moved"] if offloads else []
     heads[1:1] = [f"jitter {jitter:.0%}" for jitter in jitters]
@@ -173,10 +168,10 @@ def _print_table(
             [
                 label,
                 *(f"{fmean(spans[label][jitter]):g}" for jitter in jitters),
-                f"{timeline.span:g}",
-                f"{timeline.bubble_rate:.1%}",
                 f"{timeline.makespan:g}",
                 f"{timeline.makespan_bubble_rate:.1%}",
+                f"{timeline.span:g}",
+                f"{timeline.bubble_rate:.1%}",
                 f"{candidate.peak:g}",
                 f"{candidate.peak / whole:.2f}" if whole else "-",
                 *(_offloaded(candidate) if offloads else []),
@@ -188,7 +183,7 @@ def _print_table(
         _rich_table(heads, cells)
     else:
         print(plain_table(heads, cells))
-    print(f"\n{ABOVE_BOUND}")
+    print(f"\n{above_bound(options.objective)}")
     if refused:
         print("\nnot possible here:")
         print("\n".join(f"  {line}" for line in folded(options, refused)))

@@ -79,6 +79,6 @@ def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]
         if case is None:
             entries.append(Entry(title, timeline))
         else:
-            facts = {"above the bound at its memory": f"{case.gap:z.1%}"}
+            facts = {f"above bound ({case.problem.objective})": f"{case.gap:z.1%}"}
             entries.append(Entry(title, timeline, case.schedule, case.problem.costs, facts))
     write_page(entries, path)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.cli.packages import missing
 from megatron.pipeline.processes import let_rank_0_speak
 
 NAME = "launch"
@@ -39,6 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, RuntimeError) as error:
         let_rank_0_speak()
         return complain(f"{NAME}: {error}")
+    except ModuleNotFoundError as error:
+        let_rank_0_speak()
+        return complain(f"{NAME}: {missing(error)}")
     try:
         run()  # what goes wrong in a script is told as Python does
     except ValueError as error:

@@ -21,7 +21,7 @@ from megatron.pipeline.cli.case import Case, gap
 from megatron.pipeline.cli.offload import k_table, wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
-from megatron.pipeline.cli.summary import ABOVE_BOUND, check_output, put
+from megatron.pipeline.cli.summary import above_bound, check_output, put
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
 from megatron.pipeline.schedule.exact import optimum
@@ -40,10 +40,9 @@ def add(commands: Commands) -> None:
         "the one that holds least",
     )
     bounds = (
-        "The lower bound is that of every order of F, B, W or BW on this placement within this memory: the limit, or what the "
-        "name stands for (zb-v, v-half, v-min, v-auto, zb-auto, 1f1b-v). For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, "
-        "whose backward is always BW, it says what they lose by that. The table of auto "
-        "holds every schedule against the bound at its own peak memory instead."
+        "The lower bound is that of every order of F, B, W or BW on the same placement that holds no more memory on a rank than "
+        "the schedule does on its fullest. For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, whose backward is always BW, it "
+        "says what they lose by that."
     )
     parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
     parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
@@ -83,7 +82,7 @@ def plan(options: argparse.Namespace) -> tuple[Case, dict[str, Any], str]:
         choice, planned, refused = _choose(options)
         best = choice.best
         told["candidates"] = _rows(choice, planned, refused)
-        table = f"{choice_table(choice, planned, refused, partial(reason, options))}\n\n{ABOVE_BOUND}\n\n"
+        table = f"{choice_table(choice, planned, refused, partial(reason, options))}\n\n{above_bound(options.objective)}\n\n"
     else:
         best = plan_one(options, Variant(name, options.chunks, options.group, options.splits))
     if options.exact is not None and best.problem.vocabulary:

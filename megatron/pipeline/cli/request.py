@@ -62,8 +62,7 @@ def row(planned: Candidate) -> dict[str, Any]:
     """What the JSON of several schedules says of each."""
     report = case_of(planned).report(planned.seconds)
     told = {name: report[name] for name in _REPORTED if name in report}
-    own = {"memory": planned.peak, "bound_at_memory": planned.bound, "gap_at_memory": planned.gap}
-    return told | {"label": str(planned.variant)} | own
+    return told | {"label": str(planned.variant), "memory": planned.peak}
 
 
 def _check(options: argparse.Namespace, variant: Variant) -> None:
@@ -82,7 +81,7 @@ def _request(options: argparse.Namespace) -> Request:
         options.microbatches,
         lambda placement: with_shards(costs_of(options, placement, copies=offload is not None), vocabulary),
         options.memory_limit,
-        Objective(options.objective or "span"),
+        Objective(options.objective),
         _stages(given, "recompute"),
         _stages(given, "fuse"),
         jitter[0] if isinstance(jitter, list) else jitter,

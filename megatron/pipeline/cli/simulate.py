@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.verify import verify_programs
 def add(commands: Commands) -> None:
     help = "run a schedule from a file against costs"
     simulator = commands.add_parser(
-        "simulate", help=help, description=help, parents=[cost_flags(), goal_flags(), offload_flags(), report_flags()]
+        "simulate", help=help, description=help, parents=[cost_flags(), goal_flags(default=None), offload_flags(), report_flags()]
     )
     simulator.set_defaults(run=simulate_file)
     help = "check a schedule from a file against every rule"

@@ -13,7 +13,13 @@ from typing import Any
 from megatron.pipeline.schedule.timeline import Timeline
 from megatron.pipeline.view import Consecutive, render
 
-ABOVE_BOUND = "above bound: than the least possible on the same placement, of what holds no more memory than that schedule"
+
+def above_bound(objective: str) -> str:
+    """What a column of that name says: see ``schedule/bound.py`` ``own_bound``."""
+    return (
+        f"above bound: how far the {objective} is above a proven lower bound of any order on the same placement "
+        "within the same memory"
+    )
 
 
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
@@ -21,23 +27,22 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
     # Costs of every stage, from a file, may count memory in another unit.
     unit = unit_of("stage_costs" not in data)
-    within = (
-        "of any memory"
-        if limit is None or "offload" in data
-        else f"within a memory of {limit:g}"
-        if not unit
-        else f"within {limit:g}{unit}"
-    )
+    # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
+    held = max(data["offload"]["peak_without"] if "offload" in data else peaks)
     makespan = data["objective"] == "makespan"
     bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
     rows = [
-        ("span", f"{data['span']:g}", f"bubble {data['bubble_rate']:.1%}, from a rank's first pass to its last"),
         (
             "makespan",
             f"{data['makespan']:g}",
             f"bubble {data['makespan_bubble_rate']:.1%}, from the first pass of all to the last of all",
         ),
-        ("lower bound", f"{bound:g}", f"no schedule {within} has a shorter {data['objective']}; this one is {above:z.1%} above"),
+        ("span", f"{data['span']:g}", f"bubble {data['bubble_rate']:.1%}, from a rank's first pass to its last"),
+        (
+            "lower bound",
+            f"{bound:g}",
+            f"no order {within(held, unit)} has a shorter {data['objective']} on this placement; this one is {above:z.1%} above",
+        ),
     ]
     if "jitter" in data:
         kind = data["objective"]
@@ -45,7 +50,10 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
             ("expected", f"{data[f'expected_{kind}']:g}", f"{kind} on average where pass times vary by {data['jitter']:.0%}")
         )
     if exact and exact["proven"]:
-        rows.append(("optimum", f"{exact['value']:g}", f"proven; this one is {exact['gap']:z.1%} above"))
+        memory = "of any memory" if limit is None else within(limit, unit)
+        rows.append(
+            ("optimum", f"{exact['value']:g}", f"proven: no order {memory} is shorter; this one is {exact['gap']:z.1%} above")
+        )
     elif exact:
         rows.append(
             ("best found", f"{exact['value']:g}", f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
@@ -98,6 +106,11 @@ def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
 def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None = None) -> str:
     """A timeline as text, as wide as the terminal."""
     return render(timeline, shutil.get_terminal_size().columns, splits=splits, consecutive=consecutive)
+
+
+def within(memory: float, unit: str) -> str:
+    """That something holds no more memory than so much."""
+    return f"within {memory:g}{unit}" if unit else f"within a memory of {memory:g}"
 
 
 def unit_of(microbatches: bool) -> str:

@@ -58,7 +58,7 @@ def add(commands: Commands) -> None:
         "--gpu-memory",
         type=gpu_memory,
         metavar="X",
-        help=f"GB of each that a training may take ({SHARE:.0%} of what it has)",
+        help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)",
     )
     flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")

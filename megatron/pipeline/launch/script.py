@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import runpy
 import sys
@@ -33,6 +33,7 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
     Raises:
         ValueError: there is no script, or options do not fit the way this process was started.
         RuntimeError: ``megatron.training`` is missing, or lacks what a patch relies on.
+        ModuleNotFoundError: there is no torch or no ``megatron.core``.
     """
     if not tokens:
         raise ValueError("which script? mpipe launch PATH/pretrain_gpt.py [flags]")
@@ -45,6 +46,8 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
             f"{os.environ['RANK']}): leave them out here"
         )
     if options:
+        if importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")  # as its import would
         return partial(_under_torchrun, [*options, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
     if "RANK" not in os.environ:
         os.environ |= {

@@ -12,6 +12,9 @@ import numpy as np
 from megatron.pipeline.schedule.earliest import SLACK, Earliest, Times, backwards_in_time, lines, usable
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.problem import Objective, Problem
+from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.schedule.transform import without_copies
 
 ORIGINS = 4  # from how many ranks' points of view at least a span is looked at, where there are many ranks
 SMALL = 512  # where there are fewer microbatches times stages, all are looked at, and more often
@@ -75,6 +78,31 @@ def lower_bound(problem: Problem) -> float:
             ends = max(head.last_end(at, rank), tail.last_end(at, rank))
             best = max(best, ends, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), ends))
     return best
+
+
+def own_bound(schedule: Schedule, problem: Problem) -> float:
+    """The lower bound that a schedule is compared with, for the problem's objective and costs.
+
+    It is that of every order of its passes on its placement that holds no more memory on a rank than this schedule does on its
+    fullest one, host memory included: so schedules compare with each other, whatever limit each was planned for.
+    """
+    most = max(activation_peaks(without_copies(schedule), problem.costs))
+    return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
+
+
+def with_own_passes(schedule: Schedule, problem: Problem) -> Problem:
+    """The problem, for a schedule in which stages run R for some microbatches: all of them may, at no cost in time."""
+    runs = {
+        schedule.placement.stage(rank, work.chunk)
+        for rank, passes in enumerate(schedule.passes)
+        for work in passes
+        if work.kind is Kind.R
+    }
+    some = runs - problem.recompute
+    if not some:
+        return problem
+    stages = tuple(replace(cost, recompute=0) if at in some else cost for at, cost in enumerate(problem.costs.stages))
+    return replace(problem, costs=replace(problem.costs, stages=stages), recompute=problem.recompute | some)
 
 
 def _work(problem: Problem) -> list[float]:

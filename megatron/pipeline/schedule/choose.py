@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import least_limit, lower_bound
+from megatron.pipeline.schedule.bound import least_limit, own_bound
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.jitter import Expected, expected
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
@@ -22,7 +22,6 @@ from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.schedule import Schedule
 from megatron.pipeline.schedule.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.schedule.transform import without_copies
 from megatron.pipeline.schedule.verify import verify
 
 AUTO = families.AUTO
@@ -162,13 +161,8 @@ class Candidate:
 
     @cached_property
     def bound(self) -> float:
-        """What no schedule can beat, in the nominal case, on this placement and where no rank holds more than this one does.
-
-        Every schedule is held against its own memory, that of the host included, whatever limit it was planned for, so that their
-        gaps compare.
-        """
-        most = max(activation_peaks(without_copies(self.schedule), self.problem.costs))
-        return lower_bound(replace(self.problem, limits=(most,) * self.problem.ranks))
+        """What no order of the passes within the schedule's own memory can beat, in the nominal case: see ``own_bound``."""
+        return own_bound(self.schedule, self.problem)
 
     @property
     def gap(self) -> float:

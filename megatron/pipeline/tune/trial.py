@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import yaml
 
 WARM_UP = 2  # iterations that are slower than the rest
@@ -188,6 +187,8 @@ def _read(records: Sequence[dict[str, Any]]) -> Measured:
 
 def _finish(command: Sequence[str], output: Any, timeout: float) -> int | None:
     """Run to the end and return its status; None where that takes too long. None of its processes is left in any case."""
+    import psutil  # type: ignore[import-untyped]  # planning does without
+
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
     try:

@@ -1,0 +1,56 @@
+"""Which packages are here: what ``mpipe --version`` prints, and what is said where a command needs one that is not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import re
+from importlib import metadata
+from typing import NoReturn
+
+from megatron.pipeline import __version__
+
+OWN = "megatron-pipeline"
+_NAMES = {"megatron.core": "megatron-core", "yaml": "PyYAML"}  # of packages, by what Python imports, where these differ
+
+
+class Version(argparse.Action):
+    """A flag that prints the versions of this package and of what it trains with, and ends the program.
+
+    Nothing is imported for that: to import torch takes seconds.
+    """
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        versions = {OWN: __version__} | {name: _installed(name) or "not installed" for name in ("megatron-core", "torch")}
+        print("\n".join(f"{name} {version}" for name, version in (versions | {"Python": platform.python_version()}).items()))
+        parser.exit()
+
+
+def missing(error: ModuleNotFoundError) -> str:
+    """What to install where an import failed.
+
+    Raises:
+        ModuleNotFoundError: the error itself, where what is missing is part of a package that is here.
+    """
+    module = error.name if error.name in _NAMES else (error.name or "").partition(".")[0]
+    if not module or importlib.util.find_spec(module) is not None:
+        raise error
+    package = _NAMES.get(module, module)
+    return f"this needs the package {package}, which is not installed: pip install '{_required(package)}'"
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _required(package: str) -> str:
+    """A package with the range of versions that this one asks for, as pip takes it."""
+    try:
+        required = metadata.requires(OWN) or []
+    except metadata.PackageNotFoundError:
+        required = []  # run from a directory
+    return next((each for each in required if re.match(rf"{re.escape(package)}\b(?!-)[^;]*$", each)), package)
