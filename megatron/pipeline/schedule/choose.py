@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import least_limit, lower_bound
+from megatron.pipeline.schedule.bound import lower_bound
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.jitter import Expected, expected
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
@@ -225,15 +225,8 @@ def _needs(request: Request, variant: Variant) -> float | None:
     """The memory that a family takes, or at least takes, if that is more than the limit."""
     if request.memory_limit is None:
         return None
-    family = families.FAMILIES[variant.name]
     try:
-        free = replace(request, memory_limit=None).problem(variant)
-        if family.memory is None:
-            needs = max(activation_peaks(families.solve(variant.name, free), free.costs))
-        elif family.memory_is == "default":
-            needs = max(least_limit(free, rank) for rank in range(free.ranks)) + families.memory_of_spreading(free)
-        else:
-            needs = max(free.limits or ())
+        needs = families.least_memory(variant.name, replace(request, memory_limit=None).problem(variant))
     except ValueError:
         return None  # memory is not all that is wrong
     return needs if needs > request.memory_limit else None

@@ -78,17 +78,18 @@ class Chart {
     this.show(zoomed ? this.from : 0, zoomed ? this.to : this.total); // the time range in view
   }
 
-  /** Take the size and the theme of the window, and place the panels below each other. Returns the height of all. */
-  layout(width, height) {
+  /** Take the size and the theme of the window. */
+  resize(width, height) {
     this.width = width;
     this.height = height;
     this.right = Math.max(LABELS + 10, width - RIGHT);
     this.theme = theme();
     this.pen = prepare(this.canvas, width, height);
-    this.lane = this.hasLanes ? Math.max(2, Math.round(this.boxHeight * 0.16)) : 0; // the height of one
-    this.lanes = this.hasLanes ? LANES.length * (this.lane + 1) : 0;
-    this.strip = this.showMemory && this.peak > 0 ? Math.max(5, Math.round(this.boxHeight * 0.7)) : 0;
-    this.pitch = this.boxHeight + this.lanes + this.strip + (this.boxHeight > 8 ? 2 : 1);
+  }
+
+  /** Place the panels below each other. Returns the height of all. */
+  place() {
+    this.#setPitch();
     let top = AXIS;
     for (const panel of this.panels) {
       panel.top = top + TITLE;
@@ -98,12 +99,19 @@ class Chart {
     return top;
   }
 
-  /** The boxes' height at which all panels fit a height, within what can be read and what looks right. */
-  fitRows(height) {
+  #setPitch() {
+    this.lane = this.hasLanes ? Math.max(2, Math.round(this.boxHeight * 0.16)) : 0; // the height of one
+    this.lanes = this.hasLanes ? LANES.length * (this.lane + 1) : 0;
+    this.strip = this.showMemory && this.peak > 0 ? Math.max(5, Math.round(this.boxHeight * 0.7)) : 0;
+    this.pitch = this.boxHeight + this.lanes + this.strip + (this.boxHeight > 8 ? 2 : this.boxHeight > 3 ? 1 : 0);
+  }
+
+  /** Make the boxes as high as all panels fit a height with, but no less than `least` and no more than `most`. */
+  fitRows(height, least, most) {
     const ranks = this.panels.reduce((sum, panel) => sum + panel.ranks, 0);
     const room = height - AXIS - this.panels.length * (TITLE + GAP);
-    const pitch = Math.floor(room / ranks) - 2;
-    this.boxHeight = Math.max(9, Math.min(26, this.hasLanes ? Math.floor(pitch / 1.4) : pitch));
+    this.boxHeight = most;
+    for (this.#setPitch(); this.boxHeight > least && this.pitch * ranks > room; this.#setPitch()) this.boxHeight--;
   }
 
   get scale() {

@@ -61,13 +61,15 @@ class Timelines {
   #waiting = false;
 
   /**
-   * `fills`: whether the chart has all the room that the window leaves; else it is as high as its panels, and the window scrolls.
+   * `fills`: whether the chart has all the room that the window leaves, and scrolls in it; else it is as high as its panels, whose
+   * rows fit the window until another height is chosen, and the window scrolls.
    * `keys`: the element that listens to keys.
    */
   constructor({ kinds, lightest, unit = "", fills = true, keys = document }) {
     this.kinds = kinds;
     this.lightest = lightest;
     this.fills = fills;
+    this.fitsRows = !fills;
     this.scroller = byId("scroller");
     this.canvas = byId("chart");
     this.tip = byId("tip");
@@ -86,10 +88,11 @@ class Timelines {
     this.layout();
   }
 
-  /** The boxes' height at which all panels fit into the window. */
+  /** The boxes' height at which all panels fit into the window's part, or into the window. */
   fitRows() {
+    if (!this.fills) return this.chart.fitRows(window.innerHeight - this.overview.height - 1, 2, 15);
     this.layout(); // the overview takes its height first
-    this.chart.fitRows(this.scroller.clientHeight);
+    this.chart.fitRows(this.scroller.clientHeight, 9, 26);
     this.layout();
   }
 
@@ -98,7 +101,7 @@ class Timelines {
     this.#waiting = true;
     requestAnimationFrame(() => {
       this.#waiting = false;
-      this.chart.scroll = this.scroller.scrollTop;
+      this.chart.scroll = this.canvas.getBoundingClientRect().top - byId("content").getBoundingClientRect().top;
       this.chart.paint();
       this.overview.paint();
       byId("density").textContent = this.chart.crowded ? "columns: share of time, blank is idle; zoom in for passes" : "";
@@ -108,32 +111,32 @@ class Timelines {
 
   layout() {
     const { chart, scroller } = this;
-    const height = chart.layout(scroller.clientWidth, scroller.clientHeight);
+    if (this.fitsRows) this.fitRows();
+    const height = chart.place();
     byId("content").style.height = (this.fills ? Math.max(height, scroller.clientHeight) : height) + "px";
-    // A bar appeared, or the window's part grew with what is in it.
-    if (scroller.clientWidth !== chart.width || scroller.clientHeight !== chart.height) {
-      chart.layout(scroller.clientWidth, scroller.clientHeight);
-    }
+    chart.resize(scroller.clientWidth, this.fills ? scroller.clientHeight : Math.min(height, window.innerHeight));
     this.overview.layout(scroller.offsetWidth);
     this.repaint();
   }
 
   #setRows(height) {
-    this.chart.boxHeight = Math.max(4, Math.min(60, Math.round(height)));
+    this.fitsRows = false;
+    this.chart.boxHeight = Math.max(2, Math.min(60, Math.round(height)));
     this.layout();
+    this.#leave();
   }
 
   #zoom(factor, x = (LABELS + this.chart.right) / 2) {
     this.chart.zoom(factor, x);
-    this.repaint();
+    this.#leave();
   }
 
   /** Move what is shown by pixels. */
   #move(x, y) {
     const { chart } = this;
     chart.show(chart.from - x / chart.scale, chart.to - x / chart.scale);
-    this.scroller.scrollTop -= y;
-    this.repaint();
+    (this.fills ? this.scroller : document.scrollingElement).scrollTop -= y;
+    this.#leave();
   }
 
   #toggleMemory() {
@@ -197,6 +200,7 @@ class Timelines {
     this.repaint();
   }
 
+  /** What was below the pointer is there no more. */
   #leave() {
     this.chart.pointer = null;
     this.tip.hidden = true;
@@ -206,7 +210,7 @@ class Timelines {
   #listen(keys) {
     this.#listenToPointers();
     this.scroller.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
-    this.scroller.addEventListener("scroll", () => this.repaint());
+    (this.fills ? this.scroller : window).addEventListener("scroll", () => this.#leave());
     this.#listenToOverview();
     const actions = this.#actions();
     keys.addEventListener("keydown", (event) => {
@@ -265,13 +269,12 @@ class Timelines {
       down.set(event.pointerId, now);
       if (down.size === 1) {
         if (travelled < 5) return;
-        this.#leave();
-        this.#move(now.x - last.x, now.y - last.y);
+        this.#move(now.x - last.x, this.fills ? now.y - last.y : 0); // the window would take the canvas along
       } else if (down.size === 2) {
         const other = [...down].find(([id]) => id !== event.pointerId)[1];
         const [before, after] = [Math.abs(last.x - other.x), Math.abs(now.x - other.x)];
         if (before > 8 && after > 8) chart.zoom(after / before, other.x);
-        else this.#move((now.x - last.x) / 2, (now.y - last.y) / 2);
+        else this.#move((now.x - last.x) / 2, this.fills ? (now.y - last.y) / 2 : 0);
         this.repaint();
       }
     });
