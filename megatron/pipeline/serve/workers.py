@@ -47,8 +47,8 @@ class _Job:
 class Workers:
     """Some processes, each with one job at a time. ``async with`` starts and ends them.
 
-    Of the jobs that somebody waits for, the one with the least work is next; of those with as much work, the newest. Jobs ahead of
-    what anybody looks at, and those with much work, run on all processes but one, which is kept for the others.
+    Of the jobs that somebody waits for, the one with the least work is next; of those with as much work, the newest. Jobs ahead
+    of what anybody looks at, and those with much work, run on all processes but one, which is kept for the others.
 
     Args:
         count: of processes; 1 serves all kinds of jobs.
@@ -143,7 +143,7 @@ class Workers:
             job.process.kill()
 
     def _next(self, all_kinds: bool) -> _Job | None:
-        """The job with the least work that somebody waits for, not a long one unless ``all_kinds``; else, if so, the oldest ahead."""
+        """The job with the least work that somebody waits for, no long one unless ``all_kinds``; then also the oldest ahead."""
         waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
         urgent = [job for job in reversed(waiting) if not job.ahead and (all_kinds or job.work < self.long)]
         return min(urgent, key=lambda job: job.work) if urgent else waiting[0] if waiting and all_kinds else None

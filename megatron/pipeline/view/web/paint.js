@@ -17,6 +17,11 @@ function shade(colour, chunk, chunks, lightest) {
   return `rgb(${[1, 3, 5].map((at) => Math.round(part(at) + (255 - part(at)) * white)).join(" ")})`;
 }
 
+/** How high the line stands that tells chunks apart where there are more than two, as a share of the box; 0: there is none. */
+function level(chunk, chunks) {
+  return chunks > 2 ? chunk / chunks : 0;
+}
+
 /** Make a canvas as sharp as the screen, and return a context that counts in CSS pixels. */
 function prepare(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -219,6 +224,11 @@ class Chart {
       const [x, width] = this.#box(panel, i);
       pen.fillStyle = panel.shades[panel.kinds[i]][panel.chunks[i]];
       pen.fillRect(x, y, width > 3 ? width - 1 : width, this.boxHeight);
+      const line = level(panel.chunks[i], panel.chunkCount) * this.boxHeight;
+      if (line) {
+        pen.fillStyle = INK;
+        pen.fillRect(x, y + Math.round(this.boxHeight - line), width > 3 ? width - 1 : width, 1);
+      }
       if (size < 7 || width < digit + 3) continue;
       const number = panel.number(i);
       if (width < number.length * digit + 3) continue;
@@ -362,11 +372,18 @@ class Overview {
     this.chart = chart;
   }
 
+  get #lane() {
+    return Math.max(4, Math.min(18, 72 / this.chart.panels.length));
+  }
+
+  get height() {
+    return Math.round(this.#lane * this.chart.panels.length) + 4;
+  }
+
   layout(width) {
     const { chart } = this;
-    const lane = Math.max(4, Math.min(18, 72 / chart.panels.length));
+    const lane = this.#lane;
     this.width = width;
-    this.height = Math.round(lane * chart.panels.length) + 4;
     this.pen = prepare(this.canvas, width, this.height);
     const bins = Math.max(1, Math.floor((chart.right - LABELS) / 2));
     const pen = prepare((this.lanes = document.createElement("canvas")), width, this.height);

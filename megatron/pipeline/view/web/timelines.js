@@ -17,14 +17,20 @@ function fillLegend(kinds, panels, lightest) {
   legend.replaceChildren();
   const add = (colour, text) => {
     const item = element("li", "", legend);
-    element("i", "", item).style.background = colour;
+    const box = element("i", "", item);
+    box.style.background = colour;
     item.append(text);
+    return box;
   };
   kinds.forEach((kind, index) => {
     if (panels.some((panel) => panel.kinds.includes(index))) add(kind.colour, `${kind.name} ${kind.meaning}`);
   });
   const chunks = Math.max(0, ...panels.map((panel) => panel.chunkCount));
-  for (let chunk = 0; chunks > 1 && chunk < chunks; chunk++) add(shade("#777777", chunk, chunks, lightest), `chunk ${chunk}`);
+  for (let chunk = 0; chunks > 1 && chunk < chunks; chunk++) {
+    const box = add(shade("#777777", chunk, chunks, lightest), `chunk ${chunk}`);
+    const line = 100 * (1 - level(chunk, chunks));
+    if (line < 100) box.style.backgroundImage = `linear-gradient(transparent ${line}%, ${INK} ${line}% calc(${line}% + 1px), transparent 0)`;
+  }
   add("var(--idle)", "idle");
   element("li", "", legend).id = "density";
 }
@@ -101,6 +107,7 @@ class Timelines {
     this.#waiting = true;
     requestAnimationFrame(() => {
       this.#waiting = false;
+      if (!this.chart.width) return; // hidden
       this.chart.scroll = this.canvas.getBoundingClientRect().top - byId("content").getBoundingClientRect().top;
       this.chart.paint();
       this.overview.paint();
