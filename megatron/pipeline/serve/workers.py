@@ -41,6 +41,7 @@ class _Job:
     result: asyncio.Future[Any]
     waiting: int = 0  # how many ask for it
     process: multiprocessing.process.BaseProcess | None = None  # that runs it
+    given_up: bool = False  # its process is being ended
 
 
 @dataclass
@@ -140,6 +141,7 @@ class Workers:
     def _end_abandoned(self, job: _Job) -> None:
         if not job.waiting and not job.result.done() and job.process is not None:
             self._forget(job)  # who asks again from now on needs another process
+            job.given_up = True
             job.process.kill()
 
     def _next(self, all_kinds: bool) -> _Job | None:
@@ -169,12 +171,15 @@ class Workers:
                 except (EOFError, OSError) as error:
                     late = isinstance(error, TimeoutError)
                     _settle(job.result, Late(f"took more than {self.limit:g} s") if late else Busy(ENDED))
-                    _close(process, end)
-                    process, end = await asyncio.to_thread(self._start)
+                    ended = True
                 else:
                     _settle(job.result, result)
+                    ended = job.given_up  # it may have answered just before
                 finally:
                     self._forget(job)
+                if ended:
+                    _close(process, end)
+                    process, end = await asyncio.to_thread(self._start)
         finally:
             _close(process, end)
 

@@ -23,6 +23,7 @@ export class Pareto {
     this.chosen = chosen;
     this.caption = document.createElement("figcaption");
     this.caption.setAttribute("aria-live", "polite");
+    this.caption.textContent = "blue: none that holds as little has a smaller bubble; ringed: in the table below";
     this.pen = document.createElement("canvas").getContext("2d"); // which measures text
     this.all = [];
     new ResizeObserver(() => figure.clientWidth !== this.width && this.show(this.all)).observe(figure);

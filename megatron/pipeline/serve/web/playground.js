@@ -141,7 +141,7 @@ class Page {
     const spreads = this.common["vocab-parallel"] !== "off";
     for (const name of ["S", "T"]) this.form.elements[name].disabled = !spreads;
     this.form.elements.bandwidth.disabled = this.common.offload === "off";
-    byId("value").textContent = this.common.objective;
+    byId("sort").textContent = this.common.objective;
     this.#check();
     this.plans.stopAhead();
     clearTimeout(this.pause);

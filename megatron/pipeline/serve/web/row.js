@@ -54,11 +54,11 @@ export class Row {
     this.message.className = "refused";
     this.message.id = `refused-${++Row.#count}`;
     this.message.setAttribute("role", "alert");
-    this.why = Object.assign(element("details", "", cell), { className: "why" });
+    this.why = Object.assign(element("details", "", cell), { className: "why", hidden: true });
     this.command = element("code", "", cell);
     this.downloads = element("span", "", cell);
     this.links = SUFFIXES.map((suffix) => Object.assign(element("a", suffix.toUpperCase(), this.downloads), { download: "" }));
-    [...table.parentElement.tHead.rows[0].cells].forEach((head, at) => (this.row.cells[at].dataset.head = head.textContent.trim()));
+    this.heads = table.parentElement.tHead.rows[0].cells;
   }
 
   static #count = 0;
@@ -77,6 +77,7 @@ export class Row {
       if (input !== document.activeElement || input.value.trim() !== values[name]) input.value = values[name];
       mark(input, wrong === name, this.message.id);
     }
+    [...this.heads].forEach((head, at) => (this.row.cells[at].dataset.head = head.textContent)); // for narrow windows
     this.place.textContent = place || "";
     this.place.title = place ? `number ${place} by time` : "";
     this.remove.setAttribute("aria-label", `remove schedule ${number}, ${values.schedule}`);

@@ -8,6 +8,7 @@ const RIGHT = 12;
 const BIN = 3; // width of a column where passes are too narrow to draw each of them
 const LANES = ["D2H", "H2D"]; // copies, below the passes of their rank
 const NARROWEST = 2.5; // width that passes need on average to be drawn one by one
+const CLEAR = 6; // width of a box that has room for marks
 const INK = "#222222"; // on the passes' own colours, which are the same in the dark
 
 /** The colour itself for chunk 0, lighter for every further chunk, as in style.py. */
@@ -225,7 +226,7 @@ class Chart {
       pen.fillStyle = panel.shades[panel.kinds[i]][panel.chunks[i]];
       pen.fillRect(x, y, width > 3 ? width - 1 : width, this.boxHeight);
       const line = level(panel.chunks[i], panel.chunkCount) * this.boxHeight;
-      if (line) {
+      if (line && width >= CLEAR) {
         pen.fillStyle = INK;
         pen.fillRect(x, y + Math.round(this.boxHeight - line), width > 3 ? width - 1 : width, 1);
       }
@@ -321,7 +322,8 @@ class Chart {
       if (rank % every) continue;
       const lit = this.pointer?.panel === panel && this.pointer.rank === rank;
       pen.fillStyle = lit ? this.theme.accent : this.theme.ink;
-      pen.fillText("rank " + rank, LABELS - 6, this.#y(panel, rank) + this.boxHeight / 2 + 0.5);
+      const y = Math.max(this.#y(panel, rank) + this.boxHeight / 2, this.#y(panel, 0) + 5); // below the title
+      pen.fillText("rank " + rank, LABELS - 6, y + 0.5);
     }
   }
 
