@@ -283,7 +283,7 @@ class Page {
     this.drawing ??= requestAnimationFrame(() => {
       this.drawing = undefined;
       const points = this.wrong ? [] : this.#points();
-      byId("front").hidden = points.length === 0;
+      byId("front").hidden = !points.length && !this.shown.some((one) => one.busy); // kept for what is being planned
       this.pareto.show(points);
     });
   }

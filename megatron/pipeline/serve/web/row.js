@@ -55,9 +55,11 @@ export class Row {
     this.message.id = `refused-${++Row.#count}`;
     this.message.setAttribute("role", "alert");
     this.why = Object.assign(element("details", "", cell), { className: "why", hidden: true });
-    this.command = element("code", "", cell);
-    this.downloads = element("span", "", cell);
-    this.links = SUFFIXES.map((suffix) => Object.assign(element("a", suffix.toUpperCase(), this.downloads), { download: "" }));
+    this.elsewhere = Object.assign(element("div", "", cell), { className: "elsewhere" });
+    this.links = SUFFIXES.map((suffix) => Object.assign(element("a", suffix.toUpperCase(), this.elsewhere), { download: "" }));
+    const folded = element("details", "", this.elsewhere); // its length changes with the limit
+    element("summary", "command", folded);
+    this.command = element("code", "", folded);
     this.heads = table.parentElement.tHead.rows[0].cells;
   }
 
@@ -91,9 +93,9 @@ export class Row {
       link.href = address(flags, "." + SUFFIXES[at]);
       link.setAttribute("aria-label", `download schedule ${number} as ${SUFFIXES[at].toUpperCase()}`);
     });
-    this.downloads.hidden = !plan;
+    this.elsewhere.hidden = !plan && !busy;
     if (this.message.textContent !== message) this.message.textContent = message;
-    this.command.textContent = plan || busy ? command(flags) : "";
+    this.command.textContent = command(flags);
     this.#choice(plan);
   }
 
