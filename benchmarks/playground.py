@@ -1,15 +1,19 @@
 """How soon does the page of ``mpipe serve`` show what a limit was dragged to? Prints a Markdown table for the documentation.
 
     python benchmarks/playground.py [--schedules NAME,..] [--json FILE]
+    python benchmarks/playground.py --picture docs/images/playground.png
 
 A headless Chromium presses an arrow key on the slider of the memory limit, from the largest limit to the least that there is a
 plan for, at p=8 and m=32: once as soon as the page is there (cold: what was not yet planned ahead is waited for), and once when
-all limits are planned ahead (warm). A time is from the key to the painted plan, as the page itself measures it.
+all limits are planned ahead (warm). A time is from the key to the painted plan, as the page itself measures it. Only families
+that make different schedules of different limits have a slider. With --picture, the page is drawn instead: front, table and
+timelines.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +44,12 @@ PRESS = """async (key) => {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", default="1f1b,interleaved,zb-v,v-half,zb-auto,v-auto", metavar="NAME,..")
+    parser.add_argument("--schedules", default="zb-v,zb-auto,v-auto", metavar="NAME,..")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the page with three schedules, and measure nothing")
     options = parser.parse_args()
+    if options.picture:
+        return draw(options.picture)
     times = {name: measure(name) for name in options.schedules.split(",")}
     if options.json:
         options.json.write_text(json.dumps(times))
@@ -53,8 +61,28 @@ def main() -> None:
         print(f"| `{name}` | {len(cold)} | " + " | ".join(f"{figure:.0f}" for figure in figures) + " |")
 
 
+def draw(picture: Path) -> None:
+    """Write what the page shows of three schedules, once all is planned."""
+    with opened("schedule=zb-v", "schedule=v-auto&memory-limit=5", "schedule=1f1b", width=1000) as page:
+        expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+        whole, last = page.locator("#plans").bounding_box(), page.locator("#scroller").bounding_box()
+        clip = {"x": 0, "y": whole["y"], "width": 1000, "height": last["y"] + last["height"] - whole["y"]}
+        page.screenshot(path=picture, full_page=True, clip=clip)
+
+
 def measure(name: str) -> dict[str, Any]:
     """Milliseconds of every limit in a server of its own, cold and warm, and seconds until all were planned ahead."""
+    with opened(f"schedule={name}") as page:
+        cold = drag(page)
+        begin = page.evaluate("performance.now()")
+        expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+        ahead = (page.evaluate("performance.now()") - begin) / 1000
+        return {"cold": cold, "warm": drag(page), "ahead": ahead}
+
+
+@contextlib.contextmanager
+def opened(*plans: str, width: int = 1280) -> Iterator[Any]:
+    """The page of a server of its own, with these schedules on it, all of which are planned."""
     command = [sys.executable, "-m", "megatron.pipeline.cli", "serve", "--no-browser", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}) as server:
         try:
@@ -64,19 +92,14 @@ def measure(name: str) -> dict[str, Any]:
             with sync_playwright() as started:
                 flags = ["--no-sandbox"] if os.geteuid() == 0 else []
                 browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
-                page = browser.new_page(viewport={"width": 1280, "height": 900})
-                state = COSTS | {"pp": "8", "microbatches": "32", "plan": f"schedule={name}"}
+                page = browser.new_page(viewport={"width": width, "height": 900})
+                state = [*COSTS.items(), ("pp", "8"), ("microbatches", "32"), *(("plan", plan) for plan in plans)]
                 page.goto(f"{found[0]}#{urllib.parse.urlencode(state)}")
-                expect(page.locator("#cards tr[aria-busy=false] td.fact").first).not_to_be_empty(timeout=TIMEOUT)
-                cold = drag(page)
-                begin = page.evaluate("performance.now()")
-                expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
-                ahead = (page.evaluate("performance.now()") - begin) / 1000
-                warm = drag(page)
+                expect(page.locator("#cards tr[aria-busy=false]")).to_have_count(len(plans), timeout=TIMEOUT)
+                yield page
                 browser.close()
         finally:
             server.terminate()
-    return {"cold": cold, "warm": warm, "ahead": ahead}
 
 
 def drag(page: Any) -> list[float]:

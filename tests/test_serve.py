@@ -24,7 +24,7 @@ from served import command, serving, untimed
 
 from megatron.pipeline import cli
 from megatron.pipeline.serve import server, workers
-from megatron.pipeline.serve.answers import FLAGS, Answer, may_take_long
+from megatron.pipeline.serve.answers import FLAGS, LONG, Answer, work
 from megatron.pipeline.serve.workers import Late, Workers
 
 SMALL = {"pp": "4", "microbatches": "8"}
@@ -92,13 +92,24 @@ def test_a_plan_is_the_one_of_the_command(address: str, flags: dict[str, str]) -
 def test_bad_parameters_are_refused_in_the_command_s_words(address: str, flags: dict[str, str]) -> None:
     _, complaint = command(SMALL | flags)
     assert complaint.startswith("mpipe: ") and "\n" not in complaint
-    assert ask(address, SMALL | flags) == (400, {"message": complaint})
+    status, told = ask(address, SMALL | flags)
+    assert status == 200 and told.pop("message") == complaint  # a browser would report any other status as an error
+    assert told in ({}, {"least": told.get("least")})
+
+
+@pytest.mark.parametrize(("name", "least"), [("zb-v", 4), ("v-auto", 1), ("zb-auto", 1)])
+def test_the_least_limit_that_is_named_works_and_a_smaller_one_does_not(address: str, name: str, least: float) -> None:
+    flags = SMALL | {"schedule": name}
+    assert ask(address, flags)[1]["least"] == least
+    assert "plan" in ask(address, flags | {"memory-limit": str(least)})[1]
+    refused = ask(address, flags | {"memory-limit": str(least - 0.1)})[1]
+    assert "plan" not in refused and refused["least"] == least
 
 
 def test_what_is_missing_is_named(address: str) -> None:
     _, complaint = command({"schedule": "1f1b", "pp": "4"})
     assert "--microbatches" in complaint
-    assert ask(address, {"schedule": "1f1b", "pp": "4", "microbatches": ""}) == (400, {"message": complaint})
+    assert ask(address, {"schedule": "1f1b", "pp": "4", "microbatches": ""}) == (200, {"message": complaint})
 
 
 @pytest.mark.parametrize("name", ["output", "o", "costs", "json", "exact", "help", "-help"])
@@ -278,10 +289,14 @@ def test_answers_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.size == 8
 
 
-def test_large_sizes_may_take_long() -> None:
-    assert may_take_long(tuple(ENDLESS.items()))
-    for given in (SMALL, {"pp": "64"}, {"pp": "many", "microbatches": "2000"}, {"pp": "9" * 5000, "microbatches": "8"}):
-        assert not may_take_long(tuple(given.items()))
+def test_fixed_orders_are_less_work_than_searches_and_small_ones_less_than_large() -> None:
+    small, large = SMALL, {"pp": "64", "microbatches": "256"}
+    names = ["1f1b", "interleaved", "v-half", "v-auto", "auto"]
+    works = [work(tuple((sizes | {"schedule": name}).items())) for sizes in (small, large) for name in names]
+    assert works[:5] == sorted(works[:5]) and works[5:] == sorted(works[5:]) and works[6] < LONG < works[7]
+    assert work(tuple(ENDLESS.items())) > LONG
+    for given in ({"pp": "64"}, {"pp": "many", "microbatches": "2000"}, {"pp": "9" * 5000, "microbatches": "8"}):
+        assert work(tuple((given | {"schedule": "v-auto"}).items())) < LONG
 
 
 def test_a_plan_that_takes_too_long_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,21 +39,21 @@ async def occupied(pool: Workers, folder: Path) -> AsyncIterator[None]:
     await job
 
 
-def test_the_newest_that_is_waited_for_goes_first_and_what_is_ahead_last(tmp_path: Path) -> None:
+def test_the_least_work_goes_first_then_the_newest_and_what_is_ahead_last(tmp_path: Path) -> None:
     ended: list[str] = []
 
     async def use(pool: Workers) -> None:
         async def job(name: str, seconds: float) -> None:
-            await pool.run(time.sleep, seconds, ahead="ahead" in name)
+            await pool.run(time.sleep, seconds, ahead="ahead" in name, work=2 if "slow" in name else 1)
             ended.append(name)
 
         async with occupied(pool, tmp_path):
-            names = ["ahead", "old", "ahead too", "new"]
+            names = ["ahead", "old", "ahead too", "new", "slow"]
             asked = [asyncio.create_task(job(name, 0.01 + at / 100)) for at, name in enumerate(names)]
         await asyncio.gather(*asked)
 
     with_workers(1, use)
-    assert ended == ["new", "old", "ahead", "ahead too"]
+    assert ended == ["new", "old", "slow", "ahead", "ahead too"]
 
 
 def test_what_is_ahead_leaves_a_process_free() -> None:
@@ -70,7 +70,8 @@ def test_what_is_ahead_leaves_a_process_free() -> None:
 
 def test_what_may_take_long_leaves_a_process_free() -> None:
     async def use(pool: Workers) -> None:
-        long = [asyncio.create_task(pool.run(time.sleep, 3600 + i, long=True)) for i in range(3)]
+        pool.long = 5
+        long = [asyncio.create_task(pool.run(time.sleep, 3600 + i, work=5)) for i in range(3)]
         await asyncio.sleep(0.2)
         await pool.run(time.sleep, 0.01)
         assert not any(task.done() for task in long)
@@ -136,6 +137,23 @@ def test_a_job_that_nobody_waits_for_is_dropped_or_ended(monkeypatch: pytest.Mon
         endless.cancel()
         waiting.cancel()
         return before, await pool.run(os.getpid)
+
+    before, after = with_workers(1, use)
+    assert before != after
+
+
+def test_a_job_that_ends_while_it_is_given_up_costs_nobody_else_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "PATIENCE", 0.05)
+
+    async def use(pool: Workers) -> tuple[int, int]:
+        before = await pool.run(os.getpid)
+        given_up = asyncio.create_task(pool.run(time.sleep, 0.1))
+        await asyncio.sleep(0.05)
+        given_up.cancel()
+        after = asyncio.create_task(pool.run(os.getpid))
+        await asyncio.sleep(0.01)
+        time.sleep(0.3)  # the loop then finds the result, and that nobody has waited for it, at once
+        return before, await after
 
     before, after = with_workers(1, use)
     assert before != after

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import least_limit, own_bound
+from megatron.pipeline.schedule.bound import own_bound
 from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.jitter import Expected, expected
 from megatron.pipeline.schedule.passes import Offload, Vocabulary
@@ -232,13 +232,7 @@ def least_memory(request: Request, variant: Variant) -> float:
     Raises:
         ValueError: there is none for this name and these sizes and costs, whatever the limit.
     """
-    family = families.FAMILIES[variant.name]
-    free = replace(request, memory_limit=None).problem(variant)
-    if family.memory is None:
-        return max(activation_peaks(families.solve(variant.name, free), free.costs))
-    if family.plans_for_limits:
-        return max(least_limit(free, rank) for rank in range(free.ranks)) + families.memory_of_spreading(free)
-    return max(free.limits or ())
+    return families.least_memory(variant.name, replace(request, memory_limit=None).problem(variant))
 
 
 def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli import plan
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import Variant, variants
+from megatron.pipeline.schedule.problem import LimitTooLow
 from megatron.pipeline.view.page import Entry, encoded
 
 Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order given
@@ -36,11 +39,12 @@ DOWNLOADS = {
     "svg": (("draw", "--memory"), "image/svg+xml"),
 }
 
-LONG = 1 << 14  # microbatches of all ranks from which on a search may take many seconds
+LONG = 1 << 20  # the ``work`` from which on a plan may take many seconds
+_SEARCH = 100  # times as long as to write a known order down
 
 
 class Answer(NamedTuple):
-    """A status of HTTP, 200 or 400, and what was made, or JSON with the message that says what is wrong."""
+    """A status of HTTP, and what was made, or JSON with the message that says what is wrong."""
 
     status: int
     body: bytes
@@ -60,11 +64,20 @@ def flags(query: Iterable[tuple[str, str]]) -> list[str]:
     return [f"--{name}={value}" for name, value in given]
 
 
-def may_take_long(query: Query) -> bool:
-    """Whether the sizes that a query names are large; what is no size, or far too large, is refused at once."""
+def work(query: Query) -> int:
+    """How much work a plan is, about: its passes, times what is done for each; 0 for what is refused at once."""
     given = dict(query)
-    sizes = [given.get(name) or "1" for name in ("pp", "microbatches", "splits")]
-    return all(size.isdecimal() and len(size) < 10 for size in sizes) and math.prod(map(int, sizes)) >= LONG
+    sizes = [given.get(name) or "1" for name in ("pp", "microbatches", "splits", "chunks")]
+    if not all(size.isdecimal() and len(size) < 10 for size in sizes):
+        return 0
+    ranks, name = int(sizes[0]), given.get("schedule", "")
+    tried = variants(ranks) if name == families.AUTO else [Variant(name)] if name in families.FAMILIES else []
+    each = (
+        (_SEARCH if family.searches else 1) * (1 if given.get("chunks") else variant.chunks or family.chunks)
+        for variant in tried
+        for family in [families.FAMILIES[variant.name]]
+    )
+    return math.prod(map(int, sizes)) * sum(each)
 
 
 def command(query: Query) -> str:
@@ -73,14 +86,26 @@ def command(query: Query) -> str:
 
 
 def planned(query: Query) -> Answer:
-    """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``."""
+    """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``; or
+    ``message``, why there is none. ``least`` is the least limit that there is a plan for, where the limit makes a difference.
+
+    Both have status 200: a browser would report another one as an error of the page.
+    """
     told: dict[str, Any] = {}
 
     def act(options: argparse.Namespace) -> None:
-        case, data, _ = plan.plan(options)
+        try:
+            case, data, _ = plan.plan(options)
+        except LimitTooLow as error:
+            told["least"] = error.least
+            raise
         told.update(plan=data, panel=encoded(Entry(case.title, case.timeline, case.schedule, case.problem.costs)))
+        name = options.schedule
+        if name != families.AUTO and families.named(name).uses_limits and case.problem.offload is None:
+            told["least"] = families.least_memory(name, case.problem)
 
-    return _refusal(["plan", *flags(query)], act) or Answer(200, json.dumps(told).encode())
+    complaint = _run(["plan", *flags(query)], act)
+    return Answer(200, json.dumps({"message": complaint, **told} if complaint else told).encode())
 
 
 def download(plan: bytes, suffix: str) -> Answer:
@@ -91,11 +116,15 @@ def download(plan: bytes, suffix: str) -> Answer:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("plan.json").write_bytes(plan)
         made = Path(f"made.{suffix}")
-        refusal = _refusal([command[0], "plan.json", *command[1:], "-o", str(made)])
-        return refusal or Answer(200, made.read_bytes(), type)
+        complaint = _run([command[0], "plan.json", *command[1:], "-o", str(made)])
+        return refusal(complaint) if complaint else Answer(200, made.read_bytes(), type)
 
 
-def _refusal(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None = None) -> Answer | None:
+def refusal(message: str) -> Answer:
+    return Answer(400, json.dumps({"message": message}).encode())
+
+
+def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None = None) -> str:
     """Run a command; what it complains about, if it does."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
@@ -103,4 +132,4 @@ def _refusal(arguments: Sequence[str], act: Callable[[argparse.Namespace], None]
             refused = cli.main(arguments, act) != 0
         except SystemExit:  # how argparse refuses flags
             refused = True
-    return Answer(400, json.dumps({"message": said.getvalue().strip()}).encode()) if refused else None
+    return said.getvalue().strip() if refused else ""

@@ -26,7 +26,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron.pipeline.cli.arguments import MOST_PASSES, MOST_RANKS
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.choose import MOST_CHUNKS
 from megatron.pipeline.serve import answers
 from megatron.pipeline.serve.answers import Answer, Query
 from megatron.pipeline.serve.workers import Busy, Late, Workers, default_count
@@ -42,6 +44,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
+_ABOUT = ("name", "chunks", "any_chunks", "searches", "uses_limits")  # of every family
 _PRELOAD = ["megatron.pipeline.serve.answers", "megatron.pipeline.schedule.search.search"]
 
 
@@ -78,7 +81,7 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
             ask through a name of its own that leads here.
         workers: how many processes plan; by default one per core, at least 2 and at most 4.
     """
-    pool = Workers(workers or default_count(), _warm_up, _PRELOAD)
+    pool = Workers(workers or default_count(), _warm_up, _PRELOAD, long=answers.LONG)
     kept = _Kept()
 
     @contextlib.asynccontextmanager
@@ -90,7 +93,7 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
         answer = kept.get(query)
         if answer is None:
             try:
-                answer = await pool.run(answers.planned, query, ahead=ahead, long=answers.may_take_long(query))
+                answer = await pool.run(answers.planned, query, ahead=ahead, work=answers.work(query))
             except Late as error:
                 raise Busy(f"{error}, which is all that the page has for a plan; run {answers.command(query)}") from None
             kept.put(query, answer)
@@ -106,11 +109,10 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
         """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
 
         async def made() -> Answer:
-            answer = await planned(_query(request.query_params))
-            if answer.status != 200:
-                return answer
-            text = json.dumps(json.loads(answer.body)["plan"]).encode()
-            return await pool.run(answers.download, text, suffix)
+            told = json.loads((await planned(_query(request.query_params))).body)
+            if "plan" not in told:
+                return answers.refusal(told["message"])
+            return await pool.run(answers.download, json.dumps(told["plan"]).encode(), suffix)
 
         suffix = request.path_params["suffix"]
         if suffix not in answers.DOWNLOADS:
@@ -122,12 +124,10 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
         return response
 
     async def about(_: Request) -> Response:
-        """What there is to choose from, and how passes look."""
-        rows = [
-            {"name": family.name, "chunks": family.chunks, "any_chunks": family.any_chunks}
-            for family in families.FAMILIES.values()
-        ]
-        return JSONResponse({"families": rows, "auto": families.AUTO, **looks()})
+        """What there is to choose from, how much of it, and how passes look."""
+        rows = [{name: getattr(family, name) for name in _ABOUT} for family in families.FAMILIES.values()]
+        most = {"pp": MOST_RANKS, "passes": MOST_PASSES, "chunks": MOST_CHUNKS}
+        return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, **looks()})
 
     async def index(_: Request) -> Response:
         return FileResponse(WEB / "index.html")

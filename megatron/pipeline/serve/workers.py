@@ -1,9 +1,10 @@
-"""Processes that plan, so that the server stays awake: the newest job first, those that somebody waits for before those ahead."""
+"""Processes that plan, so that the server stays awake: the job with the least work first, and what is ahead of anybody last."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -36,30 +37,33 @@ class _Job:
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     ahead: bool
-    long: bool
+    work: float
     result: asyncio.Future[Any]
     waiting: int = 0  # how many ask for it
     process: multiprocessing.process.BaseProcess | None = None  # that runs it
+    given_up: bool = False  # its process is being ended
 
 
 @dataclass
 class Workers:
     """Some processes, each with one job at a time. ``async with`` starts and ends them.
 
-    Jobs ahead of what anybody looks at, and those that may take long, run on all processes but one, which is kept for the short
-    ones that somebody waits for.
+    Of the jobs that somebody waits for, the one with the least work is next; of those with as much work, the newest. Jobs ahead
+    of what anybody looks at, and those with much work, run on all processes but one, which is kept for the others.
 
     Args:
         count: of processes; 1 serves all kinds of jobs.
         warm_up: called in every process before its first job.
         preload: modules that a new process finds imported.
+        long: the work of a job from which on it is much.
         limit: seconds that a job may take.
     """
 
     count: int
     warm_up: Callable[[], object]
     preload: list[str]
-    limit: float = 60.0
+    long: float = math.inf
+    limit: float = 180.0
     _ending: bool = False
     _jobs: dict[Hashable, _Job] = field(default_factory=dict)  # waiting or running, the oldest first
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -86,10 +90,14 @@ class Workers:
         for job in self._jobs.values():
             _settle(job.result, Busy(ENDING))
 
-    async def run(self, function: Callable[..., Any], *arguments: Any, ahead: bool = False, long: bool = False) -> Any:
+    async def run(self, function: Callable[..., Any], *arguments: Any, ahead: bool = False, work: float = 0) -> Any:
         """What the function returns for the arguments; the same job is run once for all who ask for it at a time.
 
         If it is cancelled, a job that nobody else waits for is dropped, or ended with its process.
+
+        Args:
+            ahead: whether nobody looks at it yet.
+            work: how much work it is, in any unit.
 
         Raises:
             Busy: there are newer jobs than can be remembered, the process ended, or all end.
@@ -100,7 +108,7 @@ class Workers:
         key = (function, arguments)
         job = self._jobs.get(key)
         if job is None or job.result.done():
-            job = _Job(function, arguments, ahead, long, asyncio.get_running_loop().create_future())
+            job = _Job(function, arguments, ahead, work, asyncio.get_running_loop().create_future())
             self._jobs[key] = job
             self._give_way()
         elif not ahead and job.process is None:
@@ -117,7 +125,7 @@ class Workers:
                 if job.process is None:
                     self._forget(job)
                 else:
-                    asyncio.get_running_loop().call_later(PATIENCE, _end_abandoned, job)
+                    asyncio.get_running_loop().call_later(PATIENCE, self._end_abandoned, job)
 
     def _give_way(self) -> None:
         waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
@@ -130,11 +138,17 @@ class Workers:
         if self._jobs.get(key) is job:
             del self._jobs[key]
 
+    def _end_abandoned(self, job: _Job) -> None:
+        if not job.waiting and not job.result.done() and job.process is not None:
+            self._forget(job)  # who asks again from now on needs another process
+            job.given_up = True
+            job.process.kill()
+
     def _next(self, all_kinds: bool) -> _Job | None:
-        """The newest job that somebody waits for, a short one unless ``all_kinds``; else, if so, the oldest of those ahead."""
+        """The job with the least work that somebody waits for, no long one unless ``all_kinds``; then also the oldest ahead."""
         waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
-        urgent = [job for job in waiting if not job.ahead and (all_kinds or not job.long)]
-        return urgent[-1] if urgent else waiting[0] if waiting and all_kinds else None
+        urgent = [job for job in reversed(waiting) if not job.ahead and (all_kinds or job.work < self.long)]
+        return min(urgent, key=lambda job: job.work) if urgent else waiting[0] if waiting and all_kinds else None
 
     async def _keep(self, all_kinds: bool) -> None:
         """Keep one process busy, and replace it where it ended."""
@@ -157,12 +171,15 @@ class Workers:
                 except (EOFError, OSError) as error:
                     late = isinstance(error, TimeoutError)
                     _settle(job.result, Late(f"took more than {self.limit:g} s") if late else Busy(ENDED))
-                    _close(process, end)
-                    process, end = await asyncio.to_thread(self._start)
+                    ended = True
                 else:
                     _settle(job.result, result)
+                    ended = job.given_up  # it may have answered just before
                 finally:
                     self._forget(job)
+                if ended:
+                    _close(process, end)
+                    process, end = await asyncio.to_thread(self._start)
         finally:
             _close(process, end)
 
@@ -215,11 +232,6 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
         future.exception()  # seen, even where nobody waits for it
     else:
         future.set_result(result)
-
-
-def _end_abandoned(job: _Job) -> None:
-    if not job.waiting and not job.result.done() and job.process is not None:
-        job.process.kill()
 
 
 def _close(process: multiprocessing.process.BaseProcess, end: Connection) -> None:

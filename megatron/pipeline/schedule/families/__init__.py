@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from megatron.pipeline.schedule.bound import least_limit
 from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform
 from megatron.pipeline.schedule.families import (
     chimera,
@@ -31,7 +32,7 @@ from megatron.pipeline.schedule.transform import fuse, recompute
 from megatron.pipeline.schedule.verify import memory_stays_within, per_rank, rounded_up
 from megatron.pipeline.schedule.vocabulary import MOST_WAITING, postpone, postponed, spread
 
-__all__ = ["AUTO", "FAMILIES", "Family", "named", "placement", "plan", "problem", "solve"]
+__all__ = ["AUTO", "FAMILIES", "Family", "least_memory", "named", "placement", "plan", "problem", "solve"]
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -302,6 +303,20 @@ def _spread_within(name: str, problem: Problem, vocabulary: Vocabulary, reserved
         memory_stays_within(made[0], problem.costs, problem.limits)
     values = [problem.value(simulate(schedule, problem.costs)) for schedule in made]
     return next(schedule for schedule, value in zip(made, values, strict=True) if value <= _NEAR * min(values))
+
+
+def least_memory(name: str, problem: Problem) -> float:
+    """The least limit that a family has a schedule for, in the costs' unit, whatever the limits of the problem are.
+
+    Raises:
+        ValueError: it has none for these sizes.
+    """
+    family = named(name)
+    if family.memory is None:
+        return max(activation_peaks(solve(name, replace(problem, limits=None)), problem.costs))
+    if family.memory_is == "default":
+        return max(least_limit(problem, rank) for rank in range(problem.ranks)) + memory_of_spreading(problem)
+    return max(_limits(family, problem.placement, problem.costs, None, problem.vocabulary) or ())
 
 
 def memory_of_spreading(problem: Problem) -> float:

@@ -52,3 +52,13 @@ class Family:
     def plans_for_limits(self) -> bool:
         """Whether it makes something else of every limit, instead of having one order for all."""
         return self.memory is not None and self.memory_is == "default"
+
+    @property
+    def searches(self) -> bool:
+        """Whether it looks for an order, which takes a hundred times as long as one that is known, or longer."""
+        return self.memory is not None or self.grouped
+
+    @property
+    def uses_limits(self) -> bool:
+        """Whether a higher limit may make another schedule of it."""
+        return self.memory is not None and self.memory_is != "fixed"

@@ -23,11 +23,15 @@ export class MemoryCurves {
     this.#listen();
   }
 
-  /** `limit`: what is drawn, null for none; `limits`: all that the line goes through; `panel`: null where there is no plan. */
+  /**
+   * `limit`: what is drawn, null for none; `limits`: all that the line goes through; `panel`: null where there is no plan, and then
+   * nothing is drawn but a line that is being moved.
+   */
   show(title, panel, limits, limit) {
     Object.assign(this, { title, panel, limits, limit });
     this.top = Math.max(limits.at(-1) ?? 0, limit ?? 0, panel?.peak ?? 0) || 1;
     const { slider } = this;
+    this.box.hidden = !panel && slider !== document.activeElement;
     slider.hidden = limits.length === 0;
     slider.setAttribute("aria-label", `memory limit of ${title}`);
     slider.setAttribute("aria-valuemin", limits[0] ?? 0);
@@ -38,6 +42,11 @@ export class MemoryCurves {
     this.told.textContent = text;
     slider.style.top = this.#y(limit ?? this.top) + "px";
     this.paint();
+  }
+
+  /** Go below all others. */
+  moveLast() {
+    this.box.parentElement.append(this.box);
   }
 
   remove() {

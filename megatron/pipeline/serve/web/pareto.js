@@ -1,8 +1,9 @@
-// Bubble against memory of all plans at the same costs, and the front: the least bubble at every amount of memory.
+// Bubble against memory of all plans at the same costs, to choose from, and the front: the least bubble at every amount of memory.
 
-const [WIDTH, HEIGHT] = [640, 300];
+const HEIGHT = 270; // CSS pixels
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 16, 12, 40];
 const WIDEST = 0.4; // a bubble; larger ones would press all others together
+const REACH = 11; // around a point, for fingers
 
 /** The points that no other beats, by memory; as pareto.py's frontier. */
 export function frontier(points) {
@@ -22,32 +23,38 @@ export class Pareto {
     this.chosen = chosen;
     this.caption = document.createElement("figcaption");
     this.caption.setAttribute("aria-live", "polite");
+    this.caption.textContent = "blue: none that holds as little has a smaller bubble; ringed: in the table below";
+    this.pen = document.createElement("canvas").getContext("2d"); // which measures text
+    this.all = [];
+    new ResizeObserver(() => figure.clientWidth !== this.width && this.show(this.all)).observe(figure);
   }
 
-  /** Points: {title, bubble, memory, shown, card}. */
+  /** Points: {name, told, bubble, memory, shown, first, card}; `first`: those whose names have the first claim to room. */
   show(all) {
+    this.all = all;
     const points = all.filter((point) => point.bubble <= WIDEST || point.shown);
+    this.width = Math.max(280, this.figure.clientWidth);
     const focused = this.figure.contains(document.activeElement);
     const best = new Set(frontier(points));
     this.points = [...points].sort((a, b) => a.memory - b.memory || b.bubble - a.bubble);
     const most = 1.08 * Math.max(1e-9, ...points.map((point) => point.memory));
     const widest = 1.1 * Math.max(1e-9, ...points.map((point) => point.bubble));
-    const x = (memory) => LEFT + (memory / most) * (WIDTH - LEFT - RIGHT);
+    const x = (memory) => LEFT + (memory / most) * (this.width - LEFT - RIGHT);
     const y = (bubble) => HEIGHT - BOTTOM - (bubble / widest) * (HEIGHT - TOP - BOTTOM);
-    const svg = make("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, width: WIDTH, role: "group", "aria-label": "bubble against memory" });
+    const svg = make("svg", { width: this.width, height: HEIGHT, role: "group", "aria-label": "bubble against memory" });
     this.#axes(svg, most, widest, x, y);
     const front = [...best].map(({ memory, bubble }, i) => `${i ? `H${x(memory)}V` : `M${x(memory)} `}${y(bubble)}`);
     if (front.length) make("path", { class: "front", d: `${front.join("")}H${x(most)}` }, svg);
     this.marks = this.points.map((point) => this.#mark(svg, point, best.has(point), x(point.memory), y(point.bubble)));
-    this.#label(svg, [...best], x, y);
+    this.#names(svg, best, x, y);
     this.figure.replaceChildren(svg, this.caption);
     this.#current = Math.min(this.#current, Math.max(0, this.marks.length - 1));
     this.marks[this.#current]?.setAttribute("tabindex", "0");
-    if (focused) this.marks[this.#current]?.focus();
+    if (focused) this.marks[this.#current]?.focus({ preventScroll: true });
   }
 
   #axes(svg, most, widest, x, y) {
-    make("path", { class: "axis", d: `M${LEFT} ${TOP}V${y(0)}H${WIDTH - RIGHT}` }, svg);
+    make("path", { class: "axis", d: `M${LEFT} ${TOP}V${y(0)}H${this.width - RIGHT}` }, svg);
     for (const tick of ticks(most)) make("text", { x: x(tick), y: y(0) + 15, "text-anchor": "middle", class: "faint" }, svg).textContent = tick;
     for (const tick of ticks(widest)) {
       const text = make("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end", class: "faint" }, svg);
@@ -58,13 +65,15 @@ export class Pareto {
 
   #mark(svg, point, best, x, y) {
     const classes = [best && "best", point.shown && "shown"].filter(Boolean).join(" ");
-    const told = `${point.title}: bubble ${(100 * point.bubble).toFixed(1)} %, memory ${Number(point.memory.toPrecision(4))}`;
-    const mark = make("g", { role: "button", tabindex: "-1", class: classes, "aria-label": told }, svg);
+    const mark = make("g", { role: "button", tabindex: "-1", class: classes, "aria-label": point.told }, svg);
+    make("circle", { class: "reach", cx: x, cy: y, r: REACH }, mark);
     make("circle", { cx: x, cy: y, r: best ? 5 : 4 }, mark);
-    make("title", {}, mark).textContent = told;
-    const tell = () => (this.caption.textContent = told);
+    const tell = () => (this.caption.textContent = point.told);
     mark.addEventListener("pointerenter", tell);
-    mark.addEventListener("focus", tell);
+    mark.addEventListener("focus", () => {
+      this.#current = this.points.indexOf(point);
+      tell();
+    });
     mark.addEventListener("click", () => this.chosen(point));
     mark.addEventListener("keydown", (event) => {
       const steps = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1 };
@@ -79,21 +88,34 @@ export class Pareto {
   #go(index) {
     if (!this.marks[index]) return;
     this.marks[this.#current].setAttribute("tabindex", "-1");
-    this.#current = index;
     this.marks[index].setAttribute("tabindex", "0");
     this.marks[index].focus();
   }
 
-  /** Names along the front, where there is room. */
-  #label(svg, best, x, y) {
-    let free = LEFT;
-    for (const point of best) {
-      const left = x(point.memory) + 7;
-      if (left < free || left + 6 * point.title.length > WIDTH) continue;
-      make("text", { x: left, y: y(point.bubble) - 6 }, svg).textContent = point.title;
-      free = left + 6.2 * point.title.length;
+  /** Names beside their points where there is room, that is on no point and on no other name: the schedules shown come first. */
+  #names(svg, best, x, y) {
+    const taken = this.points.map((point) => around(x(point.memory), y(point.bubble), 6, 6));
+    const claim = (point) => [point.shown, point.first && best.has(point), point.first, best.has(point)].indexOf(true);
+    const wanted = this.points.filter((point) => claim(point) >= 0).sort((a, b) => claim(a) - claim(b));
+    this.pen.font = `11px ${getComputedStyle(this.figure).fontFamily}`;
+    for (const point of wanted) {
+      const [half, at] = [this.pen.measureText(point.name).width / 2 + 1, { x: x(point.memory), y: y(point.bubble) }];
+      const box = [[8, 0], [-8, 0], [5, -13], [-5, -13], [5, 13], [-5, 13]] // beside it, above it, below it
+        .map(([right, down]) => around(at.x + right + Math.sign(right) * half, at.y + down, half, 6))
+        .find((one) => one.left > LEFT && one.right < this.width && one.top > 0 && !taken.some((other) => overlap(one, other)));
+      if (!box) continue;
+      taken.push(box);
+      make("text", { class: "name", x: box.left + 1, y: box.bottom - 2 }, svg).textContent = point.name;
     }
   }
+}
+
+function around(x, y, width, height) {
+  return { left: x - width, right: x + width, top: y - height, bottom: y + height };
+}
+
+function overlap(a, b) {
+  return a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
 }
 
 function ticks(most) {

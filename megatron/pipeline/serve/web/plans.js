@@ -1,5 +1,7 @@
 // Plans from the server, and those that were asked for before: one answer for each set of flags.
 
+import { words } from "./fields.js";
+
 const KEPT = 600; // answers
 const AT_ONCE = 2; // requests ahead of what is looked at: the browser keeps its other connections for what is
 
@@ -43,7 +45,8 @@ export class Plans {
     const told = await response.json();
     delete told.plan?.passes; // the panel has them, packed
     const answer = { flags, ...told };
-    if (response.status === 200 || response.status === 400) {
+    if (response.status === 200) {
+      if (answer.message) answer.message = words(answer.message);
       this.#answers.set(address(flags), answer); // else it gave way to others, and may be asked for again
       if (this.#answers.size > KEPT) this.#answers.delete(this.#answers.keys().next().value);
       this.arrived(answer);

@@ -1,11 +1,12 @@
 // The page: what is typed and dragged becomes flags, flags become plans, and plans are shown.
-/* global Panel, Timelines, byId */
+/* global Panel, Timelines, byId, element */
 
+import { check, mark } from "./fields.js";
 import { MemoryCurves } from "./memory.js";
 import { Pareto } from "./pareto.js";
 import { Plans } from "./plans.js";
 import { Row } from "./row.js";
-import { card, flags, format, label, limits, parse } from "./state.js";
+import { card, flags, format, label, limits, measures, parse, stock } from "./state.js";
 
 const SLOW = 30; // seconds that a plan takes, above which none is made ahead
 const PAUSE = 150; // milliseconds after the last change, before plans are made ahead and the address is written
@@ -22,6 +23,14 @@ class Shown {
     this.asking = new AbortController();
   }
 
+  get family() {
+    return this.page.families.find((one) => one.name === this.values.schedule);
+  }
+
+  get plan() {
+    return this.answer?.plan;
+  }
+
   /** Get the plan for what is typed, and show it; what is here is shown at once. */
   async update() {
     const { page } = this;
@@ -32,38 +41,49 @@ class Shown {
     this.flags = wanted;
     this.asking.abort();
     this.asking = new AbortController();
+    const [[field, message] = []] = Object.entries(check(this.values, page.most));
+    if (message || page.wrong) return this.#take(message && { field, message }, null);
     const { signal } = this.asking;
     this.busy = !page.plans.known(wanted);
     if (this.busy) this.draw();
     try {
       const answer = await page.plans.ask(wanted, signal);
-      const panel = answer.plan ? await Panel.read({ ...answer.panel, title: label(this.values) }, page.kinds) : null;
-      if (signal.aborted) return;
-      Object.assign(this, { answer, panel, busy: false });
-      if (this.answer.plan) this.chunks = answer.plan.chunks;
+      const panel = answer.plan ? await Panel.read({ ...answer.panel, title: label(this.values, answer.plan) }, page.kinds) : null;
+      if (!signal.aborted) this.#take(answer, panel);
     } catch (error) {
       if (!signal.aborted) throw error;
-      return;
     }
+  }
+
+  #take(answer, panel) {
+    Object.assign(this, { answer, panel, busy: false });
+    if (answer?.plan) this.chunks = answer.plan.chunks;
+    if (answer?.flags) this.least = answer.least;
     this.draw();
-    page.draw();
-    this.drawn = key; // for who measures how long that takes
+    this.page.draw();
+    this.drawn = this.wanted; // for who measures how long that takes
   }
 
   draw() {
-    const number = this.page.shown.indexOf(this) + 1;
-    this.row.show(number, this.values, this.flags, this.answer, this.busy);
-    const { plan } = this.answer ?? {};
+    this.drawRow();
     const typed = this.values["memory-limit"];
-    const own = plan?.memory_limit ?? null;
+    const own = this.plan?.memory_limit ?? null;
     const limit = typed !== "" && Number(typed) >= 0 ? Number(typed) : own;
-    this.curves.show(label(this.values), this.panel, this.limits(), limit);
+    this.curves.show(label(this.values, this.plan), this.panel, this.limits(), limit);
   }
 
+  drawRow() {
+    const { values, flags, answer, busy, page } = this;
+    const number = page.shown.indexOf(this) + 1;
+    this.row.show({ number, place: page.places.get(this), values, flags, stock: page.stock, answer, busy });
+  }
+
+  /** The limits to choose from; none where all make the same schedule. */
   limits() {
-    const family = this.page.families.find((one) => one.name === this.values.schedule);
+    const { family, page } = this;
+    if (family && !family.uses_limits && page.common.offload === "off") return [];
     const chunks = Number(this.values.chunks) || family?.chunks || this.chunks || 1;
-    return limits(this.page.common, chunks);
+    return limits(page.common, chunks, this.least);
   }
 
   delete() {
@@ -74,23 +94,33 @@ class Shown {
 }
 
 class Page {
+  stock = {}; // plain: the plan of 1F1B; interleaved: the shortest that stock can have
+  places = new Map(); // schedules -> which of them by time, from 1
+
   constructor(about) {
     this.kinds = about.kinds;
     this.families = about.families;
     this.names = [...about.families.map((family) => family.name), about.auto];
     this.auto = about.auto;
+    this.most = about.most;
     this.plans = new Plans(() => this.#drawParetoSoon());
     this.timelines = new Timelines({ ...about, fills: false, keys: byId("scroller") });
-    this.timelines.chart.boxHeight = 15;
     this.timelines.painted = () => this.shown.forEach((one) => one.curves.paint());
     this.pareto = new Pareto(byId("pareto"), (point) => this.#go(point.card));
     this.shown = [];
     this.form = byId("common");
+    for (const input of this.form.elements) {
+      if (!input.name) continue;
+      const said = Object.assign(document.createElement("span"), { className: "refused", id: `wrong-${input.name}` });
+      input.parentElement.after(said);
+    }
     this.form.addEventListener("input", () => this.#typed());
     this.form.addEventListener("submit", (event) => event.preventDefault());
-    byId("add").addEventListener("click", () => this.#append(card()));
+    byId("add").addEventListener("click", () => this.#append(card()).row.inputs.schedule.focus());
+    byId("sort").addEventListener("click", () => this.#sort());
     byId("link").addEventListener("click", () => this.#copyLink());
     window.addEventListener("hashchange", () => this.restore());
+    document.addEventListener("visibilitychange", () => this.update());
   }
 
   /** Show what the address says. */
@@ -111,19 +141,23 @@ class Page {
     const spreads = this.common["vocab-parallel"] !== "off";
     for (const name of ["S", "T"]) this.form.elements[name].disabled = !spreads;
     this.form.elements.bandwidth.disabled = this.common.offload === "off";
+    byId("sort").textContent = this.common.objective;
+    this.#check();
     this.plans.stopAhead();
     clearTimeout(this.pause);
-    const all = Promise.all(this.shown.map((one) => one.update()));
+    // What is quick first: a browser asks for six at a time.
+    const searches = (one) => Number(one.family?.searches ?? true);
+    const all = [this.#askStock(), ...[...this.shown].sort((a, b) => searches(a) - searches(b)).map((one) => one.update())];
     this.draw();
-    all.then(() => {
+    Promise.all(all).then(() => {
       clearTimeout(this.pause);
-      this.pause = setTimeout(() => this.#planAhead(), PAUSE);
+      if (!this.wrong && !document.hidden) this.pause = setTimeout(() => this.#planAhead(), PAUSE);
     });
   }
 
   change(one, changes) {
     one.values = { ...one.values, ...changes };
-    if ("schedule" in changes) one.chunks = undefined;
+    if ("schedule" in changes) one.chunks = one.least = undefined;
     this.update();
   }
 
@@ -131,10 +165,10 @@ class Page {
     const one = new Shown(this, values);
     this.shown.push(one);
     this.update();
-    one.row.inputs.schedule.focus();
+    return one;
   }
 
-  /** Go to a schedule; show it beside the others, if it is not yet. */
+  /** Show a schedule beside the others; go to it, if it is there already. */
   #go(values) {
     const one = this.shown.find((other) => JSON.stringify(other.values) === JSON.stringify(values));
     if (one) one.row.inputs.schedule.focus();
@@ -149,14 +183,40 @@ class Page {
     byId("add").focus();
   }
 
-  /** Timelines and points; rows and curves draw themselves. */
+  /** The shortest first; those without a plan last. */
+  #sort() {
+    const place = (one) => this.places.get(one) ?? Infinity;
+    this.shown.sort((a, b) => place(a) - place(b) || 0);
+    for (const one of this.shown) {
+      one.row.moveLast();
+      one.curves.moveLast();
+    }
+    this.update();
+  }
+
+  /** Timelines, points, and the rows, which are held against each other and against stock; curves draw themselves. */
   draw() {
+    const planned = this.shown.filter((one) => one.plan).sort((a, b) => measures(a.plan).value - measures(b.plan).value);
+    this.places = new Map(planned.map((one, at) => [one, at + 1]));
+    const [plain, ...interleaved] = this.wrong ? [] : this.#stockFlags().map((given) => this.plans.known(given)?.plan);
+    const shortest = interleaved.filter(Boolean).sort((a, b) => measures(a).value - measures(b).value)[0];
+    this.stock = { plain, interleaved: shortest };
+    for (const one of this.shown) if (one.flags) one.drawRow();
     const panels = this.shown.map((one) => one.panel).filter(Boolean);
+    byId("timelines").hidden = panels.length === 0;
     this.timelines.setPanels(panels);
     this.#drawParetoSoon();
+    this.#report();
+  }
+
+  /** Say how far it is; `ahead`: what is planned that nobody has asked for, "" where nothing is left. */
+  #report(ahead) {
     const busy = this.shown.filter((one) => one.busy).length;
-    if (busy) this.#tell(`planning ${busy} of ${this.shown.length}`);
-    else this.#tell("");
+    const refused = this.shown.filter((one) => one.answer && !one.plan).length;
+    if (this.wrong) return this.#tell("correct the fields that are marked");
+    if (busy) return this.#tell(`planning ${busy} of ${this.shown.length}`);
+    const not = refused ? `${refused} of ${this.shown.length} not possible` : "";
+    this.#tell([not, ahead].filter(Boolean).join("; ") || (ahead === "" ? "all planned" : ""));
   }
 
   #tell(text) {
@@ -168,29 +228,63 @@ class Page {
     this.update();
   }
 
-  /** Ask for every limit that a line can be dragged to, the nearest first; then for every family, for the front. */
+  /** Mark the fields of the form that are wrong; as long as there are any, nothing is planned. */
+  #check() {
+    const used = ([name]) => !this.form.elements[name].disabled;
+    const wrong = check(Object.fromEntries(Object.entries(this.common).filter(used)), this.most);
+    const before = this.wrong;
+    this.wrong = Object.keys(wrong).length > 0;
+    for (const name of Object.keys(this.common)) {
+      const said = byId(`wrong-${name}`);
+      if (said.textContent !== (wrong[name] ?? "")) said.textContent = wrong[name] ?? "";
+      mark(this.form.elements[name], wrong[name], said.id);
+    }
+    if (before && !this.wrong) for (const one of this.shown) one.wanted = undefined; // ask again
+  }
+
+  #stockFlags() {
+    return stock(this.common, this.most.chunks);
+  }
+
+  /** Plan what all schedules are held against. */
+  async #askStock() {
+    this.askingStock?.abort();
+    const { signal } = (this.askingStock = new AbortController());
+    if (this.wrong) return;
+    const missing = this.#stockFlags().filter((given) => !this.plans.known(given));
+    if (!missing.length) return;
+    try {
+      await Promise.all(missing.map((given) => this.plans.ask(given, signal)));
+      this.draw();
+    } catch (error) {
+      if (!signal.aborted) throw error;
+    }
+  }
+
+  /** Ask for every family, the quick ones first, for the front; then for every limit that a line can be dragged to, the nearest first. */
   async #planAhead() {
     const fast = (answer) => !(answer.plan?.plan_seconds > SLOW);
-    const limit = (given) => Number(given["memory-limit"]);
+    const families = [...this.families].sort((a, b) => a.searches - b.searches);
+    const all = families.map((family) => flags(this.common, card({ schedule: family.name })));
+    const others = (left) => this.#report(`planning ahead: ${left} more schedules`);
+    if (!(await this.plans.askAhead(all, (_, answer) => fast(answer), others))) return;
     for (const one of this.shown) {
-      if (one.values.schedule === this.auto || !one.answer?.plan || !fast(one.answer)) continue;
-      const now = Number(one.values["memory-limit"]) || one.answer.plan.memory_limit || one.limits().at(-1);
+      if (one.values.schedule === this.auto || !one.plan || !fast(one.answer)) continue;
+      const now = Number(one.values["memory-limit"]) || one.plan.memory_limit || one.limits().at(-1);
       const near = [...one.limits()].sort((a, b) => Math.abs(a - now) - Math.abs(b - now));
       const wanted = near.map((to) => flags(this.common, { ...one.values, "memory-limit": String(to) }));
-      // Below a limit that is refused all others are, and the command says so quickly when it is asked.
-      const useful = (given, answer) => fast(answer) && (answer.plan || limit(given) > limit(answer.flags));
-      const progress = (left) => this.#tell(`planning ahead: ${left} more limits of ${label(one.values)}`);
-      if (!(await this.plans.askAhead(wanted, useful, progress))) return;
+      const limits = (left) => this.#report(`planning ahead: ${left} more limits of ${label(one.values)}`);
+      if (!(await this.plans.askAhead(wanted, (_, answer) => fast(answer), limits))) return;
     }
-    const others = this.families.map((family) => flags(this.common, card({ schedule: family.name })));
-    const progress = (left) => this.#tell(`planning ahead: ${left} more schedules`);
-    if (await this.plans.askAhead(others, (_, answer) => fast(answer), progress)) this.#tell("all planned");
+    this.#report("");
   }
 
   #drawParetoSoon() {
     this.drawing ??= requestAnimationFrame(() => {
       this.drawing = undefined;
-      this.pareto.show(this.#points());
+      const points = this.wrong ? [] : this.#points();
+      byId("front").hidden = !points.length && !this.shown.some((one) => one.busy); // kept for what is being planned
+      this.pareto.show(points);
     });
   }
 
@@ -202,20 +296,26 @@ class Page {
     const places = new Map();
     for (const { flags: given, plan } of this.plans.all()) {
       if (!plan || same(given) !== now) continue;
-      const values = card({ schedule: given.schedule, chunks: given.chunks ?? "", "memory-limit": given["memory-limit"] ?? "" });
-      const bubble = plan.objective === "makespan" ? plan.makespan_bubble_rate : plan.bubble_rate;
-      const memory = Math.max(...plan.peak_activation);
+      const own = this.families.find((family) => family.name === given.schedule)?.chunks;
+      const chunks = given.chunks === String(own) ? "" : (given.chunks ?? "");
+      const values = card({ schedule: given.schedule, chunks, "memory-limit": given["memory-limit"] ?? "" });
+      const { value, bubble, memory } = measures(plan);
       const place = `${bubble.toFixed(9)} ${memory.toFixed(9)}`;
-      if (!places.has(place)) places.set(place, { bubble, memory, shown: false, names: new Map() });
+      if (!places.has(place)) places.set(place, { value, bubble, memory, shown: false, names: new Map() });
       const point = places.get(place);
       point.shown ||= shown.has(JSON.stringify(values));
-      const name = label({ ...values, "memory-limit": "" });
+      const name = label({ ...values, "memory-limit": "" }, plan);
       const before = point.names.get(name);
-      if (!before || label(values).length < label(before).length) point.names.set(name, values);
+      if (!before || label(values).length < label(before.values).length) point.names.set(name, { values, told: label(values, plan) });
     }
-    return [...places.values()].map(({ names, ...point }) => {
-      const cards = [...names.values()].sort((a, b) => label(a).length - label(b).length);
-      return { ...point, title: cards.map(label).join(", "), card: cards[0] };
+    return [...places.values()].map(({ names, value, bubble, memory, shown }) => {
+      const all = [...names.values()].sort((a, b) => a.told.length - b.told.length);
+      const { plain } = this.stock;
+      const [faster, held] = plain ? [measures(plain).value / value, memory / measures(plain).memory] : [];
+      const over = plain ? `, × ${faster.toFixed(2)} over 1F1B with ${Math.round(100 * held)} % of its memory` : "";
+      const told = `${all.map((one) => one.told).join(", ")}: ${this.common.objective} ${Number(value.toPrecision(5))}${over}; bubble ${(100 * bubble).toFixed(1)} %, memory ${Number(memory.toPrecision(4))}`;
+      const [{ values, told: name }] = all;
+      return { name, told, bubble, memory, shown, first: !values["memory-limit"], card: values };
     });
   }
 

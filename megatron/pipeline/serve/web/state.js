@@ -1,10 +1,9 @@
-// What the page shows, as text that its address holds and as the flags of mpipe plan. All values are what was typed, so that the
-// command, not the page, says what is wrong with them.
+// What the page shows, as text that its address holds and as the flags of mpipe plan. All values are what was typed.
 
 const COMMON = {
   pp: "8",
   microbatches: "32",
-  objective: "span",
+  objective: "makespan",
   F: "1",
   B: "1.2",
   W: "0.8",
@@ -16,7 +15,8 @@ const COMMON = {
   bandwidth: "",
 };
 const CARD = { schedule: "zb-v", chunks: "", "memory-limit": "" };
-const FIRST = [{ schedule: "1f1b" }, { schedule: "zb-h1" }, { schedule: "v-auto", "memory-limit": "6" }];
+const FIRST = [{ schedule: "zb-v" }, { schedule: "v-auto", "memory-limit": "6" }, { schedule: "1f1b" }];
+const MOST_LIMITS = 64;
 
 /** A schedule beside the others: its name, and what may differ from one to the next. */
 export function card(values = {}) {
@@ -58,7 +58,7 @@ export function flags(common, { schedule, chunks, "memory-limit": limit }) {
     chunks,
     cost: listed(["F", "B", "W", "comm", "D2H", "H2D"], cost),
     "memory-limit": limit,
-    objective: common.objective === "span" ? "" : common.objective,
+    objective: common.objective,
     "vocab-parallel": spreads ? common["vocab-parallel"] : "",
     "vocab-cost": spreads ? listed(["S", "T"], common) : "",
     offload: offloads ? common.offload : "",
@@ -72,18 +72,39 @@ export function command(given) {
   return ["mpipe plan", ...Object.entries(given).map(([name, value]) => `--${name} ${quoted(value)}`)].join(" ");
 }
 
-/** A card's name beside others. */
-export function label({ schedule, chunks, "memory-limit": limit }) {
-  return [schedule, chunks && `v=${chunks}`, limit && `within ${limit}`].filter(Boolean).join(" ");
+/** A card's name beside others; `plan`: what is there for it, if anything is. */
+export function label({ schedule, chunks, "memory-limit": limit }, plan) {
+  const name = plan?.candidates ? [`${schedule}: ${chosen(plan)}`] : [schedule, chunks && `v=${chunks}`];
+  return [...name, limit && `within ${limit}`].filter(Boolean).join(" ");
 }
 
-/** The limits that a slider goes through: by chunks, up to twice the memory of 1F1B, or what a plan holds if that is more. */
-export function limits(common, chunks, peak = 0) {
+/** Which schedule a plan of auto is. */
+export function chosen({ schedule, candidates }) {
+  return candidates.find((one) => one.why_not === null)?.label ?? schedule;
+}
+
+/** What schedules are held against: time and bubble of what is to be short, the gap to its lower bound, and the most memory. */
+export function measures(plan) {
+  const memory = Math.max(...plan.peak_activation);
+  if (plan.objective === "span") return { value: plan.span, bubble: plan.bubble_rate, gap: plan.gap, memory };
+  return { value: plan.makespan, bubble: plan.makespan_bubble_rate, gap: plan.makespan_gap, memory };
+}
+
+/** The flags of what stock has, without offload: 1F1B, then interleaved with 2 to `most` chunks where stock can interleave. */
+export function stock(common, most) {
+  const interleaves = Number(common.pp) > 1 && Number(common.microbatches) % Number(common.pp) === 0;
+  const chunks = interleaves ? Array.from({ length: most - 1 }, (_, i) => String(i + 2)) : [];
+  const cards = [card({ schedule: "1f1b" }), ...chunks.map((chunks) => card({ schedule: "interleaved", chunks }))];
+  return cards.map((one) => flags({ ...common, offload: "off" }, one));
+}
+
+/** The limits that a slider goes through: by chunks, from the least that there is a plan for up to twice the memory of 1F1B. */
+export function limits(common, chunks, least = 0) {
   const [ranks, microbatches] = [Number(common.pp), Number(common.microbatches)];
   if (!(ranks >= 1 && microbatches >= 1 && chunks >= 1)) return [];
-  const most = Math.max(Math.min(2 * ranks, microbatches), Math.ceil(peak));
+  const most = Math.min(2 * ranks, microbatches);
   const step = Math.ceil((most * chunks) / MOST_LIMITS) / chunks;
-  return Array.from({ length: Math.floor(most / step + 1e-9) }, (_, i) => Number(((i + 1) * step).toPrecision(12)));
+  const all = Array.from({ length: Math.floor(most / step + 1e-9) }, (_, i) => Number(((i + 1) * step).toPrecision(12)));
+  const above = all.filter((limit) => limit > least * (1 + 1e-9));
+  return least > 0 ? [least, ...above] : above;
 }
-
-const MOST_LIMITS = 64;

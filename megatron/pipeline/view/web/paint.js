@@ -8,6 +8,7 @@ const RIGHT = 12;
 const BIN = 3; // width of a column where passes are too narrow to draw each of them
 const LANES = ["D2H", "H2D"]; // copies, below the passes of their rank
 const NARROWEST = 2.5; // width that passes need on average to be drawn one by one
+const CLEAR = 6; // width of a box that has room for marks
 const INK = "#222222"; // on the passes' own colours, which are the same in the dark
 
 /** The colour itself for chunk 0, lighter for every further chunk, as in style.py. */
@@ -15,6 +16,11 @@ function shade(colour, chunk, chunks, lightest) {
   const white = (lightest * chunk) / Math.max(1, chunks - 1);
   const part = (at) => parseInt(colour.slice(at, at + 2), 16);
   return `rgb(${[1, 3, 5].map((at) => Math.round(part(at) + (255 - part(at)) * white)).join(" ")})`;
+}
+
+/** How high the line stands that tells chunks apart where there are more than two, as a share of the box; 0: there is none. */
+function level(chunk, chunks) {
+  return chunks > 2 ? chunk / chunks : 0;
 }
 
 /** Make a canvas as sharp as the screen, and return a context that counts in CSS pixels. */
@@ -78,17 +84,18 @@ class Chart {
     this.show(zoomed ? this.from : 0, zoomed ? this.to : this.total); // the time range in view
   }
 
-  /** Take the size and the theme of the window, and place the panels below each other. Returns the height of all. */
-  layout(width, height) {
+  /** Take the size and the theme of the window. */
+  resize(width, height) {
     this.width = width;
     this.height = height;
     this.right = Math.max(LABELS + 10, width - RIGHT);
     this.theme = theme();
     this.pen = prepare(this.canvas, width, height);
-    this.lane = this.hasLanes ? Math.max(2, Math.round(this.boxHeight * 0.16)) : 0; // the height of one
-    this.lanes = this.hasLanes ? LANES.length * (this.lane + 1) : 0;
-    this.strip = this.showMemory && this.peak > 0 ? Math.max(5, Math.round(this.boxHeight * 0.7)) : 0;
-    this.pitch = this.boxHeight + this.lanes + this.strip + (this.boxHeight > 8 ? 2 : 1);
+  }
+
+  /** Place the panels below each other. Returns the height of all. */
+  place() {
+    this.#setPitch();
     let top = AXIS;
     for (const panel of this.panels) {
       panel.top = top + TITLE;
@@ -98,12 +105,19 @@ class Chart {
     return top;
   }
 
-  /** The boxes' height at which all panels fit a height, within what can be read and what looks right. */
-  fitRows(height) {
+  #setPitch() {
+    this.lane = this.hasLanes ? Math.max(2, Math.round(this.boxHeight * 0.16)) : 0; // the height of one
+    this.lanes = this.hasLanes ? LANES.length * (this.lane + 1) : 0;
+    this.strip = this.showMemory && this.peak > 0 ? Math.max(5, Math.round(this.boxHeight * 0.7)) : 0;
+    this.pitch = this.boxHeight + this.lanes + this.strip + (this.boxHeight > 8 ? 2 : this.boxHeight > 3 ? 1 : 0);
+  }
+
+  /** Make the boxes as high as all panels fit a height with, but no less than `least` and no more than `most`. */
+  fitRows(height, least, most) {
     const ranks = this.panels.reduce((sum, panel) => sum + panel.ranks, 0);
     const room = height - AXIS - this.panels.length * (TITLE + GAP);
-    const pitch = Math.floor(room / ranks) - 2;
-    this.boxHeight = Math.max(9, Math.min(26, this.hasLanes ? Math.floor(pitch / 1.4) : pitch));
+    this.boxHeight = most;
+    for (this.#setPitch(); this.boxHeight > least && this.pitch * ranks > room; this.#setPitch()) this.boxHeight--;
   }
 
   get scale() {
@@ -211,6 +225,11 @@ class Chart {
       const [x, width] = this.#box(panel, i);
       pen.fillStyle = panel.shades[panel.kinds[i]][panel.chunks[i]];
       pen.fillRect(x, y, width > 3 ? width - 1 : width, this.boxHeight);
+      const line = level(panel.chunks[i], panel.chunkCount) * this.boxHeight;
+      if (line && width >= CLEAR) {
+        pen.fillStyle = INK;
+        pen.fillRect(x, y + Math.round(this.boxHeight - line), width > 3 ? width - 1 : width, 1);
+      }
       if (size < 7 || width < digit + 3) continue;
       const number = panel.number(i);
       if (width < number.length * digit + 3) continue;
@@ -303,7 +322,8 @@ class Chart {
       if (rank % every) continue;
       const lit = this.pointer?.panel === panel && this.pointer.rank === rank;
       pen.fillStyle = lit ? this.theme.accent : this.theme.ink;
-      pen.fillText("rank " + rank, LABELS - 6, this.#y(panel, rank) + this.boxHeight / 2 + 0.5);
+      const y = Math.max(this.#y(panel, rank) + this.boxHeight / 2, this.#y(panel, 0) + 5); // below the title
+      pen.fillText("rank " + rank, LABELS - 6, y + 0.5);
     }
   }
 
@@ -354,11 +374,18 @@ class Overview {
     this.chart = chart;
   }
 
+  get #lane() {
+    return Math.max(4, Math.min(18, 72 / this.chart.panels.length));
+  }
+
+  get height() {
+    return Math.round(this.#lane * this.chart.panels.length) + 4;
+  }
+
   layout(width) {
     const { chart } = this;
-    const lane = Math.max(4, Math.min(18, 72 / chart.panels.length));
+    const lane = this.#lane;
     this.width = width;
-    this.height = Math.round(lane * chart.panels.length) + 4;
     this.pen = prepare(this.canvas, width, this.height);
     const bins = Math.max(1, Math.floor((chart.right - LABELS) / 2));
     const pen = prepare((this.lanes = document.createElement("canvas")), width, this.height);

@@ -17,14 +17,20 @@ function fillLegend(kinds, panels, lightest) {
   legend.replaceChildren();
   const add = (colour, text) => {
     const item = element("li", "", legend);
-    element("i", "", item).style.background = colour;
+    const box = element("i", "", item);
+    box.style.background = colour;
     item.append(text);
+    return box;
   };
   kinds.forEach((kind, index) => {
     if (panels.some((panel) => panel.kinds.includes(index))) add(kind.colour, `${kind.name} ${kind.meaning}`);
   });
   const chunks = Math.max(0, ...panels.map((panel) => panel.chunkCount));
-  for (let chunk = 0; chunks > 1 && chunk < chunks; chunk++) add(shade("#777777", chunk, chunks, lightest), `chunk ${chunk}`);
+  for (let chunk = 0; chunks > 1 && chunk < chunks; chunk++) {
+    const box = add(shade("#777777", chunk, chunks, lightest), `chunk ${chunk}`);
+    const line = 100 * (1 - level(chunk, chunks));
+    if (line < 100) box.style.backgroundImage = `linear-gradient(transparent ${line}%, ${INK} ${line}% calc(${line}% + 1px), transparent 0)`;
+  }
   add("var(--idle)", "idle");
   element("li", "", legend).id = "density";
 }
@@ -61,13 +67,15 @@ class Timelines {
   #waiting = false;
 
   /**
-   * `fills`: whether the chart has all the room that the window leaves; else it is as high as its panels, and the window scrolls.
+   * `fills`: whether the chart has all the room that the window leaves, and scrolls in it; else it is as high as its panels, whose
+   * rows fit the window until another height is chosen, and the window scrolls.
    * `keys`: the element that listens to keys.
    */
   constructor({ kinds, lightest, unit = "", fills = true, keys = document }) {
     this.kinds = kinds;
     this.lightest = lightest;
     this.fills = fills;
+    this.fitsRows = !fills;
     this.scroller = byId("scroller");
     this.canvas = byId("chart");
     this.tip = byId("tip");
@@ -86,10 +94,11 @@ class Timelines {
     this.layout();
   }
 
-  /** The boxes' height at which all panels fit into the window. */
+  /** The boxes' height at which all panels fit into the window's part, or into the window. */
   fitRows() {
+    if (!this.fills) return this.chart.fitRows(window.innerHeight - this.overview.height - 1, 2, 15);
     this.layout(); // the overview takes its height first
-    this.chart.fitRows(this.scroller.clientHeight);
+    this.chart.fitRows(this.scroller.clientHeight, 9, 26);
     this.layout();
   }
 
@@ -98,7 +107,8 @@ class Timelines {
     this.#waiting = true;
     requestAnimationFrame(() => {
       this.#waiting = false;
-      this.chart.scroll = this.scroller.scrollTop;
+      if (!this.chart.width) return; // hidden
+      this.chart.scroll = this.canvas.getBoundingClientRect().top - byId("content").getBoundingClientRect().top;
       this.chart.paint();
       this.overview.paint();
       byId("density").textContent = this.chart.crowded ? "columns: share of time, blank is idle; zoom in for passes" : "";
@@ -108,32 +118,32 @@ class Timelines {
 
   layout() {
     const { chart, scroller } = this;
-    const height = chart.layout(scroller.clientWidth, scroller.clientHeight);
+    if (this.fitsRows) this.fitRows();
+    const height = chart.place();
     byId("content").style.height = (this.fills ? Math.max(height, scroller.clientHeight) : height) + "px";
-    // A bar appeared, or the window's part grew with what is in it.
-    if (scroller.clientWidth !== chart.width || scroller.clientHeight !== chart.height) {
-      chart.layout(scroller.clientWidth, scroller.clientHeight);
-    }
+    chart.resize(scroller.clientWidth, this.fills ? scroller.clientHeight : Math.min(height, window.innerHeight));
     this.overview.layout(scroller.offsetWidth);
     this.repaint();
   }
 
   #setRows(height) {
-    this.chart.boxHeight = Math.max(4, Math.min(60, Math.round(height)));
+    this.fitsRows = false;
+    this.chart.boxHeight = Math.max(2, Math.min(60, Math.round(height)));
     this.layout();
+    this.#leave();
   }
 
   #zoom(factor, x = (LABELS + this.chart.right) / 2) {
     this.chart.zoom(factor, x);
-    this.repaint();
+    this.#leave();
   }
 
   /** Move what is shown by pixels. */
   #move(x, y) {
     const { chart } = this;
     chart.show(chart.from - x / chart.scale, chart.to - x / chart.scale);
-    this.scroller.scrollTop -= y;
-    this.repaint();
+    (this.fills ? this.scroller : document.scrollingElement).scrollTop -= y;
+    this.#leave();
   }
 
   #toggleMemory() {
@@ -197,6 +207,7 @@ class Timelines {
     this.repaint();
   }
 
+  /** What was below the pointer is there no more. */
   #leave() {
     this.chart.pointer = null;
     this.tip.hidden = true;
@@ -206,7 +217,7 @@ class Timelines {
   #listen(keys) {
     this.#listenToPointers();
     this.scroller.addEventListener("wheel", (event) => this.#wheel(event), { passive: false });
-    this.scroller.addEventListener("scroll", () => this.repaint());
+    (this.fills ? this.scroller : window).addEventListener("scroll", () => this.#leave());
     this.#listenToOverview();
     const actions = this.#actions();
     keys.addEventListener("keydown", (event) => {
@@ -265,13 +276,12 @@ class Timelines {
       down.set(event.pointerId, now);
       if (down.size === 1) {
         if (travelled < 5) return;
-        this.#leave();
-        this.#move(now.x - last.x, now.y - last.y);
+        this.#move(now.x - last.x, this.fills ? now.y - last.y : 0); // the window would take the canvas along
       } else if (down.size === 2) {
         const other = [...down].find(([id]) => id !== event.pointerId)[1];
         const [before, after] = [Math.abs(last.x - other.x), Math.abs(now.x - other.x)];
         if (before > 8 && after > 8) chart.zoom(after / before, other.x);
-        else this.#move((now.x - last.x) / 2, (now.y - last.y) / 2);
+        else this.#move((now.x - last.x) / 2, this.fills ? (now.y - last.y) / 2 : 0);
         this.repaint();
       }
     });
