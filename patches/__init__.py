@@ -22,9 +22,9 @@ def install() -> None:
 
     with upstream.missing_names_explained():
         older_releases.install()  # the others are written for the newest release
-        from megatron.pipeline.patches import cpu, moe_experts, moe_utils, schedules, tensor_parallel_layers
+        from megatron.pipeline.patches import cpu, filesystem_async, moe_experts, moe_utils, schedules, tensor_parallel_layers
 
-        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules):
+        for patch in (cpu, tensor_parallel_layers, moe_experts, moe_utils, schedules, filesystem_async):
             patch.install()
 
 
