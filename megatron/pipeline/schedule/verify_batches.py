@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement
@@ -111,9 +112,10 @@ class _Replay:
             rank = waits[rank][1]
         return [(one, *waits[one]) for one in chain[chain.index(rank) :]] if rank is not None else []
 
-    def _awaited(self, rank: int, operation: Operation) -> int | None:
+    def _awaited(self, rank: int, operation: Any) -> int | None:  # an Operation; isinstance is too slow here
         """Post what is to be posted; then the rank that must go on before this one can, or None if it can now."""
-        kind, batch = type(operation), None
+        batch: _Batch | None = None
+        kind = type(operation)
         if kind is Receive:
             message, peer = operation
             self._receiving[rank][message] = self._post(rank, message, peer, rank > peer)
