@@ -99,14 +99,14 @@ class _Replay:
     def circle(self) -> list[tuple[int, str, int]]:
         """Ranks that wait for each other, each with what it is in and for whom it waits; empty if all have ended."""
         waits: dict[int, tuple[str, int]] = {}
-        for rank, (program, place) in enumerate(zip(self._programs, self._places, strict=True)):
+        for one, (program, place) in enumerate(zip(self._programs, self._places, strict=True)):
             if place < len(program):
-                whom = self._awaited(rank, program[place])
-                waits[rank] = describe(program[place]), rank if whom is None else whom
-            elif lines := [line for line in self._lines[rank] if line]:
-                waits[rank] = "the end of its program", next(iter(lines[0][0].left.values()))
+                whom = self._awaited(one, program[place])
+                waits[one] = describe(program[place]), one if whom is None else whom
+            elif lines := [line for line in self._lines[one] if line]:
+                waits[one] = "the end of its program", next(iter(lines[0][0].left.values()))
         chain: list[int] = []
-        rank = min(waits, default=None)
+        rank: int | None = min(waits, default=None)
         while rank is not None and rank not in chain:
             chain.append(rank)
             rank = waits[rank][1]
