@@ -25,6 +25,7 @@ def install() -> None:
         from megatron.pipeline.patches import (
             cpu,
             distrib_optimizer,
+            filesystem_async,
             moe_experts,
             moe_utils,
             schedules,
@@ -39,6 +40,7 @@ def install() -> None:
             moe_utils,
             transformer_block,
             distrib_optimizer,
+            filesystem_async,
             schedules,
         ):
             patch.install()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron.pipeline.schedule.passes import Kind
 from megatron.pipeline.schedule.placement import Placement
@@ -98,22 +99,23 @@ class _Replay:
     def circle(self) -> list[tuple[int, str, int]]:
         """Ranks that wait for each other, each with what it is in and for whom it waits; empty if all have ended."""
         waits: dict[int, tuple[str, int]] = {}
-        for rank, (program, place) in enumerate(zip(self._programs, self._places, strict=True)):
+        for one, (program, place) in enumerate(zip(self._programs, self._places, strict=True)):
             if place < len(program):
-                whom = self._awaited(rank, program[place])
-                waits[rank] = describe(program[place]), rank if whom is None else whom
-            elif lines := [line for line in self._lines[rank] if line]:
-                waits[rank] = "the end of its program", next(iter(lines[0][0].left.values()))
+                whom = self._awaited(one, program[place])
+                waits[one] = describe(program[place]), one if whom is None else whom
+            elif lines := [line for line in self._lines[one] if line]:
+                waits[one] = "the end of its program", next(iter(lines[0][0].left.values()))
         chain: list[int] = []
-        rank = min(waits, default=None)
+        rank: int | None = min(waits, default=None)
         while rank is not None and rank not in chain:
             chain.append(rank)
             rank = waits[rank][1]
         return [(one, *waits[one]) for one in chain[chain.index(rank) :]] if rank is not None else []
 
-    def _awaited(self, rank: int, operation: Operation) -> int | None:
+    def _awaited(self, rank: int, operation: Any) -> int | None:  # an Operation; isinstance is too slow here
         """Post what is to be posted; then the rank that must go on before this one can, or None if it can now."""
-        kind, batch = type(operation), None
+        batch: _Batch | None = None
+        kind = type(operation)
         if kind is Receive:
             message, peer = operation
             self._receiving[rank][message] = self._post(rank, message, peer, rank > peer)

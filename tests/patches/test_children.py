@@ -1,0 +1,46 @@
+"""A rank that is killed leaves no process behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from pool import forked
+
+
+def saving(connection: Connection) -> None:
+    """What a rank starts in its first save."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._get_write_results_queue().put("alive")
+    connection.send([child.pid for child in multiprocessing.active_children()])
+    time.sleep(60)
+
+
+def runs(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_what_writes_checkpoints_ends_with_a_rank_that_is_killed() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    rank = forked(saving, theirs)
+    assert ours.poll(60), "the rank says what it has started"
+    children = ours.recv()
+    assert len(children) == 1 and all(map(runs, children))
+    assert rank.pid is not None
+    os.kill(rank.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while any(map(runs, children)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [child for child in children if runs(child)]
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+    assert not left
