@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 from launch import launched
+from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 from pool import forked, free_port
 
 from megatron.pipeline import processes
 from megatron.pipeline.cli import main
+from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
 
@@ -36,7 +38,7 @@ SIZES = (
 ON_UPSTREAM = (
     "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --train-iters 5 "
 )
-
+DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 Steps = list[tuple[float, float]]
 
@@ -248,6 +250,17 @@ def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixtu
     assert words in capsys.readouterr().err
 
 
+def test_a_state_that_was_saved_wrong_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise SavedWrongError("the state is not that of its weights")
+
+    monkeypatch.setattr(script, "prepare", lambda *_: load)
+    assert main(["launch", str(STAND_IN)]) == 2
+    assert capsys.readouterr().err == "mpipe: launch: the state is not that of its weights\n"
+
+
 def test_torchruns_options_are_for_whom_torchrun_has_not_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,7 +301,7 @@ def test_a_checkout_whose_modules_are_missing_is_told_in_one_line(tmp_path: Path
 @pytest.mark.slow
 def test_upstreams_own_script(tmp_path: Path) -> None:
     # Upstream draws weights by rank, so a placement starts from a checkpoint.
-    checkpoint = f"{SIZES} {ON_UPSTREAM} --{{}} {tmp_path}/checkpoint "
+    checkpoint = f"{SIZES} {ON_UPSTREAM} {DISTRIBUTED} --{{}} {tmp_path}/checkpoint "
     launch(tmp_path / "start", UPSTREAM, checkpoint.format("save") + "--save-interval 1 --exit-interval 1", before="--core pip")
     found = {
         name: launch(tmp_path / name, UPSTREAM, f"{checkpoint.format('load')} --pipeline-schedule {name}", before="--core pip")
