@@ -18,7 +18,7 @@ from megatron.pipeline.tune.device import named
 from megatron.pipeline.tune.iteration import Cluster, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.memory import GIB
-from megatron.pipeline.tune.search import search
+from megatron.pipeline.tune.search import WORK, search
 from megatron.pipeline.tune.write import chosen, extras
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -45,11 +45,11 @@ SEARCHED = (
 )
 
 
-def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool, seconds: float = 60.0) -> Result | None:
+def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool) -> Result | None:
     """The best that a search finds."""
     base = base_flags(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()], named("A100-80GB"))
     layouts = Layouts(base, Cluster(named("A100-80GB"), gpus, 8), choices)
-    found = search(layouts, stock=stock, wanted=1, seconds=seconds)
+    found = search(layouts, stock=stock, wanted=1, budget=WORK)
     return found.best(1)[0] if found.results else None
 
 

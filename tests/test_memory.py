@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture
     assert f"fits into 7 GB: the fullest rank needs {remedy['bytes'] / 2**30:.1f} GiB" in text
     assert main(flags.split()) == 0
     assert f" {remedy['flags']}\n" in capsys.readouterr().out
+
+
+def test_what_is_assumed_of_attention_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """With what the other kind of layers needs, which is what is predicted for them."""
+    flags = [*f"memory {SMALL} --global-batch-size 16 --bf16 --pipeline-schedule zb-h1".split()]
+    assert main(flags) == 0
+    text = capsys.readouterr().out
+    assert "state GiB  activations GiB" in text and "for comparison, stock: megatron-core's own 1F1B, not interleaved\n" in text
+    needed = re.search(r"^assumes Transformer Engine, .* with --transformer-impl local .* needs (\d+\.\d) GiB$", text, re.M)
+    assert needed, text
+    assert main([*flags, "--transformer-impl", "local"]) == 0
+    text = capsys.readouterr().out
+    assert "assumes" not in text and f"the fullest rank needs {needed[1]} GiB" in text
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,13 @@ def test_the_table_has_the_best_and_stock(searched: tuple[Path, str]) -> None:
     assert re.search(r"^the best is \+\d+\.\d% against stock's$", text, re.M)
     for name in ("best.yaml", "second.yaml", "third.yaml", "stock.yaml", "throughput.png", "report.json"):
         assert f"wrote {directory / name}\n" in text and (directory / name).stat().st_size > 0
-    assert text.endswith(f"\ntorchrun --nproc-per-node 4 pretrain_gpt.py --config {directory / 'best.yaml'} --data-path ...\n")
+    flags = f"--config {directory / 'best.yaml'} --data-path ...\n"
+    assert text.endswith(
+        f"\ntorchrun --nproc-per-node 4 pretrain_gpt.py {flags}"
+        f"mpipe launch --nproc-per-node 4 Megatron-LM/pretrain_gpt.py {flags}"
+    )
+    assert "predicted" in text and "11 % too low to 15 % too high" in text
+    assert "\nassumes Transformer Engine, whose attention is fused: --transformer-impl local is without\n" in text
     assert (directory / "throughput.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -92,7 +98,7 @@ def test_what_is_written_runs_as_it_is(searched: tuple[Path, str]) -> None:
         assert second.startswith(f"# Predicted: {row['tokens_per_second']:.0f} tokens/s, ")
 
 
-def test_json_is_one_object_and_a_time_limit_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = "--pipeline 2 --micro-batch-sizes 1 --tensor 1 --schedules zb-h1 --sequence-length 1024 --processes 1".split()
     assert main(["tune", *MODEL, *BATCH, *FOUR, *few, "-o", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
@@ -100,6 +106,19 @@ def test_json_is_one_object_and_a_time_limit_is_told(tmp_path: Path, capsys: pyt
     assert told["seq_length"] == 1024 and told == json.loads((tmp_path / "report.json").read_text())
     assert told["files"] == [str(tmp_path / f"{name}.yaml") for name in ("best", "stock")]
     assert yaml.safe_load((tmp_path / "best.yaml").read_text())["seq-length"] == 1024
+
+
+def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    few = "--pipeline 4 --tensor 1 --micro-batch-sizes 1 --schedules zb-h1 --processes 1".split()
+    wrong = ["--global-batch-size", "6"]
+    assert main(["tune", *MODEL, *wrong, *FOUR, *few, "-o", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert re.search(
+        r"^the best is \+\d+\.\d% against stock's, which cannot interleave there: 6 microbatches are not a multiple of 4 "
+        r"pipeline ranks$",
+        text,
+        re.M,
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +142,15 @@ def test_json_is_one_object_and_a_time_limit_is_told(tmp_path: Path, capsys: pyt
         ),
         (
             [*BATCH, *FOUR, "--tensor", "3"],
-            "there is no layout of this model for 4 GPUs and a batch of 32: 4 GPUs cannot be shared out to TP 3, CP 1",
+            "there is no layout of this model for 4 GPUs and a batch of 32: 4 GPUs are not a multiple of TP 3\n",
+        ),
+        (
+            [*BATCH, *FOUR, "--tensor", "2", "--pipeline", "3,4"],
+            "there is no layout of .*: 4 GPUs are not a multiple of TP 2 x CP 1 x PP 3 or 4\n",
+        ),
+        (
+            [*BATCH, *FOUR, "--work", "1", "--pipeline", "4", "--schedules", "v-auto", "--processes", "1"],
+            r"nothing that fits was found with --work 1, and \d+ trainings are left: give more, or leave fewer to try with",
         ),
         (
             [*BATCH, *"--gpus 8 --gpu A100-80GB --pipeline 8 --num-layers 4 --tensor 1".split()],

@@ -50,8 +50,10 @@ STOCK_1F1B: dict[str, Any] = _OWN_CHUNKS | {
     "recompute_fused_backward": False,
 }
 ENOUGH = 16  # microbatches for each rank, to plan for
+LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
+FUSED = "assumes Transformer Engine, whose attention is fused"
 NOTE = f"""\
-GiB of every pipeline rank. State: weights, gradients and optimizer. Activations: at their peak, with so many microbatches.
+State: weights, gradients and optimizer. Activations: at their peak, when the rank holds that number of microbatches.
 Other: the largest temporary, and {OVERHEAD / GIB:g} GiB for CUDA, NCCL and what the allocator cannot use."""
 # A prediction neither reads nor writes these.
 _FILES = ("save", "load", "metrics", "tensorboard_dir", "pipeline_trace", "data_cache_path", "pipeline_costs_cache")
@@ -77,12 +79,14 @@ class Prediction:
     Attributes:
         args: its flags, checked and completed.
         schedule: what an iteration runs.
+        layers: of every stage, in the model's order.
         ranks: the memory of every pipeline rank.
         microbatches: of an iteration, which may be more than the schedule has: see ``_fewer_microbatches``.
     """
 
     args: Namespace
     schedule: Schedule
+    layers: list[int]
     ranks: list[RankMemory]
     microbatches: int
 
@@ -179,7 +183,7 @@ def predicted(
         else:
             schedule = pipeline.plan(microbatches).schedule
         layers = [row.count(LayerType.decoder) for row in stage_layers(args, schedule.placement)]
-        return Prediction(args, schedule, predict(args, schedule, layers), whole)
+        return Prediction(args, schedule, layers, predict(args, schedule, layers), whole)
 
 
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
@@ -229,6 +233,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "dp": args.data_parallel_size,
         "microbatches": prediction.microbatches,
         "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
+        "transformer_impl": args.transformer_impl,
         "overhead": OVERHEAD,
         "peak_bytes": prediction.fullest.total,
         "ranks": [asdict(rank) | {"total": rank.total} for rank in prediction.ranks],
@@ -263,7 +268,7 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
     )
     parts = [f"{title}\n\n{_table(prediction)}"]
     if baseline and baseline.ranks != prediction.ranks:
-        parts.append(f"for comparison, {_name(baseline.args)}\n\n{_table(baseline)}")
+        parts.append(f"for comparison, stock: megatron-core's own 1F1B, not interleaved\n\n{_table(baseline)}")
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
     if fullest <= gpu_memory:
         parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB")
@@ -277,11 +282,19 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
                 else "No flag that saves memory would help: take more ranks."
             )
         )
+    if prediction.args.transformer_impl != LOCAL:
+        parts.append(f"{FUSED}; with --transformer-impl {LOCAL} the fullest rank needs {_unfused(prediction) / GIB:.1f} GiB")
     return "\n\n".join([*parts, NOTE])
 
 
+def _unfused(prediction: Prediction) -> float:
+    """Bytes of the fullest rank under the same schedule where attention is not fused."""
+    args = Namespace(**vars(prediction.args) | {"transformer_impl": LOCAL})
+    return max(rank.total for rank in predict(args, prediction.schedule, prediction.layers))
+
+
 def _table(prediction: Prediction) -> str:
-    heads = ["rank", "layers", "parameters", "state", "activations", "microbatches", "other", "total"]
+    heads = ["rank", "layers", "parameters", "state GiB", "activations GiB", "microbatches", "other GiB", "total GiB"]
     cells = [
         [
             str(number),

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, names
-from megatron.pipeline.cli.memory import gpu_memory, quietly, read_flags
+from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.cli.tune_measure import sizes
@@ -21,12 +21,12 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.tune import device
 from megatron.pipeline.tune.device import Device
 from megatron.pipeline.tune.gpt import Shape
-from megatron.pipeline.tune.iteration import Cluster, Misfit, Result
+from megatron.pipeline.tune.iteration import Candidate, Cluster, Misfit, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.memory import GIB, OVERHEAD, SHARE
 from megatron.pipeline.tune.parameters import total_parameters
 from megatron.pipeline.tune.rescue import least_needed, smallest_changes
-from megatron.pipeline.tune.search import Found, search
+from megatron.pipeline.tune.search import BEST, WORK, Found, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 from megatron.pipeline.view.table import plain_table
@@ -36,8 +36,11 @@ NOTE = f"""\
 Tokens of all GPUs in a second. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
 and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
 that does not compute: bubble, unequal stages, messages of ranks that share layers, recomputation, or the step: gradients,
-optimizer and weights between two pipelines; "memory" where more of it would be faster. All of it is predicted: docs/tuning.md
-says how."""
+optimizer and weights between two pipelines; "memory" where more of it would be faster."""
+# docs/model.md has both figures.
+TRUST = """\
+All of it is predicted. Of published trainings such tokens/s and MFU were 11 % too low to 15 % too high, and gains of one schedule
+over another within 5 %: try the first few where they differ by less (docs/tuning.md)."""
 _WORTH_SAYING = 0.005  # of an iteration
 _LOST = {"between": "step", "inequality": "unequal stages"}
 _FILES = ("best", "second", "third")
@@ -63,8 +66,9 @@ def add(commands: Commands) -> None:
     flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
-    flag("--seconds", type=_count, default=40, metavar="S", help="after which no more schedules are planned (40)")
-    flag("--processes", type=_count, metavar="N", help="that plan (all cores)")
+    flag("--work", type=_count, default=WORK, metavar="N", help=f"budget of planning, which is counted, not timed ({WORK})")
+    flag("--seconds", type=_count, metavar="S", help="end planning then, whatever is left: what is found depends on the machine")
+    flag("--processes", type=_count, metavar="N", help="that plan (all cores); what is found does not depend on it")
     group = parser.add_argument_group("what is tried, where not everything is to be")
     group.add_argument("--pipeline", type=sizes, metavar="4,8", help="pipeline-parallel sizes (all)")
     group.add_argument("--context", type=sizes, metavar="1,2", help="context-parallel sizes (those that leave 4096 tokens)")
@@ -116,23 +120,29 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[Found, Fou
     """Ours, and those that megatron-core's own schedules can run.
 
     Raises:
-        ValueError: nothing fits, or nothing was found in time.
+        ValueError: nothing fits, or nothing was found before the search had to end.
         SystemExit: a process died.
     """
+    seconds = options.seconds or float("inf")
     try:
-        with Progress(f"planning schedules, up to {options.seconds} s") as progress:
-            ours = search(layouts, processes=options.processes, seconds=options.seconds, progress=progress)
+        with Progress("planning schedules") as progress:
+            ours = search(layouts, False, BEST, options.processes, options.work, seconds, progress)
         if not ours.results and ours.left_out:
             raise ValueError(
-                f"nothing that fits was found in {options.seconds} s, and {ours.left_out} trainings are left: give more "
-                "--seconds, or leave fewer to try with --tensor, --pipeline, --micro-batch-sizes and --schedules"
+                f"nothing that fits was found with {_limit(ours, options)}, and {ours.left_out} trainings are left: give more, "
+                "or leave fewer to try with --tensor, --pipeline, --micro-batch-sizes and --schedules"
             )
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
         with Progress("planning stock's") as progress:
-            return ours, search(layouts, True, 3, options.processes, options.seconds, progress)
+            return ours, search(layouts, True, 3, options.processes, options.work, seconds, progress)
     except BrokenProcessPool:
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
+
+
+def _limit(found: Found, options: argparse.Namespace) -> str:
+    """What has ended a search."""
+    return f"--seconds {options.seconds}" if found.stopped else f"--work {options.work}"
 
 
 def report(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> dict[str, Any]:
@@ -149,6 +159,9 @@ def report(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> dict
         "slower": ours.beaten + stock.beaten,
         "misfits": len(ours.misfits) + len(stock.misfits),
         "left_out": ours.left_out + stock.left_out,
+        "work": ours.work + stock.work,
+        "stopped": ours.stopped or stock.stopped,
+        "transformer_impl": base.transformer_impl,
         "best": [row(result) for result in ours.best()],
         "stock": [row(result) for result in stock.best(3)],
         "front": [row(result) for result in ours.front()],
@@ -202,7 +215,7 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     base.rampup_batch_size = None
     layers = gpu.layers if gpu else ()
     unfused = bool(layers) and not any(layer.fused for layer in layers)
-    base.transformer_impl = base.transformer_impl or ("local" if unfused else "transformer_engine")
+    base.transformer_impl = base.transformer_impl or (LOCAL if unfused else "transformer_engine")
     base.vocab_size = build_tokenizer(base).vocab_size
     return base
 
@@ -238,7 +251,8 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: Found, sto
         what = ", ".join([chosen(result), *extras(result)])
         head = (
             f"Found by mpipe tune for {_cluster_name(cluster)}: {what}.\n"
-            f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, {result.fullest.total / GIB:.1f} GiB."
+            f"Predicted: {result.tokens_per_second:.0f} tokens/s, {result.mfu:.1%} MFU, {result.fullest.total / GIB:.1f} GiB; "
+            "tokens/s and MFU may be off by 15 %."
         )
         write_config(result, flags, path, head)
         written[name] = path
@@ -269,20 +283,35 @@ def _text(told: dict[str, Any], cluster: Cluster, ours: Found, stock: Found) -> 
         f"{told['planned']} trainings planned, {told['slower']} known to be slower; {told['misfits']} do not fit"
     )
     if told["left_out"]:
-        title += f"; {told['left_out']} were left out for lack of time: --seconds gives more"
+        why = (
+            "--seconds was over: another run may find others" if told["stopped"] else "--work was used up: more of it plans them"
+        )
+        title += f"; {told['left_out']} were left out when {why}"
     best, under = ours.best(), stock.best(3)
     parts = [title, _table(best)]
     if under:
         faster = best[0].tokens_per_second / under[0].tokens_per_second - 1
         parts += [
             f"the best under megatron-core's own schedules\n\n{_table(under)}",
-            f"the best is {faster:+.1%} against stock's",
+            f"the best is {faster:+.1%} against stock's{_not_interleaved(under[0].candidate)}",
         ]
     else:
         parts.append("nothing fits under megatron-core's own schedules")
     if best[0].mfu > 1:
         parts.append(f"WARNING: more than all of the peak: {cluster.device.name} was measured on a busy machine; measure again")
-    return "\n\n".join([*parts, NOTE])
+    unfused = told["transformer_impl"] == LOCAL
+    assumed = (
+        f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
+    )
+    return "\n\n".join([*parts, NOTE, f"{TRUST}\n{assumed}"])
+
+
+def _not_interleaved(stock: Candidate) -> str:
+    """What keeps megatron-core from interleaving in a layout, if anything does: its 1F1B is no match for what is not kept."""
+    ranks, microbatches = stock.placement.ranks, stock.microbatches
+    if stock.variant.name != "1f1b" or microbatches % ranks == 0:
+        return ""
+    return f", which cannot interleave there: {microbatches} microbatches are not a multiple of {ranks} pipeline ranks"
 
 
 def _cluster_name(cluster: Cluster) -> str:
@@ -314,20 +343,23 @@ def _table(results: list[Result]) -> str:
 
 
 def _how_to_run(cluster: Cluster, directory: Path) -> str:
-    nodes, here = -(-cluster.gpus // cluster.per_node), directory / "best.yaml"
-    if nodes == 1:
-        command = f"torchrun --nproc-per-node {cluster.gpus} pretrain_gpt.py --config {here}"
-    else:
-        sizes_ = f"--nodes {nodes} --gpus-per-node {cluster.per_node}"
-        command = f"CONFIG={here} sbatch {sizes_} scripts/slurm/pretrain_gpt.sbatch"
-    return f"{command} --data-path ..."
+    """One line for each way to start the best: this repository's script, by torchrun or SLURM, and Megatron-LM's own."""
+    nodes, best, data = -(-cluster.gpus // cluster.per_node), directory / "best.yaml", "--data-path ..."
+    ranks, lines = f"--nproc-per-node {cluster.per_node}", []
+    if nodes > 1:
+        ranks = f"--nnodes {nodes} {ranks} --rdzv-backend c10d --rdzv-endpoint NODE:29500"
+        size = f"--nodes {nodes} --gpus-per-node {cluster.per_node}"
+        lines = [f"CONFIG={best} sbatch {size} scripts/slurm/pretrain_gpt.sbatch {data}", "or on every node"]
+    lines += [f"torchrun {ranks} pretrain_gpt.py --config {best} {data}"]
+    lines += [f"mpipe launch {ranks} Megatron-LM/pretrain_gpt.py --config {best} {data}"]
+    return "\n".join(lines)
 
 
 def _fits_nowhere(layouts: Layouts, found: Found) -> str:
     """What is short, by how much, and the smallest changes that fit."""
     cluster, base = layouts.cluster, layouts.base
     if not found.misfits:
-        reasons = "; ".join(f"{reason} ({times} times)" for reason, times in found.refused[:3])
+        reasons = "; ".join(f"{reason} ({times} times)" if times > 1 else reason for reason, times in found.refused[:3])
         return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {reasons}"
     least = least_needed(layouts, found.misfits)
     result = ", ".join(f"{flag} {value}" for flag, value in _sizes_of(least).items() if value != 1)

@@ -32,6 +32,9 @@ STOCK = "stock"
 OFF = "off"
 BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; the last sum has nothing to run beside
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
+_SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
+_OFFLOADED = 3  # times as many, for the copies
+_STARVED = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
 
 
@@ -172,16 +175,23 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Beaten:
-    """A candidate of which it is proven, without planning, that it takes longer than was asked for."""
+    """A candidate of which it is known, mostly without planning, that it takes longer than was asked for.
+
+    Attributes:
+        starved: whether it might not, had it more memory.
+        planned: whether that took planning.
+    """
 
     candidate: Candidate
+    starved: bool
+    planned: bool
 
 
 def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Misfit | Beaten:
     """What a candidate takes and holds.
 
     Args:
-        beat: seconds of an iteration; what cannot be shorter is not planned.
+        beat: seconds of an iteration; what takes longer is of no use, and not planned where that is known before.
     """
     args, placement, variant = candidate.args, candidate.placement, candidate.variant
     besides = beside_activations(args, placement, candidate.layers, candidate.vocabulary)
@@ -200,16 +210,15 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         planned = _plan(candidate, costs, limit, beat - between)
     except LimitTooLow as error:
         return _misfit(candidate, besides, error.least)
-    if planned is None:
-        return Beaten(candidate)
-    schedule, problem, pipeline = planned
+    if isinstance(planned, Beaten):
+        return planned
+    schedule, starved, pipeline = planned
     ranks = predict(args, schedule, candidate.layers)
     if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
         return _misfit(candidate, besides, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
     mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
-    starved = chooses and lower_bound(problem) > 1.002 * lower_bound(replace(problem, limits=None))
     return Result(candidate, parts.total, parts, ranks, costs, limit, starved, mfu)
 
 
@@ -293,27 +302,40 @@ def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
     return max(_work(candidate, costs)) + candidate.microbatches * costs.vocabulary.total
 
 
-def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, Problem, float] | None:
-    """The schedule of so many microbatches as say it all, its problem, and the seconds of a pipeline of all of them.
-
-    Returns:
-        None where no schedule can be shorter than ``beat``.
-    """
+def planned_microbatches(candidate: Candidate) -> int:
+    """As many as say what all of them take."""
     whole, ranks = candidate.microbatches, candidate.placement.ranks
     fewer = max(_ROUNDS * ranks, 2 * ranks + whole % ranks)
     fewer += (whole - fewer) % ranks  # interleaved wants multiples of the ranks
-    count = min(whole, fewer)
+    return min(whole, fewer)
+
+
+def work(candidate: Candidate) -> float:
+    """What planning it takes, in thousands of passes that are placed: the same on every machine, and roughly as its time goes."""
+    passes = 3 * (candidate.placement.last_stage + 1) * planned_microbatches(candidate) / 1000
+    searched = _SEARCHED if families.named(candidate.variant.name).plans_for_limits else 0
+    return passes * (_OFFLOADED if candidate.offload else 1) + searched
+
+
+def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Beaten:
+    """The schedule of ``planned_microbatches``, whether more memory might shorten it, and the seconds of a pipeline of all."""
+    whole, count = candidate.microbatches, planned_microbatches(candidate)
     problem = _problem(candidate, costs, count, limit)
     more = (whole - count) * (max(_work(candidate, costs)) / whole + costs.vocabulary.total)
-    if lower_bound(problem) + more > beat:
-        return None
+    free = lower_bound(replace(problem, limits=None))
+    least = free if candidate.offload else lower_bound(problem)  # what is in host memory is beyond the limits
+    if least + more > beat:
+        return Beaten(candidate, free + more <= beat, planned=False)
+    starved = limit is not None and lower_bound(problem) > _STARVED * free
     schedule = families.solve(candidate.variant.name, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
-        step = min(ranks, count - 1)
+        if seconds + more > beat:
+            return Beaten(candidate, starved, planned=True)  # not worth planning again
+        step = min(candidate.placement.ranks, count - 1)
         shorter = families.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
-    return schedule, problem, seconds + more * (count < whole)
+    return schedule, starved, seconds + more * (count < whole)
 
 
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:

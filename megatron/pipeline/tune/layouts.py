@@ -104,9 +104,10 @@ class Layouts:
         """Every layout under megatron-core's own schedule, as flags."""
         base, gpus = self.base, self.cluster.gpus
         for tensor, context, expert in product(self._tensors(), self._contexts(), self._experts()):
-            pipelines = self._pipelines(gpus // (tensor * context) if gpus % (tensor * context) == 0 else 0)
+            left, rest = divmod(gpus, tensor * context)
+            pipelines = [] if rest else self._pipelines(left)
             if not pipelines:
-                self.refused[f"{gpus} GPUs cannot be shared out to TP {tensor}, CP {context} and a pipeline to be tried"] += 1
+                self.refused[_not_shared_out(gpus, tensor, context, self.choices.pipeline or ())] += 1
             for pipeline in pipelines:
                 data = gpus // (tensor * context * pipeline)
                 microbatches = self._microbatches(data)
@@ -235,11 +236,20 @@ class Layouts:
         return self.choices.expert or (_powers(self.base.num_experts) if self.base.num_experts else [1])
 
     def _pipelines(self, most: int) -> list[int]:
-        return [size for size in self.choices.pipeline or range(1, most + 1) if most and most % size == 0]
+        return [size for size in self.choices.pipeline or range(1, most + 1) if most % size == 0]
 
     def _microbatches(self, data: int) -> list[int]:
         whole = self.base.global_batch_size
         return [size for size in self.choices.microbatch or (1, 2, 4, 8) if whole % (size * data) == 0]
+
+
+def _not_shared_out(gpus: int, tensor: int, context: int, pipelines: Sequence[int]) -> str:
+    """Why so many GPUs cannot be used by these sizes, the fewest of them that it takes to see it."""
+    if gpus % tensor:
+        return f"{gpus} GPUs are not a multiple of TP {tensor}"
+    if gpus % (tensor * context):
+        return f"{gpus} GPUs are not a multiple of TP {tensor} x CP {context}"
+    return f"{gpus} GPUs are not a multiple of TP {tensor} x CP {context} x PP {' or '.join(map(str, pipelines))}"
 
 
 def _variants(names: Sequence[str], ranks: int) -> Iterator[Variant]:

@@ -1,32 +1,35 @@
 """The best trainings on a cluster: over layouts, schedules and what saves memory, each planned and simulated.
 
-Candidates are tried in the order of what they could take at best, by several processes, until no other can be among the best.
-What more memory would make faster is tried again with what saves some.
+First everything that is planned in a moment, in every layout; then all schedules of the best layouts; then the others, in the
+order of what they could take at best. What more memory would make faster is tried again with what saves some. What a search finds
+depends on its budget of work, and neither on the time that this work takes nor on how many processes share it.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import count
+from typing import NamedTuple, TypeAlias
 
 from megatron.pipeline.processes import end_with_parent
 from megatron.pipeline.schedule import families
-from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds
+from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
 
 BEST = 10
+WORK = 8_000  # a search's budget, see ``work``: some two minutes of one core
 
-_GRACE = 8.0  # seconds for what was begun in time
+_AHEAD = 16  # candidates that are planned while others begin, for any number of processes: so all of them begin with the same
 _WORTH = 0.995  # costs are not known better: what could gain less than this over the best of its layout is not planned
 
-Place = tuple[int, ...]
+Place: TypeAlias = tuple[int, ...]
+Outcome: TypeAlias = Result | Misfit | Beaten
 
 
 @dataclass
@@ -36,8 +39,10 @@ class Found:
     Attributes:
         results: all that fit, the fastest first.
         misfits: what does not fit.
-        tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and for how many there
-            was no time.
+        tried, beaten, left_out: how many were planned, of how many it was clear that they are slower, and how many were not
+            looked at.
+        work: what planning took, as ``work`` counts it.
+        stopped: whether the time limit has ended the search.
         refused: why flags do not go together, by how often.
     """
 
@@ -46,6 +51,8 @@ class Found:
     tried: int = 0
     beaten: int = 0
     left_out: int = 0
+    work: float = 0.0
+    stopped: bool = False
     refused: list[tuple[str, int]] = field(default_factory=list)
 
     def best(self, wanted: int = BEST) -> list[Result]:
@@ -80,11 +87,67 @@ def place(candidate: Candidate) -> Place:
     )
 
 
+class _Entry(NamedTuple):
+    """A candidate that waits for its turn: what has less of a turn goes first, then what could take least."""
+
+    turn: int
+    least: float
+    number: int
+    candidate: Candidate
+
+
+@dataclass
+class _Waiting:
+    """What is known and has not begun: what is planned in a moment, and by layout what takes longer."""
+
+    layouts: Layouts
+    quick: list[_Entry] = field(default_factory=list)
+    slow: defaultdict[Place, list[_Entry]] = field(default_factory=lambda: defaultdict(list))
+    interlocked: set[Place] = field(default_factory=set)
+    known: int = 0
+
+    def add(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            entry = _Entry(_turn(candidate), least_seconds(self.layouts.cluster, candidate), self.known, candidate)
+            self.known += 1
+            self.back(entry)
+
+    def back(self, entry: _Entry) -> None:
+        """Let it wait, again."""
+        heapq.heappush(self.slow[place(entry.candidate)] if entry.turn else self.quick, entry)
+
+    def next(self, best: Sequence[Result], idle: bool) -> _Entry | None:
+        """What is to begin now; None where that depends on what runs, or where nothing is left.
+
+        Args:
+            best: of every layout that is to be finished before the others.
+            idle: whether nothing runs.
+        """
+        if self.quick:
+            return heapq.heappop(self.quick)
+        heaps = [self.slow[place(result.candidate)] for result in best]
+        if any(heaps):
+            return heapq.heappop(min(filter(None, heaps), key=lambda heap: heap[0].turn))
+        finished = [result.candidate for result in best if place(result.candidate) not in self.interlocked]
+        if finished and not idle:
+            return None
+        if finished:  # all but this: would the best of these layouts be faster if its iterations interlocked?
+            self.interlocked.update(map(place, finished))
+            self.add(other for candidate in finished for other in self.layouts.interlocked(candidate))
+            return self.next(best, idle)
+        others = [heap for heap in self.slow.values() if heap]
+        return heapq.heappop(min(others)) if others else None
+
+    def __len__(self) -> int:
+        return len(self.quick) + sum(map(len, self.slow.values()))
+
+
 def search(
     layouts: Layouts,
     stock: bool = False,
     wanted: int = BEST,
     processes: int | None = None,
+    budget: float = float("inf"),
     seconds: float = float("inf"),
     progress: Callable[[int, int], None] = lambda done, known: None,
 ) -> Found:
@@ -93,95 +156,82 @@ def search(
     Args:
         stock: of those that megatron-core's own schedules can run, instead of ours.
         wanted: how many layouts are to be ranked; whatever is slower is not planned.
-        processes: that plan; by default as many as there are cores.
-        seconds: after which nothing more is begun; what is not planned some seconds later is left out.
+        processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
+        budget: the most ``work`` that planning may take; what exceeds it is left out.
+        seconds: after which the search ends with what it has by then, which depends on the machine.
         progress: told again and again how many candidates are done with, and how many are known.
 
     Raises:
         BrokenProcessPool: a process has died.
     """
-    cluster, found = layouts.cluster, Found()
-    numbers = count()
-    open_: list[tuple[int, float, int, Candidate]] = []
-    processes = processes or os.cpu_count() or 1
-
-    ranked = False  # whether there is something of enough layouts to hold all else against
-
-    def add(candidates: Iterable[Candidate]) -> None:
-        for candidate in candidates:
-            heapq.heappush(open_, (_turn(candidate, ranked), least_seconds(cluster, candidate), next(numbers), candidate))
-
+    found, waiting = Found(), _Waiting(layouts)
+    running: deque[tuple[Candidate, Future[Outcome]]] = deque()
+    end = time.monotonic() + seconds
     for layout in layouts:
-        add(layouts.candidates(layout, stock))
-    known, interlocking, end = len(open_), stock, time.monotonic() + seconds
-    with _pool(processes) as pool:
-        running: dict[Future[Result | Misfit | Beaten], Candidate] = {}
-        while open_ or running or not interlocking:
-            if open_ and time.monotonic() > end:
-                found.left_out += len(open_)
-                open_.clear()
-            if not (open_ or running or interlocking):  # ranked; would the best be faster if their iterations interlocked?
-                interlocking = True
-                add(other for result in found.best(wanted) for other in layouts.interlocked(result.candidate))
-                known += len(open_)
-                continue
-            while open_ and len(running) < 2 * processes:
-                _, least, _, candidate = heapq.heappop(open_)
-                threshold = _threshold(found, candidate, wanted)
-                if least > threshold:
+        waiting.add(layouts.candidates(layout, stock))
+    with _pool(processes or os.cpu_count() or 1) as pool:
+        while True:
+            best = found.best(wanted)
+            while len(running) < _AHEAD and (entry := waiting.next(best, idle=not running)):
+                threshold = _threshold(best, entry.candidate, wanted)
+                if entry.least > threshold:
                     found.beaten += 1
+                elif found.work + sum(work(candidate) for candidate, _ in running) + work(entry.candidate) <= budget:
+                    running.append((entry.candidate, pool.submit(evaluate, layouts.cluster, entry.candidate, threshold)))
+                elif running:  # some of which may turn out to be no work
+                    waiting.back(entry)
+                    break
                 else:
-                    running[pool.submit(evaluate, cluster, candidate, threshold)] = candidate
-            left = None if math.isinf(end) else max(0.0, end + _GRACE - time.monotonic())
-            done = wait(running, left, FIRST_COMPLETED).done
-            if running and not done:
-                found.left_out += len(running)
+                    found.left_out += 1
+            if not running:
+                break
+            candidate, future = running.popleft()  # the first that began, whichever ends first: so no machine's pace matters
+            left = end - time.monotonic()
+            if left <= 0 or not wait([future], left if left < float("inf") else None).done:
+                found.left_out += len(waiting) + len(running) + 1
+                found.stopped = True
                 _give_up(pool)
                 break
-            for future in done:
-                del running[future]
-                before = len(open_)
-                add(_taken(found, future.result(), layouts))
-                known += len(open_) - before
-            if not ranked and len(found.best(wanted)) == wanted:
-                ranked = True
-                open_ = [(_turn(candidate, ranked), least, number, candidate) for _, least, number, candidate in open_]
-                heapq.heapify(open_)
-            progress(found.tried + found.beaten, known)
+            outcome = future.result()
+            found.work += work(candidate) if _took_planning(outcome) else 0.0
+            waiting.add(_taken(found, outcome, layouts))
+            progress(found.tried + found.beaten, waiting.known)
     found.results.sort(key=_rank)
     found.refused = layouts.refused.most_common()
     return found
 
 
-def _taken(found: Found, outcome: Result | Misfit | Beaten, layouts: Layouts) -> Iterator[Candidate]:
+def _taken(found: Found, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
     """Note what became of a candidate; what should be tried because of it."""
     if isinstance(outcome, Beaten):
         found.beaten += 1
-        return
-    found.tried += 1
+    else:
+        found.tried += 1
     if isinstance(outcome, Misfit):
         found.misfits.append(outcome)
-    else:
+    if isinstance(outcome, Result):
         found.results.append(outcome)
         found.results.sort(key=_rank)
     if not outcome.hopeless if isinstance(outcome, Misfit) else outcome.starved:
         yield from layouts.remedies(outcome.candidate)
 
 
-def _threshold(found: Found, candidate: Candidate, wanted: int) -> float:
+def _took_planning(outcome: Outcome) -> bool:
+    return not outcome.hopeless if isinstance(outcome, Misfit) else not isinstance(outcome, Beaten) or outcome.planned
+
+
+def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> float:
     """Seconds above which a candidate is of no use: its layout has a faster one, or enough other layouts have."""
-    best = found.best(wanted)
     own = [result.seconds * _WORTH for result in best if place(result.candidate) == place(candidate)]
     last = best[-1].seconds if len(best) == wanted else float("inf")
     return min([last, *own])
 
 
-def _turn(candidate: Candidate, ranked: bool) -> int:
-    """What has its turn sooner. First what is planned quickly, so that there is something to hold the rest against; then whatever
-    could be fastest, but offload, which takes longest to plan, last."""
+def _turn(candidate: Candidate) -> int:
+    """0 for what is planned in a moment, 1 for what is searched, 2 for offload, which takes longest."""
     if candidate.offload is not None:
         return 2
-    return int(not ranked and families.named(candidate.variant.name).plans_for_limits)
+    return int(families.named(candidate.variant.name).plans_for_limits)
 
 
 def _rank(result: Result) -> tuple[float, float, Place]:

@@ -35,6 +35,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
         if result.memory_limit is not None:
             changes["pipeline_memory_limit"] = f"{result.memory_limit / 2**30:.4f}GiB"
     told = as_config(vars(parse(flags)) | changes)
+    told["pipeline-schedule"] = changes["pipeline_schedule"]  # even our default: mpipe launch has another
     comment = "".join(f"# {line}\n" for line in head.splitlines())
     write_text(path, f"{comment}\n{yaml.safe_dump(told, sort_keys=False)}")
 
