@@ -215,7 +215,8 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
     from megatron.pipeline.launch.check import check_flags, untested
 
-    given = {"pipeline_schedule": "zb-h1", "post_validation": False, "optimizer": "muon", "fp8": "hybrid", "sft": False}
+    sizes = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    given = {"pipeline_schedule": "zb-h1", "post_validation": False, "optimizer": "muon", "fp8": "hybrid", "sft": False} | sizes
     warned = untested(Namespace(**given))
     assert [line.partition(" is not tested with --pipeline-schedule zb-h1: ")[0] for line in warned] == [
         "WARNING: --fp8-format",
