@@ -37,7 +37,7 @@ def write(directory: Path, one: Iteration) -> str:
     nothing: list[Any] = [[] for _ in one.timeline.ranks]
     record = {"schedule": one.schedule, "iteration": one.number, "timeline": timeline, "waits": nothing, "memory": []}
     path = directory / f"iteration_{one.number:07d}.json"
-    path.write_text(json.dumps(record | {"planned": {"timeline": timeline, "memory": []}}))
+    path.write_text(json.dumps(record | {"planned": {"costs": "of this iteration", "timeline": timeline, "memory": []}}))
     return str(path)
 
 
