@@ -173,7 +173,7 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
     known, key = {_key(option): option for option in parser._option_string_actions}, _key(name.split("=", maxsplit=1)[0])
     if key in _NOT_NEEDED:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
-    closest = difflib.get_close_matches(key, known, n=1)
+    closest = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     hint = f"did you mean {known[closest[0]]}?" if closest else f"--help lists all flags{_elsewhere(parser)}"
     return f"unknown flag {name}; {hint}"
 
