@@ -109,7 +109,8 @@ def save(args: Namespace, training: Training) -> Path:
 def _reason(error: BaseException) -> str:
     """What went wrong, without the tracebacks that torch's exception prints for every rank."""
     if isinstance(error, CheckpointException):
-        return "; ".join(sorted({reason(failure, frames) for failure, frames in error.failures.values()}))
+        found = {reason(failure, frames) for failure, frames in error.failures.values()}
+        return "; ".join(sorted(found)) or f"{error.args[0]}; another rank says why"
     return reason(error)
 
 
@@ -121,7 +122,11 @@ def load(args: Namespace, training: Training) -> Path | None:
     Raises:
         RuntimeError: it does not fit all the same.
     """
-    path = find(args.load) if args.load else None
+    # One rank decides: meanwhile another training may save there, and each rank would take whichever was the newest.
+    decided = [find(args.load) if args.load and torch.distributed.get_rank() == 0 else None]
+    if args.load:
+        torch.distributed.broadcast_object_list(decided, src=0)
+    (path,) = decided
     if path is None:
         return None
     try:
@@ -142,6 +147,10 @@ def _load(args: Namespace, training: Training, path: Path) -> None:
         chunk.load_state_dict(found[key])
     if with_optimizer:
         load_state(training.optimizer, found["optimizer"])
+        if args.use_distributed_optimizer and not args.overlap_param_gather:  # which gathers them in the first forward
+            # In float32 a replica has its own main parameters as weights now, and the others' as precise as the checkpoint's.
+            for chunk in training.chunks:
+                chunk.start_param_sync()
         training.scheduler.load_state_dict(found["opt_param_scheduler"])
     else:
         training.optimizer.reload_model_params()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ RESHARDABLE = "fully_reshardable"  # of the distributed optimizer's: the one tha
 _RELEASE = "release"  # weights alone, in Megatron-LM
 _VOCABULARY = "the tokenizer's vocabulary"
 _LONGEST = 600  # characters of an error's words
+_DIGITS = 18  # of an iteration, at most
 _PARTS = ("metadata.json", ".metadata", "common.pt")
 
 _MODEL_FLAGS = (
@@ -78,18 +79,25 @@ def find(directory: str) -> Path | None:
     Raises:
         ValueError: the tracker names none that can be read; says which other one can be taken, and how.
     """
-    root = Path(directory)
+    try:
+        return _find(Path(directory))
+    except OSError as error:
+        raise ValueError(f"--load {directory} cannot be read: {error.filename}: {error.strerror}") from None
+
+
+def _find(root: Path) -> Path | None:
     tracker = root / TRACKER
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"--load {root} is a file: give the directory with the checkpoints")
     if not _wrong(root):
         raise ValueError(f"--load {root} is a checkpoint itself: give the directory that it is in")
-    if not tracker.is_file():
-        complete = _complete(root)
-        return complete[max(complete)] if complete else None
+    if not tracker.exists() and not tracker.is_symlink():
+        return _newest(root)
     try:
         named = tracker.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{tracker} cannot be read ({error}){_instead(root)}") from None
-    if named != _RELEASE and not (named.isascii() and named.isdecimal()):
+    if named != _RELEASE and not (named.isascii() and named.isdecimal() and len(named) <= _DIGITS):
         raise ValueError(f"{tracker} says {named[:20]!r}, which is no iteration{_instead(root)}")
     path = root / (_RELEASE if named == _RELEASE else name_of(int(named)))
     if not path.exists() and replaced(path).exists():
@@ -97,6 +105,18 @@ def find(directory: str) -> Path | None:
     if wrong := _wrong(path):
         raise _damaged(path, wrong)
     return path
+
+
+def _newest(root: Path) -> Path | None:
+    """The newest complete checkpoint of a directory without a tracker; None if nothing there looks like one."""
+    complete = _complete(root)
+    if complete:
+        return complete[max(complete)]
+    damaged = [path for path in (*sorted(root.glob("iter_*")), root / _RELEASE) if path.exists() and path.suffix != UNFINISHED]
+    if damaged:
+        names = ", ".join(path.name for path in damaged)
+        raise ValueError(f"--load {root} has no {TRACKER} and no complete checkpoint, but {names}: restore it, or remove {names}")
+    return None
 
 
 def latest(directory: str) -> Path | None:
@@ -190,15 +210,9 @@ def _read(path: Path, args: Namespace) -> _Saved:
     Args:
         args: for flags that a Megatron-LM of another release does not have.
     """
-    common = _opened(path, "common.pt", lambda: dist_checkpointing.load_common_state_dict(str(path)))
-    metadata = _opened(path, ".metadata", lambda: FileSystemReader(path).read_metadata())
-    ends: dict[str, int] = {}
-    for part in metadata.storage_data.values():
-        ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
-    for file, end in ends.items():
-        size = (path / file).stat().st_size if (path / file).exists() else 0
-        if size < end:
-            raise _damaged(path, f"is damaged: {file} has {size} of {end} bytes")
+    if trouble := _unreadable(path):
+        raise _damaged(path, trouble)
+    common, metadata = _common(path), FileSystemReader(path).read_metadata()
     if (path / SUMMARY).is_file():
         try:
             summary = json.loads((path / SUMMARY).read_text())
@@ -213,11 +227,28 @@ def _read(path: Path, args: Namespace) -> _Saved:
     return _Saved(model, schedule, common.get("optimizer"), sharding, metadata.state_dict_metadata)
 
 
-def _opened(path: Path, name: str, read: Callable[[], Any]) -> Any:
+def _common(path: Path) -> dict[str, Any]:
+    return dict(dist_checkpointing.load_common_state_dict(str(path)))
+
+
+def _unreadable(path: Path) -> str:
+    """What of a checkpoint's files cannot be read or is cut off; empty if nothing is. Tensors stay on the disk."""
+    name = "common.pt"
     try:
-        return read()
+        _common(path)
+        name = ".metadata"
+        parts = FileSystemReader(path).read_metadata().storage_data.values()
+        ends: dict[str, int] = {}
+        for part in parts:
+            ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
+        for name, end in ends.items():
+            size = (path / name).stat().st_size if (path / name).exists() else 0
+            if size < end:
+                return f"is damaged: {name} has {size} of {end} bytes"
+            (path / name).open("rb").close()
     except Exception as error:  # pickle has errors of every kind
-        raise _damaged(path, f"is damaged: {name} cannot be read ({reason(error)})") from None
+        return f"is damaged: {name} cannot be read ({reason(error)})"
+    return ""
 
 
 def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -248,7 +279,7 @@ def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple
 def _complete(root: Path) -> dict[int, Path]:
     """All complete checkpoints, by iteration."""
     found = {path: path.name.removeprefix("iter_") for path in root.glob("iter_*")}
-    return {int(number): path for path, number in found.items() if number.isdecimal() and not _wrong(path)}
+    return {int(number): path for path, number in found.items() if number.isascii() and number.isdecimal() and not _wrong(path)}
 
 
 def _wrong(path: Path) -> str:
@@ -276,10 +307,11 @@ def _damaged(path: Path, what: str) -> ValueError:
 
 def _instead(root: Path, damaged: Path | None = None) -> str:
     """Which other checkpoint can be taken, and how."""
-    others = [iteration for iteration, path in _complete(root).items() if path != damaged]
-    if not others:
+    others = sorted(((iteration, path) for iteration, path in _complete(root).items() if path != damaged), reverse=True)
+    readable = next((iteration for iteration, path in others if not _unreadable(path)), None)
+    if readable is None:
         return f"; {root} has no other: give another --load"
-    return f"; to go on from iteration {max(others)}, write {max(others)} into {root / TRACKER}"
+    return f"; to go on from iteration {readable}, write {readable} into {root / TRACKER}"
 
 
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
@@ -289,7 +321,7 @@ def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
 def _flag(name: str) -> str:

@@ -35,15 +35,16 @@ def allocate_state(optimizer: MegatronOptimizer) -> None:
         one.init_state_fn = lambda *_: None  # upstream has none for SGD, and what follows does its work for Adam
         if inner.state:
             continue
-        rates = [group["lr"] for group in inner.param_groups]
+        # Neither the rate may change a weight, nor the decay a state: torch's SGD adds it to the gradient.
+        given = [{name: group[name] for name in ("lr", "weight_decay")} for group in inner.param_groups]
         for group in inner.param_groups:
-            group["lr"] = 0.0
+            group.update(lr=0.0, weight_decay=0.0)
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         inner.step()
         inner.zero_grad(set_to_none=True)
-        for group, rate in zip(inner.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, values in zip(inner.param_groups, given, strict=True):
+            group.update(values)
         for state in inner.state.values():
             if "step" in state:
                 state["step"].zero_()
