@@ -285,8 +285,10 @@ def test_diagnosis(
 def test_many_ranks_are_not_all_listed() -> None:
     assert list_ranks([3]) == "global rank 3"
     assert list_ranks(range(64)) == "global ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
-    text = str(diagnose([OUTSIDE] * 64, set()))
-    assert text.endswith("and 56 more ranks")
+    assert diagnose([OUTSIDE] * 64, set()).report().endswith("and 56 more ranks")
+    chain = [*(waits(rank) for rank in range(1, 40)), COMPUTES]
+    _, *places = diagnose(chain, set()).report(remark=".").splitlines()  # the nearest ones, in their order
+    assert places == [f"    global rank {rank} was in Wait, waiting for global rank {rank + 1}" for rank in range(23, 39)]
 
 
 def test_situation_in_a_program() -> None:

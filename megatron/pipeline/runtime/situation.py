@@ -160,8 +160,9 @@ class Diagnosis:
     text: str
     places: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return self.text
+    def report(self, remark: str = "") -> str:
+        """The sentence, a remark that follows it, and the places."""
+        return "\n".join([f"{self.text}{remark}", *self.places])
 
 
 def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagnosis:

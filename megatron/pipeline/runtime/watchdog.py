@@ -114,18 +114,16 @@ class Watchdog:
         view.look(board.heard, self._rank, mine, time.monotonic())
         lost = self._silent(silence)
         if lost:
-            diagnosis = diagnose(view.situations, lost)
-            return "\n".join([str(diagnosis), *diagnosis.places])
+            return diagnose(view.situations, lost).report()
         suspicious = _SILENT_LOOKS * self._interval
+        still = f". No pass has finished for {view.still:.0f} s"
         if board.keeper is None and self._rank in view.silent(suspicious):
             # The launcher may have been stopped on purpose: nothing is lost as long as this rank moves.
-            found, passes, places = "the launcher, which keeps the rendezvous store, is silent", mine.in_iteration, ()
+            news, passes = f"the launcher, which keeps the rendezvous store, is silent{still}", mine.in_iteration
         else:
             diagnosis = diagnose(view.situations, self._silent(suspicious))
-            found, passes, places = str(diagnosis), diagnosis.in_iteration, diagnosis.places
-        if view.still < (self._pipeline_timeout if passes else self._stuck):
-            return None
-        return "\n".join([f"{found}. No pass has finished for {view.still:.0f} s", *places])
+            news, passes = diagnosis.report(still), diagnosis.in_iteration
+        return news if view.still >= (self._pipeline_timeout if passes else self._stuck) else None
 
     def _silent(self, seconds: float) -> set[int]:
         """Ranks that have said nothing for so long. A store that answers nobody, not even this rank, accuses its keeper alone."""
