@@ -15,6 +15,7 @@ import torch
 from pool import forked, free_port
 from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron.pipeline.runtime.board import Board
 from megatron.pipeline.runtime.situation import Situation, View, diagnose, list_ranks
@@ -168,6 +169,7 @@ def test_a_killed_rank_under_torchrun() -> None:
     assert ended.returncode != 0
     (said,) = verdicts(ended.stderr, 0, ranks=2)
     assert said.startswith("global rank 0 is silent: killed, stopped or cut off. It was last in ")
+    assert ended.stderr.count("traceback : global rank 0 (pipeline rank 0 of 2, ") == 1  # of rank 1, in torchrun's report
 
 
 @pytest.mark.slow
@@ -212,6 +214,7 @@ def test_some_rank_prints_the_verdict(
     claims: bool,
     prints: bool,
     waits_before: bool,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -227,6 +230,7 @@ def test_some_rank_prints_the_verdict(
         raise SystemExit
 
     monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(time, "sleep", lambda seconds: done.append(capsys.readouterr().err))
     watchdog = Watchdog(lambda: OUTSIDE)
     watchdog._board = one
@@ -234,6 +238,9 @@ def test_some_rank_prints_the_verdict(
     with pytest.raises(SystemExit):
         watchdog._end("global rank 0 is stuck")
     assert done == [""] * waits_before + ["Pipeline stopped: global rank 0 is stuck\n" * prints, 1]
+    report = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json")).message
+    assert ("global rank 0 is stuck" in str(report)) == prints
+    assert isinstance(report, dict) == prints  # of another form torchrun complains
 
 
 @pytest.mark.parametrize("shape", [2**60, 0])

@@ -189,7 +189,9 @@ def _tell_torchrun(news: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": news.partition("\n")[0], "timestamp": int(time.time())}))
+            text = news.partition("\n")[0]
+            message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": message}))
 
 
 def _this_process() -> str:
