@@ -74,6 +74,8 @@ def fail(how: str, microbatch: int) -> None:
     elif microbatch == FAILING_MICROBATCH and how != "poor":
         if how == "raise":
             raise RuntimeError("out of luck")
+        if how == "exhaust":
+            torch.empty(2**60, dtype=torch.uint8)
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "stop":

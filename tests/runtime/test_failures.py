@@ -1,24 +1,32 @@
-"""A rank that raises, dies, stops or gets stuck ends every rank soon, with its name and its pass in the message."""
+"""A rank that raises, dies, stops or gets stuck ends every rank soon, with one message that names it and its pass."""
 
 from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 from pool import forked, free_port
 from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron.pipeline.runtime.board import Board
 from megatron.pipeline.runtime.situation import Situation, View, diagnose, list_ranks
+from megatron.pipeline.runtime.watchdog import Watchdog, in_words
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.costs import uniform
 from megatron.pipeline.schedule.lower import lower
 from megatron.pipeline.schedule.passes import Pass
 from megatron.pipeline.schedule.program import Compute, Wait
+
+COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
 
 
 def fail(directory: Path, how: str, failing: int, *more: str) -> tuple[list[int | None], str]:
@@ -34,47 +42,64 @@ def fail(directory: Path, how: str, failing: int, *more: str) -> tuple[list[int 
     return [process.exitcode for process in ranks], stderr.read_text()
 
 
-def reason(stderr: str, rank: int) -> str:
-    """Why a rank says that it ends; the process and host are cut out."""
-    lines = [line for line in stderr.splitlines() if line.startswith(f"rank {rank} ends because ")]
-    assert len(lines) == 1, stderr
-    return re.sub(r" \(process \d+ on \S+\)", "", lines[0].partition(" ends because ")[2])
+def verdicts(stderr: str, culprit: int, ranks: int = RANKS) -> list[str]:
+    """What is said of the culprit, by every rank that says anything; how to find it is checked, and cut out."""
+    found = re.findall(r"^Pipeline stopped: (.*)$", stderr, re.MULTILINE)
+    assert stderr.count("Pipeline stopped: ") == len(found)  # nothing stands before it in its line
+    device = rf"(CPU|GPU \d+) of {re.escape(socket.gethostname())}"
+    who = re.compile(rf"^(global rank {culprit}) \(pipeline rank {culprit} of {ranks}, {device}, process \d+\)")
+    assert all(who.match(text) for text in found), stderr
+    return [who.sub(r"\1", text) for text in found]
 
 
-def own(stderr: str, rank: int) -> str:
-    """Where a rank says that it was itself."""
-    return stderr.partition(f"\n    rank {rank} was in ")[2].partition("\n")[0]
+def place(stderr: str, rank: int) -> str:
+    """Where the verdict says that a waiting rank was."""
+    return stderr.partition(f"\n    global rank {rank} was in ")[2].partition("\n")[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "failing", "message"),
     [
-        ("raise", 2, r"rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
+        ("raise", 2, r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
         # Of a silent rank only what it said last is known.
-        ("stop", 0, r"rank 0 is silent: killed, stopped or cut off. It was last in .*"),
-        ("stop", 2, r"rank 2 is silent: .* It was last in .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
-        ("kill", 2, r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
-        ("stuck", 2, r"rank 2 is slow or stuck in Compute F3.0 .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
+        ("stop", 0, r"global rank 0 is silent: killed, stopped or cut off. It was last in .*"),
+        (
+            "stop",
+            2,
+            r"global rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
+        ),
+        ("kill", 2, r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        (
+            "stuck",
+            2,
+            r"global rank 2 is slow or stuck in Compute F3.0 after iteration 1 \(at .*failing_ranks.py:\d+ in fail\); "
+            r"global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
+        ),
     ],
 )
-def test_every_rank_names_the_culprit(tmp_path: Path, how: str, failing: int, message: str) -> None:
+def test_one_verdict_names_the_culprit(tmp_path: Path, how: str, failing: int, message: str) -> None:
     codes, stderr = fail(tmp_path, how, failing)
-    for rank, code in enumerate(codes):
-        assert code != 0
-        if rank != failing or how not in ("stop", "kill"):
-            assert re.fullmatch(message, reason(stderr, rank))
+    assert all(codes), codes
+    said = verdicts(stderr, failing)
+    # Rank 0 keeps the store: where it is stopped the others cannot agree on one of them, and each tells what it knows.
+    assert len(said) == (3 if (how, failing) == ("stop", 0) else 1), stderr
+    for text in said:
+        assert re.fullmatch(message, text), stderr
     if how == "raise":
         assert stderr.count("Traceback (most recent call last)") == 1
+        assert "Global rank 2 failed.\nTraceback (most recent call last)" in stderr
         assert re.search(r'File ".*failing_ranks.py", line \d+, in fail\n', stderr)
+    else:
+        assert "Traceback" not in stderr
     if how == "stuck":
         assert re.fullmatch(
-            r"Wait gradient of microbatch 2 from stage 2, for B2.0 after iteration 1, waiting for rank 2; "
+            r"Wait gradient of microbatch 2 from stage 2, for B2.0 after iteration 1, waiting for global rank 2; "
             r"last finished: B0.0 F3.0 B1.0 W0.0",
-            own(stderr, 1),
+            place(stderr, 1),
         )
-        assert own(stderr, 3).startswith("Wait activation of microbatch 3 from stage 2, for F3.0 after iteration 1, wait")
-        assert re.search(r" \(at .*failing_ranks.py:\d+ in fail\)$", own(stderr, 2))
+        assert place(stderr, 3).startswith("Wait activation of microbatch 3 from stage 2, for F3.0 after iteration 1, wait")
+        assert place(stderr, 0)
 
 
 def whole(*values: str) -> object:
@@ -85,20 +110,29 @@ def whole(*values: str) -> object:
 @pytest.mark.parametrize(
     ("how", "vocabulary", "message"),
     [
-        ("raise", "2", r"rank 2 failed in Compute S3.0 after iteration 1: RuntimeError: out of luck"),
-        ("stop", "1", r"rank 2 is silent: .* It was last in .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
+        (
+            "exhaust",
+            "2",
+            r"rank 2 failed in Compute S3.0 after iteration 1: RuntimeError: .*DefaultCPUAllocator: can't allocate.*",
+        ),
+        (
+            "stop",
+            "1",
+            r"rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
+        ),
         whole("kill", "2", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
-        ("stuck", "2", r"rank 2 is slow or stuck in Compute S3.0 .*; ranks 0, 1, 3 wait for it. No pass has finished for \d+ s"),
-        whole("stuck", "interlaced", r"rank 2 is slow or stuck in Compute S3.0 .*; ranks 0, 1, 3 wait for it. .*"),
+        ("stuck", "2", r"rank 2 is slow or stuck in Compute S3.0 .*; global ranks 0, 1, 3 wait for it. No pass .* for \d+ s"),
+        whole("stuck", "interlaced", r"rank 2 is slow or stuck in Compute S3.0 .*; global ranks 0, 1, 3 wait for it. .*"),
     ],
 )
 def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: str, message: str) -> None:
     """Ranks that wait in a collective wait for the one that has not reached it, whoever that is."""
     codes, stderr = fail(tmp_path, how, 2, vocabulary)
-    for rank, code in enumerate(codes):
-        assert code != 0
-        if rank != 2 or how not in ("stop", "kill"):
-            assert re.fullmatch(message, reason(stderr, rank))
+    assert all(codes), codes
+    (said,) = verdicts(stderr, 2)
+    assert re.fullmatch(f"global {message}", said)
+    advice = r"\n    Out of memory: `mpipe memory` computes .* `--offload full`, .* \(docs/clusters.md, When memory is short\)\n"
+    assert len(re.findall(advice, stderr)) == (how == "exhaust"), stderr
 
 
 @pytest.mark.slow
@@ -115,10 +149,9 @@ def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: s
 )
 def test_the_culprit_while_copies_are_under_way(tmp_path: Path, how: str, message: str) -> None:
     codes, stderr = fail(tmp_path, how, 2, "off", "full")
-    for rank, code in enumerate(codes):
-        assert code != 0
-        if rank != 2 or how != "kill":
-            assert re.fullmatch(message, reason(stderr, rank))
+    assert all(codes), codes
+    (said,) = verdicts(stderr, 2)
+    assert re.fullmatch(f"global {message}", said)
 
 
 @pytest.mark.slow
@@ -126,7 +159,7 @@ def test_a_killed_rank_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [*launcher, failing_ranks.__file__, "kill", "1"],
+        [*launcher, failing_ranks.__file__, "kill", "0"],
         env=environment,
         capture_output=True,
         text=True,
@@ -134,21 +167,105 @@ def test_a_killed_rank_under_torchrun() -> None:
         check=False,
     )
     assert ended.returncode != 0
-    assert reason(ended.stderr, 0).startswith("rank 1 is silent: killed, stopped or cut off. It was last in ")
+    (said,) = verdicts(ended.stderr, 0, ranks=2)
+    assert said.startswith("global rank 0 is silent: killed, stopped or cut off. It was last in ")
+    assert ended.stderr.count("traceback : global rank 0 (pipeline rank 0 of 2, ") == 1  # of rank 1, in torchrun's report
 
 
 @pytest.mark.slow
 def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
     codes, stderr = fail(tmp_path, "slow", 2)
     assert codes == [0, 0, 0, 0], stderr
-    assert "ends because" not in stderr
+    assert "Pipeline stopped" not in stderr
+
+
+def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Board]:
+    """Of all ranks, in this process."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    made = []
+    for rank in range(ranks):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        made.append(Board(OUTSIDE.to_text, interval=0.01, timeout=5.0))
+    return made
+
+
+def test_ranks_agree_on_the_news_and_on_who_prints_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    first, second, third = boards(3, store.port, monkeypatch)
+    assert [first.announce("1 is stuck"), second.announce("2 is stuck")] == ["1 is stuck", "1 is stuck"]
+    assert [second.claim(), first.claim(), second.claim()] == [True, False, True]
+    del store
+    assert third.claim()  # nobody can tell it that another rank has printed
+    assert third.announce("the store is gone") == "the store is gone"
+
+
+@pytest.mark.parametrize(
+    ("silent", "claims", "prints", "waits_before"),
+    [
+        (set(), False, False, True),  # rank 0 has printed
+        (set(), True, True, True),  # rank 0 should have, and has not
+        ({0}, True, True, False),
+    ],
+)
+def test_some_rank_prints_the_verdict(
+    silent: set[int],
+    claims: bool,
+    prints: bool,
+    waits_before: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The lowest rank that is heard has the first word; a rank that is told of no speaker after a while prints, too."""
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    zero, one = boards(2, store.port, monkeypatch)
+    if not claims:
+        assert zero.claim()
+    done: list[object] = []
+
+    def ended(code: int) -> None:
+        done.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(time, "sleep", lambda seconds: done.append(capsys.readouterr().err))
+    watchdog = Watchdog(lambda: OUTSIDE)
+    watchdog._board = one
+    monkeypatch.setattr(watchdog._view, "silent", lambda seconds: silent)
+    with pytest.raises(SystemExit):
+        watchdog._end("global rank 0 is stuck")
+    assert done == [""] * waits_before + ["Pipeline stopped: global rank 0 is stuck\n" * prints, 1]
+    report = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(tmp_path / "error.json")).message
+    assert ("global rank 0 is stuck" in str(report)) == prints
+    assert isinstance(report, dict) == prints  # of another form torchrun complains
+
+
+@pytest.mark.parametrize("shape", [2**60, 0])
+def test_what_to_do_if_memory_is_short(shape: int) -> None:
+    """The CPU's own error, and CUDA's; an error that is not about memory has no such line."""
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    if shape:
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(shape, dtype=torch.uint8)
+        error = caught.value
+    first, second = in_words(error).splitlines()
+    assert first == f"{type(error).__name__}: {error}"
+    for measure in (
+        "`mpipe memory`",
+        "--offload full",
+        "v-auto --pipeline-memory-limit 12GiB",
+        "--recompute-granularity selective",
+    ):
+        assert measure in second
+    assert "## When memory is short\n" in (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+    assert in_words(RuntimeError("out of luck")) == "RuntimeError: out of luck"
 
 
 def waits(rank: int) -> Situation:
     return Situation("Wait", in_iteration=True, waits_for=rank)
-
-
-COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
 
 
 @pytest.mark.parametrize(
@@ -173,10 +290,12 @@ def test_diagnosis(
 
 
 def test_many_ranks_are_not_all_listed() -> None:
-    assert list_ranks([3]) == "rank 3"
-    assert list_ranks(range(64)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
-    text = str(diagnose([OUTSIDE] * 64, set()))
-    assert text.endswith("and 56 more ranks")
+    assert list_ranks([3]) == "global rank 3"
+    assert list_ranks(range(64)) == "global ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
+    assert diagnose([OUTSIDE] * 64, set()).report().endswith("and 56 more ranks")
+    chain = [*(waits(rank) for rank in range(1, 40)), COMPUTES]
+    _, *places = diagnose(chain, set()).report(remark=".").splitlines()  # the nearest ones, in their order
+    assert places == [f"    global rank {rank} was in Wait, waiting for global rank {rank + 1}" for rank in range(23, 39)]
 
 
 def test_situation_in_a_program() -> None:

@@ -1,4 +1,4 @@
-"""What the ranks tell each other through the rendezvous store: where each one is, and the first bad news."""
+"""What the ranks tell each other through the rendezvous store: where each is, the first bad news, and who prints them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from datetime import timedelta
 
 import torch
 
-_NEWS = "news"
-_PATIENCE = 2.0  # seconds for the store to take bad news; one that has stopped never answers
+_NEWS, _SPEAKER = "news", "speaker"
+_PATIENCE = 2.0  # seconds for the store to answer a rank that ends; one that has stopped never answers
 
 
 class Board:
@@ -68,15 +68,25 @@ class Board:
 
     def announce(self, news: str) -> str:
         """Tell all ranks what went wrong, unless another rank was first; returns what the ranks will read."""
+        self.news = self._first(_NEWS, news) or self.news or news
+        return self.news
+
+    def claim(self) -> bool:
+        """Whether this rank prints the news: the first rank that asks does, and every rank that gets no answer."""
+        return self._first(_SPEAKER, str(self._rank)) in (str(self._rank), None)
+
+    def _first(self, key: str, value: str) -> str | None:
+        """What was written first under a key, by this rank or by another; None if the store is gone or does not answer."""
+        answers: list[str] = []
 
         def write() -> None:
-            with suppress(Exception):  # the store is gone: nobody is left to tell
-                self.news = self._store.compare_set(_NEWS, "", news).decode()
+            with suppress(Exception):
+                answers.append(self._store.compare_set(key, "", value).decode())
 
-        writer = threading.Thread(target=write, name="news", daemon=True)
+        writer = threading.Thread(target=write, name=key, daemon=True)
         writer.start()
         writer.join(_PATIENCE)
-        return self.news or news
+        return answers[0] if answers else None
 
     def _run(self) -> None:
         while not self._closed.wait(self._interval):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 from megatron.pipeline.schedule.program import (
     Collective,
@@ -23,15 +21,12 @@ from megatron.pipeline.schedule.program import (
 
 _FINISHED = 4  # passes that a report shows
 _NAMED = 8  # ranks that a report lists
-
-
-def _this_process() -> str:
-    return f"process {os.getpid()} on {socket.gethostname()}"
+_PLACED = 16  # waiting ranks whose places a report shows
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Where one rank is. Ranks are those of the world.
+    """Where one rank is. Ranks are global ranks, those of the world.
 
     Attributes:
         place: what the rank does, such as ``"Wait gradient of microbatch 1 from stage 3, for B1.0"``.
@@ -40,7 +35,8 @@ class Situation:
         waits_for: the rank that must send or receive a message before this one can go on; None if no message is missing.
         waits_for_all: it takes part in a collective that others may not have reached.
         finished: the last few passes of this iteration, oldest first.
-        process: which one it is, for whoever wants to look at it.
+        line: of Python that the main thread is in; empty where it waits for a message.
+        process: pipeline rank, device, host and process, to find the rank by.
     """
 
     place: str
@@ -49,7 +45,8 @@ class Situation:
     waits_for: int | None = None
     waits_for_all: bool = False
     finished: tuple[str, ...] = ()
-    process: str = field(default_factory=_this_process)
+    line: str = ""
+    process: str = ""
 
     @classmethod
     def in_program(
@@ -87,10 +84,15 @@ class Situation:
         return cls(**values | {"progress": tuple(values["progress"]), "finished": tuple(values["finished"])})
 
     def __str__(self) -> str:
-        whom = "all ranks" if self.waits_for_all else None if self.waits_for is None else f"rank {self.waits_for}"
+        whom = "all ranks" if self.waits_for_all else None if self.waits_for is None else f"global rank {self.waits_for}"
         waiting = f", waiting for {whom}" if whom else ""
         finished = f"; last finished: {' '.join(self.finished)}" if self.finished else ""
-        return f"{self.place}{waiting}{finished}"
+        return f"{self.where}{waiting}{finished}"
+
+    @property
+    def where(self) -> str:
+        """The place, and the line of Python."""
+        return f"{self.place} (at {self.line})" if self.line else self.place
 
 
 class View:
@@ -148,15 +150,19 @@ class Diagnosis:
         waiting: ranks that wait for a culprit, directly or through others.
         in_iteration: whether a culprit is in an iteration, where no pass may take long. Elsewhere are the start, the
             optimizer's step and checkpoints.
+        text: one sentence.
+        places: where the waiting ranks were, those next to the culprit in the first place; a line for each, indented.
     """
 
     culprits: tuple[int, ...]
     waiting: tuple[int, ...]
     in_iteration: bool
     text: str
+    places: tuple[str, ...]
 
-    def __str__(self) -> str:
-        return self.text
+    def report(self, remark: str = "") -> str:
+        """The sentence, a remark that follows it, and the places."""
+        return "\n".join([f"{self.text}{remark}", *self.places])
 
 
 def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagnosis:
@@ -199,7 +205,13 @@ def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagno
         words += f"; {list_ranks(held_up)} {verb} for {'it' if len(culprits) == 1 else 'them'}"
     # A silent rank may have begun its iteration since: that others wait for its messages is the better sign.
     signs = (*culprits, *held_up) if silent else culprits
-    return Diagnosis(culprits, held_up, any(situations[rank].in_iteration for rank in signs), words)
+
+    def distance(rank: int) -> int:  # those in a collective wait for the culprit without a chain
+        return next((steps for steps, other in enumerate(chains[rank]) if other in culprits), 1)
+
+    nearest = sorted(sorted(held_up, key=distance)[:_PLACED])
+    places = tuple(f"    global rank {rank} was in {situations[rank]}" for rank in nearest)
+    return Diagnosis(culprits, held_up, any(situations[rank].in_iteration for rank in signs), words, places)
 
 
 def _chain(situations: Sequence[Situation], silent: Collection[int], rank: int) -> Iterator[int]:
@@ -214,18 +226,23 @@ def _chain(situations: Sequence[Situation], silent: Collection[int], rank: int) 
         following = None if following in silent else situations[following].waits_for
 
 
+def name_rank(rank: int, situation: Situation) -> str:
+    """``global rank 2 (pipeline rank 2 of 4, GPU 2 of node1, process 31210)``."""
+    return f"global rank {rank} ({situation.process})" if situation.process else f"global rank {rank}"
+
+
 def _accuse(situation: Situation, rank: int, silent: bool, blocked: bool) -> str:
-    who = f"rank {rank} ({situation.process})"
+    who = name_rank(rank, situation)
     if silent:
-        return f"{who} is silent: killed, stopped or cut off. It was last in {situation.place}"
+        return f"{who} is silent: killed, stopped or cut off. It was last in {situation.where}"
     if blocked:
-        return f"{who} waits in a circle, in {situation.place}"
-    return f"{who} is slow or stuck in {situation.place}"
+        return f"{who} waits in a circle, in {situation.where}"
+    return f"{who} is slow or stuck in {situation.where}"
 
 
 def list_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1, 3``, or for many ``ranks 0, 1, ..., 7 and 56 more``."""
+    """``global rank 3``, ``global ranks 0, 1, 3``, or for many ``global ranks 0, 1, ..., 7 and 56 more``."""
     if len(ranks) == 1:
-        return f"rank {ranks[0]}"
+        return f"global rank {ranks[0]}"
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    return f"global ranks {', '.join(map(str, ranks[:_NAMED]))}{more}"

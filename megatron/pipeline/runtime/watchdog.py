@@ -1,31 +1,45 @@
-"""A failed, lost or stuck rank ends all of them, soon, with a message on every rank that names it and the pass it was in.
+"""A failed, lost or stuck rank ends all of them, soon, with one message that names it and the pass it was in.
 
 Each rank says where it is and hears where the others are (``board.py``), twice a second. Its watchdog judges what it heard
 (``situation.py``): a rank reported an exception, has fallen silent, or holds up a pipeline in which nothing moves any more.
-It then prints the news and where its own rank is, and ends the process, which is likely blocked in a wait for somebody who
-will not come.
+It then ends the process, which is likely blocked in a wait for a rank that will not come. One rank prints the verdict: the
+lowest that others hear; if it does not, another one; and if the store does not answer, so that they cannot agree, every rank.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 import torch
+from megatron.core import parallel_state
 
 from megatron.pipeline.runtime.board import Board
-from megatron.pipeline.runtime.situation import Situation, View, diagnose
+from megatron.pipeline.runtime.situation import Situation, View, diagnose, name_rank
 
 _INTERVAL = 0.5  # seconds between two looks
 _RANKS_PER_INTERVAL = 64  # larger worlds look less often: what the store sends grows with the square of the ranks
 _SILENT_LOOKS = 4  # looks without a word after which a rank that is under suspicion counts as silent
+# Looks after the verdict: a rank that hears it up to one look later must find a store, and a launcher that has not killed it.
+_GRACE = 2  # before a rank other than the first one prints
+_LAST_LOOKS = 5  # before a rank ends that has printed something: launchers show what the first one to end has printed
+_LAST_LOOKS_OF_MUTE = 7  # before the others end
+_MEMORY_ADVICE = (
+    "Out of memory: `mpipe memory` computes what every rank needs, and `--offload full`, `--pipeline-schedule v-auto "
+    "--pipeline-memory-limit 12GiB` and `--recompute-granularity selective` need less (docs/clusters.md, When memory is short)"
+)
 
 
 class Watchdog:
@@ -46,7 +60,7 @@ class Watchdog:
         silence_seconds: float = 20.0,
     ) -> None:
         world = torch.distributed.get_world_size()
-        self._situation = situation
+        self._place = situation
         self._interval = _INTERVAL * max(1.0, world / _RANKS_PER_INTERVAL)
         self._pipeline_timeout = pipeline_timeout
         self._stuck = stuck_seconds
@@ -57,6 +71,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
+        self._process = _this_process()
         self._board = Board(lambda: self._situation().to_text(), self._interval, timeout=self._silence)
         torch.distributed.barrier()
         self._board.open()
@@ -71,11 +86,16 @@ class Watchdog:
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
             # The launcher of a dead rank now ends the others: they have something to say first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            news = self._blame(error)
+            news, trace = self._blame(error), ""
             if news is None:
-                traceback.print_exception(error)
-            self._end(news or f"rank {self._rank} failed in {self._situation().place}: {type(error).__name__}: {error}")
+                news = f"{name_rank(self._rank, self._situation())} failed in {self._situation().place}: {in_words(error)}"
+                trace = f"Global rank {self._rank} failed.\n{''.join(traceback.format_exception(error))}"
+            self._end(news, trace)
         self._board.close(patience=self._silence)
+
+    def _situation(self) -> Situation:
+        mine = self._place()
+        return replace(mine, line="" if mine.waits_for is not None else _line_of_main_thread(), process=self._process)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
@@ -94,16 +114,16 @@ class Watchdog:
         view.look(board.heard, self._rank, mine, time.monotonic())
         lost = self._silent(silence)
         if lost:
-            return str(diagnose(view.situations, lost))
+            return diagnose(view.situations, lost).report()
         suspicious = _SILENT_LOOKS * self._interval
+        still = f". No pass has finished for {view.still:.0f} s"
         if board.keeper is None and self._rank in view.silent(suspicious):
             # The launcher may have been stopped on purpose: nothing is lost as long as this rank moves.
-            found, passes = "the launcher, which keeps the rendezvous store, is silent", mine.in_iteration
+            news, passes = f"the launcher, which keeps the rendezvous store, is silent{still}", mine.in_iteration
         else:
             diagnosis = diagnose(view.situations, self._silent(suspicious))
-            found, passes = str(diagnosis), diagnosis.in_iteration
-        limit = self._pipeline_timeout if passes else self._stuck
-        return f"{found}. No pass has finished for {view.still:.0f} s" if view.still >= limit else None
+            news, passes = diagnosis.report(still), diagnosis.in_iteration
+        return news if view.still >= (self._pipeline_timeout if passes else self._stuck) else None
 
     def _silent(self, seconds: float) -> set[int]:
         """Ranks that have said nothing for so long. A store that answers nobody, not even this rank, accuses its keeper alone."""
@@ -123,19 +143,65 @@ class Watchdog:
             time.sleep(self._interval / 2)
         return None
 
-    def _end(self, news: str) -> None:
+    def _end(self, news: str, trace: str = "") -> None:
+        """Agree on the news with the other ranks, have one rank print them, and end this process.
+
+        Args:
+            trace: the traceback of this rank's own failure, if it has failed.
+        """
         news = self._board.announce(news)
         self._board.close()  # the rank that keeps the store may be gone before the next exchange
-        mine = self._situation()
-        at = "" if mine.waits_for is not None else _line_of_main_thread()
-        # One write, newline included: ranks share a stream.
-        sys.stderr.write(f"rank {self._rank} ends because {news}\n    rank {self._rank} was in {mine}{at}\n")
-        sys.stderr.flush()
-        # A launcher kills all ranks when the first one ends: let the others read the news before.
-        time.sleep(3 * self._interval)
+        _print(trace)
+        looks = 0
+        if self._rank != self._first_heard():
+            time.sleep(_GRACE * self._interval)
+            looks = _GRACE
+        speaks = self._board.claim()
+        if speaks:
+            _print(f"Pipeline stopped: {news}\n")
+        if speaks or trace:
+            _tell_torchrun(news)
+        time.sleep(((_LAST_LOOKS if speaks or trace else _LAST_LOOKS_OF_MUTE) - looks) * self._interval)
         for child in multiprocessing.active_children():  # megatron-core's checkpoint writer keeps one
             child.kill()
         os._exit(1)
+
+    def _first_heard(self) -> int:
+        """The lowest rank that is not silent."""
+        silent = self._view.silent(_SILENT_LOOKS * self._interval)
+        return next((rank for rank in range(torch.distributed.get_world_size()) if rank not in silent), self._rank)
+
+
+def in_words(error: BaseException) -> str:
+    """An exception in one line, with a second one on what to do if memory was short."""
+    words = f"{type(error).__name__}: {error}"
+    on_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return f"{words}\n    {_MEMORY_ADVICE}" if on_cpu or isinstance(error, torch.OutOfMemoryError) else words
+
+
+def _print(text: str) -> None:
+    sys.stderr.write(text)  # one write, newline included: ranks share a stream
+    sys.stderr.flush()
+
+
+def _tell_torchrun(news: str) -> None:
+    """Have torchrun show the news, without the places, in its own report of the rank that ended first."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        with suppress(OSError):
+            text = news.partition("\n")[0]
+            message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": message}))
+
+
+def _this_process() -> str:
+    """Pipeline rank, device, host and process. Called by the main thread, which alone knows its current device."""
+    device = f"GPU {torch.cuda.current_device()}" if torch.cuda.is_available() else "CPU"
+    pipeline = ""
+    if parallel_state.is_initialized():
+        ranks = parallel_state.get_pipeline_model_parallel_world_size()
+        pipeline = f"pipeline rank {parallel_state.get_pipeline_model_parallel_rank()} of {ranks}, "
+    return f"{pipeline}{device} of {socket.gethostname()}, process {os.getpid()}"
 
 
 def _line_of_main_thread() -> str:
@@ -143,5 +209,4 @@ def _line_of_main_thread() -> str:
     frame = sys._current_frames().get(main.ident or 0)
     if frame is None or threading.current_thread() is main:  # it has left its place to tell of an error
         return ""
-    innermost = traceback.extract_stack(frame, limit=1)[-1]
-    return f" (at {innermost.filename}:{innermost.lineno} in {innermost.name})"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
