@@ -8,6 +8,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron.pipeline.schedule.placement import linear, v
 from megatron.pipeline.training import checkpoint, checkpoint_files
 from megatron.pipeline.training.arguments import parse
 from megatron.pipeline.training.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
+from megatron.pipeline.training.optimizer_state import allocate_state
 from megatron.pipeline.training.validation import validate
 
 ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -149,6 +151,51 @@ def test_the_tracker_decides(tmp_path: Path) -> None:
     assert refusal(f"--load {tmp_path}").startswith(expected)
     assert latest(str(tmp_path)) is None
     assert f"--load {ten} is a checkpoint itself: give the directory" in refusal(f"--load {ten}")
+
+
+def test_advice_is_to_take_one_that_can_be_read(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    cut(write(tmp_path, 20))
+    (write(tmp_path, 30) / ".metadata").unlink()
+    (tmp_path / TRACKER).write_text("30")
+    assert refusal(f"--load {tmp_path}").endswith(f"; to go on from iteration 10, write 10 into {tmp_path / TRACKER}")
+
+
+def test_without_a_tracker_what_is_damaged_is_not_taken_for_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, 10)
+    (path / "metadata.json").unlink()
+    (path / ".metadata").unlink()
+    assert refusal(f"--load {tmp_path}").startswith(f"--load {tmp_path} has no {TRACKER} and no complete checkpoint, but iter_")
+    (tmp_path / TRACKER).symlink_to(tmp_path / "nowhere")
+    assert refusal(f"--load {tmp_path}").startswith(f"{tmp_path / TRACKER} cannot be read")
+    file = tmp_path / "file"
+    file.touch()
+    assert refusal(f"--load {file}") == f"--load {file} is a file: give the directory with the checkpoints"
+
+
+def test_a_tracker_with_more_digits_than_python_reads(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (tmp_path / TRACKER).write_text("9" * 5000)
+    assert refusal(f"--load {tmp_path}").startswith(f"{tmp_path / TRACKER} says '99999999999999999999', which is no iteration")
+
+
+def test_a_directory_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    (tmp_path / TRACKER).write_text("10")
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert refusal(f"--load {tmp_path}") == f"--load {tmp_path} cannot be read: {tmp_path}: Permission denied"
+    assert latest(str(tmp_path)) is None
+
+
+def test_the_state_made_for_a_save_is_that_of_no_step() -> None:
+    """torch's SGD adds the weight decay to the gradient before its momentum sees it."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.5)
+    allocate_state(SimpleNamespace(optimizer=inner, init_state_fn=None))  # type: ignore[arg-type]
+    assert inner.state[weight]["momentum_buffer"].tolist() == [0, 0, 0] and weight.tolist() == [1, 1, 1]
+    assert (inner.param_groups[0]["lr"], inner.param_groups[0]["weight_decay"]) == (0.1, 0.5)
 
 
 def test_a_release_has_weights_alone(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pool import Pool
 from training.short_runs import metrics, train
 
 from megatron.pipeline.training import checkpoint
+from megatron.pipeline.training.checkpoint_files import TRACKER
 
 FLAGS = "--split 100,0,0 --num-layers 8 --pipeline-model-parallel-size 2 --clip-grad 0"
 
@@ -105,7 +106,7 @@ def test_sizes_at_which_buckets_end_in_padding(pool: Pool, data: str, tmp_path: 
     whole = pool.run(ranks, train_with_buckets, saving)
     assert [error for error, _ in whole] == [""] * ranks
     assert max(padding for _, padding in whole) > 0
-    (tmp_path / "saved" / checkpoint.TRACKER).write_text("2")
+    (tmp_path / "saved" / TRACKER).write_text("2")
     assert pool.run(ranks, train, f"{flags} --load {tmp_path}/saved --metrics {tmp_path}/resumed.jsonl") == [""] * ranks
     assert metrics(tmp_path / "resumed.jsonl") == metrics(tmp_path / "whole.jsonl")[2:]
 
@@ -117,3 +118,44 @@ def test_what_upstream_saves_wrong_is_refused(pool: Pool, data: str, tmp_path: P
     for error in pool.run(3, train, f"{flags} --load {tmp_path}/saved"):
         assert "optimizer state is not that of its weights" in error and "give --no-load-optim" in error
     assert pool.run(3, train, f"{flags} --load {tmp_path}/saved --no-load-optim") == [""] * 3
+
+
+def test_every_replica_has_the_float32_weights_of_a_checkpoint_in_bf16(pool: Pool, data: str, tmp_path: Path) -> None:
+    """The distributed optimizer loads exact weights for its own shard alone; the model's are rounded."""
+    flags = f"{data} {DISTRIBUTED} --attention-dropout 0 --hidden-dropout 0"
+    assert pool.run(2, train, f"{flags} --bf16 --exit-interval 2 --save {tmp_path}/saved") == [""] * 2
+    for ranks in (1, 2):
+        loading = f"{flags} --exit-interval 3 --load {tmp_path}/saved --metrics {tmp_path}/{ranks}.jsonl"
+        assert pool.run(ranks, train, loading) == [""] * ranks
+    [(_, one, _)], [(_, two, _)] = (metrics(tmp_path / f"{ranks}.jsonl") for ranks in (1, 2))
+    assert two == pytest.approx(one, rel=1e-6)
+
+
+def train_where_the_tracker_moves(flags: str) -> str:
+    """Train on this rank, which finds another checkpoint than rank 0 does."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    import torch
+
+    real = checkpoint.find
+
+    def find(directory: str) -> Path | None:
+        return real(directory) if torch.distributed.get_rank() == 0 else Path(directory) / "iter_0000001"
+
+    checkpoint.find = find
+    try:
+        return train(flags)
+    finally:
+        checkpoint.find = real
+
+
+def test_all_ranks_load_the_checkpoint_that_one_has_found(pool: Pool, data: str, tmp_path: Path) -> None:
+    """Another training may save there meanwhile: two ranks once went on from two iterations."""
+    flags = f"{data} {FLAGS} --num-layers 2 --train-iters 3"
+    saving = f"{flags} --save {tmp_path}/saved --save-interval 1 --metrics {tmp_path}/whole.jsonl"
+    assert pool.run(2, train, saving) == [""] * 2
+    (tmp_path / "saved" / TRACKER).write_text("2")
+    loading = f"{flags} --load {tmp_path}/saved --metrics {tmp_path}/resumed.jsonl"
+    assert pool.run(2, train_where_the_tracker_moves, loading) == [""] * 2
+    assert metrics(tmp_path / "resumed.jsonl") == metrics(tmp_path / "whole.jsonl")[2:]
