@@ -11,6 +11,8 @@ import warnings
 if __name__ == "__main__":
     # Upstream warns of every optional package that is not there, and introduces its rerun machine, on every rank.
     warnings.filterwarnings("ignore", module=r"megatron\.core")
+    # So it does where torch has renamed what it calls: two lines a rank for every function.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
     from megatron.pipeline import patches

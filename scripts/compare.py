@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     runs = []
     for schedule in args.schedules:
         where = f"under {args.launcher}" if args.launcher else f"on {args.ranks} ranks"
-        console.print(f"{schedule}: training {args.iterations} iterations {where}", markup=False, highlight=False)
+        console.print(f"{schedule}: training {where}", markup=False, highlight=False)
         log = Path(args.output) / schedule.replace("/", "_") / "log.txt"
         code = _train(schedule, log, args)
         if code:
@@ -99,7 +99,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     end = list(argv).index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=["stock", "1f1b", "zb-h1", "v-half"], help="the first is the reference")
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=20, help="of each schedule, if --train-iters is not less")
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine")
     parser.add_argument(
         "--launcher",

@@ -35,8 +35,8 @@ from megatron.pipeline.view.tuning import Training, draw_front
 NOTE = f"""\
 Tokens of all GPUs in a second. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
 and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
-that does not compute: bubble, unequal stages, messages of ranks that share layers, recomputation, or the step: gradients,
-optimizer and weights between two pipelines; "memory" where more of it would be faster."""
+that does not compute: bubble (in which the rank with most to do waits), unequal stages, messages of ranks that share layers,
+recomputation, or the step (gradients, optimizer and weights between two pipelines); "memory" where more of it would be faster."""
 # docs/model.md has both figures.
 TRUST = """\
 All of it is predicted. Of published trainings such tokens/s and MFU were 11 % too low to 15 % too high, and gains of one schedule

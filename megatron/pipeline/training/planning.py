@@ -262,15 +262,15 @@ def _best(args: Namespace, microbatches: int, costs: Costs | None) -> tuple[Vari
         raise ValueError(
             f"--pipeline-schedule auto found no schedule for {request.ranks} ranks and {microbatches} microbatches ({reasons})"
         )
-    choice, text = choose(planned), args.pipeline_memory_limit
-
-    def why(refusal: Refusal) -> str:
-        if refusal.needs is None or text is None:
-            return refusal.reason.removeprefix(f"{refusal.variant.name} ")
-        return f"needs {_as_limit(refusal.needs, text, peak_of_1f1b(request.ranks, microbatches, costs))}, limit {text}"
-
+    choice = choose(planned)
     seconds: Amount = "{:g}".format if costs is None else lambda amount: f"{1e3 * amount:.4g} ms"
     memory: Amount = "{:g}".format if costs is None else lambda amount: f"{amount / MEMORY_UNITS['MiB']:.4g} MiB"
+
+    def why(refusal: Refusal) -> str:
+        if refusal.needs is None or request.memory_limit is None:
+            return refusal.reason.removeprefix(f"{refusal.variant.name} ")
+        return f"needs {memory(refusal.needs)}, limit {memory(request.memory_limit)}"  # as in the column of memory
+
     table = choice_table(choice, planned, refused, why, seconds, memory)
     at = "equal costs: a pass takes 1, memory is in microbatches" if costs is None else f"the costs in {args.pipeline_costs}"
     return choice.best.variant, f" schedule auto is {choice.best.variant}, at {at}\n{indent(table, '  ')}"
