@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import socket
@@ -230,6 +231,7 @@ def test_some_rank_prints_the_verdict(
         raise SystemExit
 
     monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setattr(multiprocessing, "active_children", list)  # here the tests' own pool
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(time, "sleep", lambda seconds: done.append(capsys.readouterr().err))
     watchdog = Watchdog(lambda: OUTSIDE)
