@@ -130,6 +130,7 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
         ([], "required: plan|simulate|verify|draw|compare|export|vocabulary"),
         (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, draw, compare, export"),
         (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
+        (["-o", "simulate", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, simulate"),
         (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),
         ([*PLAN[:-2], "--microbatch", "8"], "unknown flag --microbatch; did you mean --microbatches?"),
         (["simulate", "plan.json", "--pp", "3"], "unknown flag --pp (see mpipe simulate --help)"),

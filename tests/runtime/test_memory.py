@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from typing import Any
 from unittest.mock import patch
 
@@ -105,15 +106,17 @@ def what_is_left(schedule: str, vocabulary: str) -> tuple[int, int]:
     """Bytes counted, and tensors alive, after an iteration compared with after the one before."""
     run: Any = tiny_gpt.Run(schedule, pp=2, microbatches=6, flags=("--vocab-parallel", vocabulary))
     run.step(0)
-    gc.collect()
     before = _tensors()
     run.step(1)
     run.step(2)
-    gc.collect()
-    return run.pipeline._recorder._meter.current, _tensors() - before
+    deadline = time.monotonic() + 10
+    while (more := _tensors() - before) > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread of gloo may still hold what it has sent; what is left behind stays
+    return run.pipeline._recorder._meter.current, more
 
 
 def _tensors() -> int:
+    gc.collect()
     return sum(1 for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter))
 
 
@@ -121,7 +124,7 @@ def _tensors() -> int:
 def test_nothing_is_left_behind(pool: Pool, schedule: str, vocabulary: str) -> None:
     for counted, tensors in pool.run(2, what_is_left, schedule, vocabulary):
         assert counted == 0
-        assert tensors < 2  # two iterations would leave at least two behind; one may belong to a thread of the backend
+        assert tensors <= 0
 
 
 def test_a_forward_without_a_backward_leaves_nothing() -> None:

@@ -41,11 +41,14 @@ def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespa
 def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None) -> int:
     try:
         parser, commands = _parser()
-        if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
-            near = meant(arguments[0], commands) or f"; commands are {', '.join(commands)}"
-            parser.error(f"unknown command {arguments[0]!r}{near}")
         if arguments and arguments[0] in commands:
             commands[arguments[0]].check_flags(arguments[1:])
+        elif arguments and arguments[0] not in ("-h", "--help", "--version"):
+            named = ", ".join(commands)
+            if arguments[0].startswith("-"):
+                parser.error(f"a command comes before its flags: mpipe COMMAND {arguments[0]} ...; commands are {named}")
+            near = meant(arguments[0], commands) or f"; commands are {named}"
+            parser.error(f"unknown command {arguments[0]!r}{near}")
         options, flags = parser.parse_known_args(arguments)
         if flags and not getattr(options, "takes_flags", False):
             takes = "one FILE" if hasattr(options, "file") else "flags alone"
