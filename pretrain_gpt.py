@@ -19,6 +19,6 @@ if __name__ == "__main__":
 
     patches.install()
 
-    from megatron.pipeline.training.program import main
+    from megatron.pipeline.trainer.program import main
 
     sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 [VERSION] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "megatron/pipeline/__init__.py").read_text(encoding="utf-8"), re.M)
-# Directories that have no Python, such as tune/devices, are packages of the namespace, too: each brings what it holds.
+# Directories that have no Python, such as costmodel/devices, are packages of the namespace, too: each brings what it holds.
 PACKAGES = find_namespace_packages(include=["megatron.pipeline", "megatron.pipeline.*"], exclude=["*.__pycache__"])
 
 setup(

@@ -19,22 +19,22 @@ from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage, bind_to_core
 from torch.distributed import pipelining
 
 from megatron.pipeline import patches
+from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict, run
-from megatron.pipeline.runtime.groups import new_group
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.runtime.p2p import Channels
 from megatron.pipeline.runtime.pipeline import STOCK
-from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, uniform
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.placement import Placement, interleaved, v
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.torch_csv import from_csv
+from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.torch_csv import from_csv
 
 # Where megatron-core and we run passes; W is a call of ours.
 STEPS: tuple[Callable[..., Any], ...] = (schedules.forward_step, schedules.backward_step)

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from PIL import Image
 
+from megatron.pipeline.planning.choose import Request, candidates, choose, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import own_bound
-from megatron.pipeline.schedule.choose import Request, candidates, choose, variants
-from megatron.pipeline.schedule.costs import VocabularyCosts, uniform
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.placement import linear
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.core.costs import VocabularyCosts, uniform
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.optimum.bound import own_bound
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.view import draw
 
 RANKS, MICROBATCHES = 8, 32

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from megatron.pipeline.cli.memory import STOCK_1F1B, Prediction, predicted
-from megatron.pipeline.tune.memory import GIB, OVERHEAD
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD
 
 ROOT = Path(__file__).parents[1]
 MODELS = ("zero_bubble/6.2B", "vocabulary_parallelism/7B", "pipe_offload/10.5B", "llama3/8B")

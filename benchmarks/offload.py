@@ -48,24 +48,24 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline import patches
+from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
-from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.record.recorder import Record, Recorder, Unmeasured
+from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Links, Tensors
-from megatron.pipeline.runtime.profile import measured_costs
-from megatron.pipeline.runtime.recorder import Record, Recorder, Unmeasured
-from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, uniform, with_equal_copies
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.offload import moved, offload
-from megatron.pipeline.schedule.passes import Kind, Offload, Pass
-from megatron.pipeline.schedule.placement import Placement, interleaved
-from megatron.pipeline.schedule.program import Collective, Message, Program, Send
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks
+from megatron.pipeline.schedule.core.costs import Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Collective, Message, Program, Send
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.offload import moved, offload
 
 OFF = "off"
 MODES = (OFF, *map(str, Offload))

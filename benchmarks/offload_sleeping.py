@@ -34,15 +34,15 @@ from sleep_stages import iteration
 from sleeping import Sleeper
 
 from megatron.pipeline.model.weight_tasks import submit
+from megatron.pipeline.record.recorder import Recorder
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.lanes import Pairs, ThreadLanes, Ticket
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.runtime.recorder import Recorder
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import CopyCosts, Costs, uniform
-from megatron.pipeline.schedule.offload import moved
-from megatron.pipeline.schedule.passes import Offload
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, uniform
+from megatron.pipeline.schedule.core.passes import Offload
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import moved
 
 SCHEDULES = "1f1b interleaved gis-h zb-auto".split()
 UNTIL_W = 0.5  # of what F keeps

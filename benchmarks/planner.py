@@ -26,17 +26,17 @@ from typing import Any
 import numpy as np
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.exact import optimum
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.optimum.exact import optimum
+from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.search import seeds
 from megatron.pipeline.schedule.search.instance import Instance, Seed
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.verify import verify, verify_programs
+from megatron.pipeline.schedule.time.jitter import expected
+from megatron.pipeline.schedule.time.simulate import simulate
 
 Row = dict[str, Any]
 

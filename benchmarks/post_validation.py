@@ -32,9 +32,9 @@ from sleeping import Sleeper
 
 from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
 from megatron.pipeline.runtime.forward_backward import Verdict
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.view import draw
 from megatron.pipeline.view.consecutive import Consecutive, Iteration
 

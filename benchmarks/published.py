@@ -19,21 +19,22 @@ from functools import cache
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, K, Method, Source
 
 from megatron.pipeline.cli.memory import predicted
+from megatron.pipeline.costmodel import offload
+from megatron.pipeline.costmodel.device import Device, named
+from megatron.pipeline.costmodel.estimate import EXPOSED_HOPS, computing_seconds, estimate
+from megatron.pipeline.costmodel.memory import GIB, predict
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.schedule import MOST_WAITING, Schedule
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.tune import gpt, offload
-from megatron.pipeline.tune.balance import balanced_layers
-from megatron.pipeline.tune.device import Device, named
-from megatron.pipeline.tune.estimate import EXPOSED_HOPS, computing_seconds, estimate
-from megatron.pipeline.tune.gpt import Shape
-from megatron.pipeline.tune.memory import GIB, predict
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.schedule import MOST_WAITING, Schedule
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.shape.gpt import Shape
 
 DOCUMENT = ROOT / "docs" / "model.md"
-DEVICES = ROOT / "megatron" / "pipeline" / "tune" / "devices"
+DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.table import Table
 from sleeping import Interval, Sleeper
 
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, activation_profile, simulate
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile, simulate
 from megatron.pipeline.view.picture import draw
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()

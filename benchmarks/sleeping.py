@@ -17,13 +17,13 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import BroadcastOptions
 
 from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
-from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
 from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.model.weight_tasks import submit
 from megatron.pipeline.runtime import vocabulary
-from megatron.pipeline.schedule.costs import StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.costs import StageCosts, VocabularyCosts
+from megatron.pipeline.shape.shards import Shards
 
 HIDDEN = 64
 AWAKE = 0.0005  # seconds at the end of a pass that are not slept: a sleep ends up to that much too late

@@ -29,11 +29,11 @@ from sleep_stages import iteration
 from sleeping import HIDDEN, Sleeper
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.tune.balance import balanced_layers
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.shape.balance import balanced_layers
 
 OFF, REDISTRIBUTION = "off", "redistribution"
 METHODS = (OFF, REDISTRIBUTION, *(str(one) for one in (Vocabulary.INTERLACED, Vocabulary.TWO_BARRIERS, Vocabulary.ONE_BARRIER)))

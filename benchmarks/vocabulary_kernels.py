@@ -30,9 +30,9 @@ from rich.table import Table
 
 from megatron.pipeline import patches
 from megatron.pipeline.model import weight_tasks
-from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
+from megatron.pipeline.shape.shards import Shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

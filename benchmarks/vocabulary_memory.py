@@ -26,16 +26,16 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline import patches
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.profile import measured_costs
-from megatron.pipeline.runtime.report import Report
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.simulate import activation_peaks
-from megatron.pipeline.training.arguments import parse
-from megatron.pipeline.training.data import forward_step
-from megatron.pipeline.training.planning import plan_pipeline
-from megatron.pipeline.training.state import build_training, initialize_model_parallel
-from megatron.pipeline.training.validation import validate
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.trainer.data import forward_step
+from megatron.pipeline.trainer.planning import plan_pipeline
+from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
 
 METHODS = {
     "off": "",

@@ -149,7 +149,7 @@ def _agree(weights: torch.Tensor, state: dict[str, Any]) -> bool:
 
 
 def _with_states(original: Any) -> Any:
-    from megatron.pipeline.training.optimizer_state import allocate_state, is_torch
+    from megatron.pipeline.trainer.optimizer_state import allocate_state, is_torch
 
     @functools.wraps(original)
     def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
@@ -162,7 +162,7 @@ def _with_states(original: Any) -> Any:
 
 
 def _keeping_steps(original: Any) -> Any:
-    from megatron.pipeline.training.optimizer_state import is_torch
+    from megatron.pipeline.trainer.optimizer_state import is_torch
 
     @functools.wraps(original)
     @torch.no_grad()  # upstream forgets it for states by bucket: float32 weights are their own main parameters

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.pipeline.patches import upstream
 
-from megatron.pipeline.processes import end_with_parent
+from megatron.pipeline.dist.processes import end_with_parent
 
 
 def install() -> None:

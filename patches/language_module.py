@@ -1,8 +1,8 @@
 """megatron.core.models.common.language_module.language_module: models whose ends may be on any rank.
 
 ``LanguageModule.setup_embeddings_and_output_layer``: while a model is built, upstream makes copies of tied embeddings equal
-between the first and the last pipeline rank, where a V has none. Here they are marked only; ``model/ends.py`` then makes them
-equal, wherever they are. Our own models (``model/random.py``) need no patch for that; Megatron-LM's scripts build GPTModel.
+between the first and the last pipeline rank, where a V has none. Here they are marked only; ``model/boundary.py`` then makes them
+equal, wherever they are. Our own models (``model/seeding.py``) need no patch for that; Megatron-LM's scripts build GPTModel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def ends_marked() -> Iterator[None]:
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    from megatron.pipeline.model.ends import mark_ends
+    from megatron.pipeline.model.boundary import mark_ends
 
     module = upstream.require(
         "megatron.core.models.common.language_module.language_module",

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import upstream
 
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 if TYPE_CHECKING:
-    from megatron.pipeline.runtime.recorder import Recorder
+    from megatron.pipeline.record.recorder import Recorder
 
 _FUNCTIONS = (
     "forward_backward_no_pipelining",

@@ -21,8 +21,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.training.trace import read_trace
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.trainer.trace import read_trace
 from megatron.pipeline.view.picture import draw
 
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Prepare the data; returns the exit code: 0, or 2 when an input is wrong."""
     warnings.filterwarnings("ignore", module="megatron.core")  # about optional packages; first of all, since flags import it
     args = _parse(argv)
-    from megatron.pipeline.training import corpus
+    from megatron.pipeline.trainer import corpus
 
     console = Console(stderr=True)
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    from megatron.pipeline.training.flags import TOKENIZERS
+    from megatron.pipeline.flags.flags import TOKENIZERS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from pool import Pool
 
-from megatron.pipeline.training import corpus
+from megatron.pipeline.trainer import corpus
 
 
 @pytest.fixture(scope="session")

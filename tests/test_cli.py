@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline.cli import COMMANDS, main
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [path for path in (*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")) if "ArgumentParser" in path.read_text()]

@@ -10,10 +10,10 @@ import pytest
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.jitter import expected
 
 AUTO = "plan --schedule auto --pp 3 --microbatches 6 --chunks 2"
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.core.schedule import Schedule
 
 COMPARE = "compare --pp 4 --microbatches 8 --cost F=1,B=1.2,W=0.8,comm=0.1"
 

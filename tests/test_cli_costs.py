@@ -13,8 +13,8 @@ from schedule_strategies import placements
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.arguments import Stages, cost_flags
 from megatron.pipeline.cli.costs import cost_fields, costs_of
-from megatron.pipeline.schedule.costs import Costs, StageCosts
-from megatron.pipeline.schedule.placement import Placement, bidirectional, interleaved, linear, v
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
 
 numbers = st.floats(1e-6, 1e6) | st.just(0.0)
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.rules.verify import verify
 
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -17,7 +17,7 @@ import yaml
 from pool import Pool
 
 from megatron.pipeline.cli.memory import STOCK_1F1B, Prediction, predicted, report
-from megatron.pipeline.tune.memory import GIB
+from megatron.pipeline.costmodel.memory import GIB
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name, len(path.name), path.name))
@@ -109,7 +109,7 @@ def train(flags: str) -> None:
     patches.install()
     from megatron.pipeline.patches import schedules
 
-    from megatron.pipeline.training import program
+    from megatron.pipeline.trainer import program
 
     schedules.restore()
     args, tokenizer, pipeline = program.prepare(flags.split(), 4)

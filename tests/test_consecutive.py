@@ -13,9 +13,9 @@ import pytest
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.view import Consecutive, Iteration, draw, render
 from megatron.pipeline.view.consecutive import latest
 
@@ -136,7 +136,7 @@ def test_the_latest_are_those_without_a_pause_or_a_gap() -> None:
 
 
 def test_training_ends_with_a_picture_of_its_last_iterations(tmp_path: Path) -> None:
-    from megatron.pipeline.training.program import _last_words
+    from megatron.pipeline.trainer.program import _last_words
 
     args = Namespace(metrics=None, tensorboard_dir=None, save=None, pipeline_trace=str(tmp_path))
     log: Any = SimpleNamespace(first_loss=None)

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, uniform
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import v
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_changes, activation_peaks, activation_profile, simulate
-from megatron.pipeline.schedule.timeline import Timed, Timeline
-from megatron.pipeline.schedule.transform import recompute
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import v
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks, activation_profile, simulate
+from megatron.pipeline.schedule.transforms.transform import recompute
 from megatron.pipeline.view import Entry, Point, draw, draw_pareto, draw_robustness, page, render, write_page
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.pareto import frontier, label_places

@@ -44,11 +44,11 @@ class Run:
         patches.install()
         from megatron.pipeline.patches import schedules
 
+        from megatron.pipeline.flags.arguments import parse
+        from megatron.pipeline.flags.validation import validate
         from megatron.pipeline.model.slices import check_slices
-        from megatron.pipeline.training.arguments import parse
-        from megatron.pipeline.training.planning import plan_pipeline
-        from megatron.pipeline.training.state import build_training, initialize_model_parallel
-        from megatron.pipeline.training.validation import validate
+        from megatron.pipeline.trainer.planning import plan_pipeline
+        from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
 
         world = torch.distributed.get_world_size()
         dp = world // (pp * tp * cp)
@@ -78,9 +78,9 @@ class Run:
 
     def step(self, iteration: int, forward_only: bool = False, **options: Any) -> Step:
         """One training (or evaluation) step on tokens that depend on the iteration and the data-parallel rank alone."""
-        from megatron.pipeline.model import random
+        from megatron.pipeline.model import seeding
 
-        random.set_iteration(self.chunks, iteration)
+        seeding.set_iteration(self.chunks, iteration)
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()

@@ -21,7 +21,7 @@ def own(number: int, ranks: int, port: int, output: Path, arguments: list[str]) 
     from megatron.pipeline import patches
 
     patches.install()
-    from megatron.pipeline.training.program import main
+    from megatron.pipeline.trainer.program import main
 
     sys.exit(main(arguments))
 

@@ -20,8 +20,8 @@ from launch import launched
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 from pool import forked, free_port
 
-from megatron.pipeline import processes
 from megatron.pipeline.cli import main
+from megatron.pipeline.dist import processes
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in

@@ -186,8 +186,8 @@ def test_experts_without_tokens_are_heard_of(pool: Pool) -> None:
     ],
 )
 def test_flags_that_do_not_fit(flags: str, message: str) -> None:
-    from megatron.pipeline.training.arguments import parse
-    from megatron.pipeline.training.validation import validate
+    from megatron.pipeline.flags.arguments import parse
+    from megatron.pipeline.flags.validation import validate
 
     required = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1 "

@@ -13,7 +13,7 @@ import torch
 from pool import Pool
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 MICROBATCHES = 3
 LEARNED = "--attention-dropout 0"
@@ -53,12 +53,12 @@ def iteration(
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.utils import get_model_type
 
-    from megatron.pipeline.model import random
+    from megatron.pipeline.model import seeding
     from megatron.pipeline.model.slices import Slices
-    from megatron.pipeline.training.data import forward_step
+    from megatron.pipeline.trainer.data import forward_step
 
     chunk, config = run.chunks[0], run.config
-    random.set_iteration(run.chunks, 0)
+    seeding.set_iteration(run.chunks, 0)
     chunk.zero_grad_buffer()
     name = "seq-1f1b" if splits > 1 else "1f1b"
     schedule = families.plan(name, 1, MICROBATCHES, splits=splits if splits > 1 else None)

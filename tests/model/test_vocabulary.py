@@ -13,8 +13,8 @@ from model.vocabulary_case import HIDDEN, Case
 from pool import Pool
 
 from megatron.pipeline.model.vocabulary.input import EmbeddingShard
-from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings
+from megatron.pipeline.shape.shards import Shards
 
 
 def check(case: Case, tolerance: float = 1e-5) -> None:

@@ -23,12 +23,12 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
     from megatron.pipeline import patches
 
     patches.install()
-    from megatron.pipeline.schedule import placement
-    from megatron.pipeline.training import config
-    from megatron.pipeline.training.arguments import parse
-    from megatron.pipeline.training.state import build_training, initialize_model_parallel
-    from megatron.pipeline.training.tokenizer import padded_vocab_size
-    from megatron.pipeline.training.validation import validate
+    from megatron.pipeline.flags import config
+    from megatron.pipeline.flags.arguments import parse
+    from megatron.pipeline.flags.validation import validate
+    from megatron.pipeline.schedule.core import placement
+    from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
+    from megatron.pipeline.trainer.tokenizer import padded_vocab_size
 
     args = parse(f"{FLAGS} {flags}".split())
     validate(args, torch.distributed.get_world_size())
@@ -99,7 +99,7 @@ def pass_on(flags: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    from megatron.pipeline.training import checkpoint
+    from megatron.pipeline.trainer import checkpoint
 
     if args.load:
         assert checkpoint.load(args, training)

@@ -41,8 +41,8 @@ def train(
 
     from megatron.pipeline.optimizer import step_ahead
     from megatron.pipeline.runtime.executor import Executor
-    from megatron.pipeline.training import loop, program
-    from megatron.pipeline.training.logging import Log
+    from megatron.pipeline.trainer import loop, program
+    from megatron.pipeline.trainer.run_log import Log
 
     schedules.restore()
     told: list[tuple[Any, ...]] = []

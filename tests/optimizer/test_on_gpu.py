@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
+from megatron.pipeline.dist.reduction import Reduction
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
-from megatron.pipeline.runtime.reduction import Reduction
 
 pytestmark = [
     pytest.mark.cuda,

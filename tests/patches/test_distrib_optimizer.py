@@ -18,8 +18,8 @@ def saved_and_loaded(flags: str, kind: str, directory: str) -> list[list[tuple[f
     import torch
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron.pipeline.training import program
-    from megatron.pipeline.training.state import build_training
+    from megatron.pipeline.trainer import program
+    from megatron.pipeline.trainer.state import build_training
 
     metadata = {
         "distrib_optim_sharding_type": kind,

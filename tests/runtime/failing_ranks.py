@@ -18,9 +18,9 @@ import tiny_gpt
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.health.watchdog import Watchdog
 from megatron.pipeline.runtime.offload.host_memory import HostPool
-from megatron.pipeline.runtime.situation import Situation
-from megatron.pipeline.runtime.watchdog import Watchdog
 
 RANKS, FAILING_MICROBATCH, TIMEOUT = 4, 3, 4.0
 

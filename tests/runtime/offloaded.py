@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.pipeline.model.split_linear import WeightGradient
 from megatron.pipeline.model.weight_tasks import WeightTask, deferring, prepare, submit
-from megatron.pipeline.runtime.memory import ActivationMeter
+from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.handles import Hold
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool

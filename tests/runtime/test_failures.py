@@ -18,14 +18,14 @@ from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pipeline.runtime.board import Board
-from megatron.pipeline.runtime.situation import Situation, View, diagnose, list_ranks
-from megatron.pipeline.runtime.watchdog import Watchdog, in_words
+from megatron.pipeline.health.heartbeat import Board
+from megatron.pipeline.health.progress import Situation, View, diagnose, list_ranks
+from megatron.pipeline.health.watchdog import Watchdog, in_words
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Pass
-from megatron.pipeline.schedule.program import Compute, Wait
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute, Wait
 
 COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
 

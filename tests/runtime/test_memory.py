@@ -13,13 +13,13 @@ import tiny_gpt
 import torch
 from pool import Pool
 
-from megatron.pipeline.runtime.memory import ActivationMeter
+from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Pass, Vocabulary
-from megatron.pipeline.schedule.placement import Placement, linear, v
-from megatron.pipeline.schedule.simulate import activation_peaks
-from megatron.pipeline.schedule.vocabulary import MOST_WAITING, postponed
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, linear, v
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postponed
 
 FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
 
@@ -33,7 +33,7 @@ SCHEDULES = [name for name, family in families.FAMILIES.items() if name not in (
 
 def stage_costs(schedule: str, vocabulary: str = "off") -> Costs:
     """What one microbatch holds on every stage, measured with no other in flight."""
-    from megatron.pipeline.runtime.profile import measured_costs
+    from megatron.pipeline.record.cost_profile import measured_costs
 
     run = tiny_gpt.Run(schedule, pp=4, microbatches=1, flags=(*FLAGS, "--vocab-parallel", vocabulary))
     for iteration in range(2):

@@ -13,9 +13,9 @@ import tiny_gpt
 from pool import Pool
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import with_equal_copies
-from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.core.costs import with_equal_copies
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.schedule import Schedule
 
 WHOLE = pytest.mark.whole
 SMALL = "--offload-min-size 1KiB"
@@ -190,16 +190,16 @@ LARGE = "--num-layers 8 --hidden-size 64 --seq-length 64"
 
 def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list[int], list[float]]:
     """Peaks in bytes of every rank: planned at what has been measured, and then measured again; and those of nothing copied."""
-    from megatron.pipeline.runtime import profile
-    from megatron.pipeline.schedule.simulate import activation_peaks
-    from megatron.pipeline.schedule.transform import without_copies
+    from megatron.pipeline.record import cost_profile
+    from megatron.pipeline.schedule.time.simulate import activation_peaks
+    from megatron.pipeline.schedule.transforms.transform import without_copies
 
     trained = tiny_gpt.Run(schedule, flags=tuple(f"{LARGE} {FULL} {SMALL}".split()), **sizes)
     pipeline = trained.pipeline
     trained.step(0)
     report = pipeline.report()
     assert report is not None
-    measured = profile.agree(profile.measured_costs(pipeline.schedule_of(report), [report], report), [])
+    measured = cost_profile.agree(cost_profile.measured_costs(pipeline.schedule_of(report), [report], report), [])
     # Bytes are as they were measured. Seconds are not those of a busy machine, and copies take a fifth of the passes.
     third = 1 / pipeline.placement.chunks
     stages = tuple(replace(stage, forward=third, backward=third, weight=third, fused=None) for stage in measured.stages)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runtime.offloaded import BATCH, TOKENS, WIDTH, counted_by, move, stores
 
-from megatron.pipeline.runtime.memory import ActivationMeter
+from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.host_memory import HostPool, rounded
 from megatron.pipeline.runtime.offload.lanes import ThreadLanes

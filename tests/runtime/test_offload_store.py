@@ -8,7 +8,7 @@ import pytest
 import torch
 from runtime.offloaded import TOKENS, PoisonedPool, Poisoning, Unawaited, counted_by, move, same, stores, train
 
-from megatron.pipeline.runtime.memory import ActivationMeter
+from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload import activations
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.host_memory import HostPool

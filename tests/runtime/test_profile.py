@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.runtime.profile import measured_costs
-from megatron.pipeline.runtime.recorder import Record
+from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.record.recorder import Record
+from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.replan import _words
-from megatron.pipeline.runtime.report import Report
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.simulate import activation_changes, activation_profile, simulate
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.time.simulate import activation_changes, activation_profile, simulate
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved", "seq-1f1b"])

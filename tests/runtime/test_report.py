@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import Pool
 
-from megatron.pipeline.runtime.recorder import Record, Waited
-from megatron.pipeline.runtime.report import RecordFormat
+from megatron.pipeline.record.recorder import Record, Waited
+from megatron.pipeline.record.report import RecordFormat
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.program import Compute, Program, Send, Wait
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.timeline import Timed
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute, Program, Send, Wait
 
 
 def record_of(program: Program, chance: random.Random) -> Record:

@@ -11,11 +11,11 @@ import torch
 from pool import Pool
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import v
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.torch_csv import from_csv, to_csv
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import v
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.torch_csv import from_csv, to_csv
+from megatron.pipeline.schedule.rules.verify import verify
 
 MICROBATCHES, ROWS, WIDTH = 6, 3, 8
 BY_HAND = "v by hand"

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, placements, schedules
 
-from megatron.pipeline.schedule import bound, families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement, bidirectional, interleaved, linear, v
-from megatron.pipeline.schedule.problem import Objective, Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import per_rank, verify
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.optimum import bound
+from megatron.pipeline.schedule.rules.verify import per_rank, verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 
 def lower_bound(placement: Placement, microbatches: int, costs: Costs, memory_limit: Any = None) -> float:

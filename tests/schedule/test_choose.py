@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.pipeline.planning.choose import Candidate, Request, Variant, candidate, candidates, choose, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import least_limit, lower_bound
-from megatron.pipeline.schedule.choose import Candidate, Request, Variant, candidate, candidates, choose, variants
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.optimum.bound import least_limit, lower_bound
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 FIXED = [name for name, family in families.FAMILIES.items() if family.memory is None]  # those that do not search
 

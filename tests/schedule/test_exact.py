@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.schedule import exact, families
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.exact import MOST_PASSES, optimum
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement, bidirectional, linear, v
-from megatron.pipeline.schedule.problem import Objective, Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement, bidirectional, linear, v
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.optimum import exact
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.optimum.exact import MOST_PASSES, optimum
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 
 def unit_problem(placement: Placement, microbatches: int, limit: float | None = None, **options: Any) -> Problem:

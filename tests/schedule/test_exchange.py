@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.lower import transfers
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import bidirectional, interleaved, linear, v
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.timeline import Timed, Timeline
-from megatron.pipeline.schedule.torch_csv import from_csv, to_csv
-from megatron.pipeline.schedule.transform import recompute
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import bidirectional, interleaved, linear, v
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.lower.lower import transfers
+from megatron.pipeline.schedule.lower.torch_csv import from_csv, to_csv
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.transform import recompute
 from megatron.pipeline.view.chrome_trace import to_trace
 
 V = Schedule("by hand", v(2), 1, parse("F0.0 F0.1 B0.1 W0.1 BW0.0", "F0.0 F0.1 BW0.1 B0.0 W0.0"))

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.placement import linear
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import verify, verify_programs
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 
 @settings(max_examples=250)

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, uniform
-from megatron.pipeline.schedule.jitter import expected, factors
-from megatron.pipeline.schedule.passes import STAGE_KINDS, Kind, Pass
-from megatron.pipeline.schedule.placement import linear, v
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.transform import fuse, recompute
+from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.passes import STAGE_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.placement import linear, v
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.jitter import expected, factors
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 
 
 def as_floats(costs: Costs) -> Costs:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from schedule_strategies import parse
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, uniform
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.lanes import lanes, on_the_way, returning
-from megatron.pipeline.schedule.offload import offload
-from megatron.pipeline.schedule.passes import Kind, Offload, Pass
-from megatron.pipeline.schedule.placement import linear
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.schedule.transform import without_copies
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.time.jitter import expected
+from megatron.pipeline.schedule.time.lanes import lanes, on_the_way, returning
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.offload import offload
+from megatron.pipeline.schedule.transforms.transform import without_copies
 
 STEP = 1 / 128
 

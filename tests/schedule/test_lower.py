@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.timeline import Timed
-from megatron.pipeline.schedule.verify import ScheduleError, verify_programs
-from megatron.pipeline.schedule.verify_programs import nothing_deadlocks
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Operation, Program, Receive, Send, Validate, Wait
+from megatron.pipeline.schedule.rules.verify import ScheduleError, verify_programs
+from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
+from megatron.pipeline.schedule.time.simulate import simulate
 
 
 @settings(max_examples=200)

@@ -14,22 +14,22 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
-from megatron.pipeline.schedule.exact_offload import MOST_CANDIDATES, least_peak
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.offload import host_peaks, moved, offload
-from megatron.pipeline.schedule.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.placement import Placement, interleaved, linear
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.problem import LimitTooLow
-from megatron.pipeline.schedule.program import Compute, Copy, Operation, Program, Wait
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.schedule.transform import recompute, without_copies
-from megatron.pipeline.schedule.verify import ScheduleError, verify, verify_programs
-from megatron.pipeline.schedule.vocabulary import spread
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear
+from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Compute, Copy, Operation, Program, Wait
+from megatron.pipeline.schedule.optimum.exact_offload import MOST_CANDIDATES, least_peak
+from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verify_programs
+from megatron.pipeline.schedule.time.jitter import expected
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
+from megatron.pipeline.schedule.transforms.transform import recompute, without_copies
+from megatron.pipeline.schedule.transforms.vocabulary import spread
 
 FULL, SELECTIVE = Offload.FULL, Offload.SELECTIVE
 

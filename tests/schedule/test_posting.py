@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, uniform
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.placement import linear
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.program import (
+from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import (
     Compute,
     Flow,
     Message,
@@ -24,8 +24,8 @@ from megatron.pipeline.schedule.program import (
     Validate,
     Wait,
 )
-from megatron.pipeline.schedule.verify import ScheduleError, verify_programs
-from megatron.pipeline.schedule.verify_batches import batches_do_not_deadlock
+from megatron.pipeline.schedule.rules.verify import ScheduleError, verify_programs
+from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
 
 SPREAD = [name for name, family in families.FAMILIES.items() if family.splits == 1 and name not in ("dualpipe", "chimera")]
 

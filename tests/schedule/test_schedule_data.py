@@ -7,12 +7,12 @@ from hypothesis import given
 from schedule_strategies import placements, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement, from_rows, interleaved, linear, v, wave
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, v, wave
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.time.simulate import simulate
 
 
 @pytest.mark.parametrize("text", ["F0.0", "B12.1", "W3.2", "BW7.0"])

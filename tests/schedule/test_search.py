@@ -10,19 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.exact import optimum
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Kind
-from megatron.pipeline.schedule.placement import linear, v
-from megatron.pipeline.schedule.problem import Objective, Problem
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.placement import linear, v
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.optimum.exact import optimum
+from megatron.pipeline.schedule.rules.verify import rounded_up, verify, verify_programs
 from megatron.pipeline.schedule.search import search
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
 from megatron.pipeline.schedule.search.search import _begin
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import rounded_up, verify, verify_programs
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 SEARCHED = ("zb-auto", "zb-v", "v-half", "v-min", "v-auto", "1f1b-v")
 FREE = ("zb-auto", "v-auto")  # take any limit

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.placement import linear, v
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, activation_profile, simulate
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.placement import linear, v
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile, simulate
 
 
 def test_by_hand_with_unequal_stages_and_hops() -> None:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.placement import bidirectional, linear, v
-from megatron.pipeline.schedule.problem import Problem
-from megatron.pipeline.schedule.sustain import period, shortfalls, smallest_sustaining_limit, sustaining_limits
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.placement import bidirectional, linear, v
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.optimum.sustain import period, shortfalls, smallest_sustaining_limit, sustaining_limits
 
 
 def problem(ranks: int, backward: float = 1, weight: float = 1, limit: float | None = None) -> Problem:

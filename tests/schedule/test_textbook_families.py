@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from schedule_strategies import exact, parse
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 times = st.integers(1, 9)
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from schedule_strategies import parse, schedules
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import uniform
-from megatron.pipeline.schedule.placement import linear, v
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.verify import ScheduleError, verify
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.placement import linear, v
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.rules.verify import ScheduleError, verify
 
 
 @given(schedules())

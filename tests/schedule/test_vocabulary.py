@@ -12,22 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, parse, schedules
 
+from megatron.pipeline.planning.choose import Request, candidates, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.choose import Request, candidates, variants
-from megatron.pipeline.schedule.costs import Costs, VocabularyCosts, uniform
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.lower import gatherings, lower
-from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.placement import linear
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.problem import LimitTooLow
-from megatron.pipeline.schedule.program import Collective, Compute, Exchange, Join, Operation, Program, Send, Validate, Wait
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import ScheduleError, verify, verify_programs
-from megatron.pipeline.schedule.verify_programs import nothing_deadlocks
-from megatron.pipeline.schedule.vocabulary import MOST_WAITING, _backwards_behind, postpone, spread
+from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import gatherings, lower
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Collective, Compute, Exchange, Join, Operation, Program, Send, Validate, Wait
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verify_programs
+from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
+from megatron.pipeline.schedule.time.jitter import expected
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, _backwards_behind, postpone, spread
 
 ONE, TWO, INTERLACED = Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS, Vocabulary.INTERLACED
 SHARDS = VocabularyCosts(S=0.5, T=0.5, IF=0.02, IB=0.02)

@@ -32,7 +32,7 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     from torch.distributed.checkpoint import api
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from megatron.pipeline.training import checkpoint, iterations, loop, program
+    from megatron.pipeline.trainer import checkpoint, iterations, loop, program
 
     schedules.restore()
     real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
@@ -76,9 +76,9 @@ def batches(flags: str, count: int) -> tuple[tuple[int, int, int], list[list[int
     from megatron.core import parallel_state
     from megatron.core.datasets.utils import Split
 
-    from megatron.pipeline.training import program
-    from megatron.pipeline.training.data import Samples, get_batch
-    from megatron.pipeline.training.state import build_training
+    from megatron.pipeline.trainer import program
+    from megatron.pipeline.trainer.data import Samples, get_batch
+    from megatron.pipeline.trainer.state import build_training
 
     args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
     with program._megatron_state(args, pipeline.placement):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.pipeline.training.arguments import flags, parse, with_config
-from megatron.pipeline.training.validation import batch_sizes, validate
+from megatron.pipeline.flags.arguments import flags, parse, with_config
+from megatron.pipeline.flags.validation import batch_sizes, validate
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "

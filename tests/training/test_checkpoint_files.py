@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megatron.pipeline.schedule.placement import linear, v
-from megatron.pipeline.training import checkpoint, checkpoint_files
-from megatron.pipeline.training.arguments import parse
-from megatron.pipeline.training.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
-from megatron.pipeline.training.optimizer_state import allocate_state
-from megatron.pipeline.training.validation import validate
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.schedule.core.placement import linear, v
+from megatron.pipeline.trainer import checkpoint, checkpoint_files
+from megatron.pipeline.trainer.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
+from megatron.pipeline.trainer.optimizer_state import allocate_state
 
 ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 SGD = {"wd_mult": 1.0, "lr": 1e-3, "momentum": 0.9}

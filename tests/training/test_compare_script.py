@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.training.arguments import parse
-from megatron.pipeline.training.fork_flags import FLAGS, translate
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.fork_flags import FLAGS, translate
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 ROWS = re.findall(r"^\| `(--[^|`]*)` \| ([^|]*) \|", PAGE.read_text(), re.M)

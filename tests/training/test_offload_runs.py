@@ -16,9 +16,9 @@ from training.short_runs import MODEL, metrics, train
 from training.test_replanning import Joined
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts
-from megatron.pipeline.training import program
-from megatron.pipeline.training.words import offload_in_words
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.trainer import program
+from megatron.pipeline.trainer.startup_lines import offload_in_words
 
 TWO = "--pipeline-model-parallel-size 2 --num-layers 8"
 SMALL = "--offload-min-size 1KiB"
@@ -82,11 +82,12 @@ def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:
 
 def profiled(flags: str) -> list[str]:
     """The lines that this rank would log. Passes come out as if the machine were quiet, bytes and copies as they are."""
-    from megatron.pipeline.runtime import profile, replan
-    from megatron.pipeline.training.logging import Log
+    from megatron.pipeline.record import cost_profile
+    from megatron.pipeline.runtime import replan
+    from megatron.pipeline.trainer.run_log import Log
 
     lines: list[str] = []
-    real = profile.agree
+    real = cost_profile.agree
 
     def agreed(costs: Costs, hops: Any) -> Costs:
         found = real(costs, hops)
@@ -95,7 +96,7 @@ def profiled(flags: str) -> list[str]:
 
     with (
         patch.object(Log, "line", lambda _, text: lines.append(text)),
-        patch.object(profile, "agree", agreed),
+        patch.object(cost_profile, "agree", agreed),
         patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
     ):
         error = train(flags)

@@ -12,9 +12,9 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.cli import main
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.passes import Kind, Vocabulary
-from megatron.pipeline.training import program, words
-from megatron.pipeline.training.words import plan_in_words
+from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.trainer import program, startup_lines
+from megatron.pipeline.trainer.startup_lines import plan_in_words
 
 MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
@@ -199,8 +199,8 @@ def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
     assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"
-    monkeypatch.setattr(words.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(words, "has_transformer_engine", lambda: False)
+    monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(startup_lines, "has_transformer_engine", lambda: False)
     assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline import processes
-from megatron.pipeline.training import program
-from megatron.pipeline.training.words import obstacles
+from megatron.pipeline.dist import processes
+from megatron.pipeline.trainer import program
+from megatron.pipeline.trainer.startup_lines import obstacles
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 MODEL = (

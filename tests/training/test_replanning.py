@@ -14,10 +14,10 @@ from pool import Pool
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule.costs import Costs, StageCosts
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.simulate import activation_peaks
-from megatron.pipeline.training import program
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.trainer import program
 
 MIB = 2**20
 FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 13 --rampup-batch-size 4 2 24"
@@ -39,9 +39,10 @@ def train_profiled(flags: str, breaks: bool = False) -> list[str]:
     Args:
         breaks: planning fails in a way that nobody thought of.
     """
-    from megatron.pipeline.runtime import profile, replan
+    from megatron.pipeline.record import cost_profile
+    from megatron.pipeline.runtime import replan
     from megatron.pipeline.runtime.pipeline import Pipeline
-    from megatron.pipeline.training.logging import Log
+    from megatron.pipeline.trainer.run_log import Log
 
     lines: list[str] = []
     real = Pipeline.plan_again
@@ -52,7 +53,7 @@ def train_profiled(flags: str, breaks: bool = False) -> list[str]:
     with (
         patch.object(Log, "line", lambda _, text: lines.append(text)),
         patch.object(Pipeline, "plan_again", plan_again),
-        patch.object(profile, "agree", agreed),
+        patch.object(cost_profile, "agree", agreed),
         patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
     ):
         error = train(flags)
@@ -121,7 +122,7 @@ def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedu
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
 def test_limits_in_bytes(schedule: str, stages: int) -> None:
     from megatron.pipeline.runtime.replan import _change, _plan
-    from megatron.pipeline.training.planning import _memory_limit
+    from megatron.pipeline.trainer.planning import _memory_limit
 
     flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
     costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, 2 * MIB, MIB),) * stages)

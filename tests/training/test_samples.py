@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.training.data import SequentialSampler, forward_step, masked_loss, reading
+from megatron.pipeline.trainer.data import SequentialSampler, forward_step, masked_loss, reading
 
 small = st.integers(1, 4)
 

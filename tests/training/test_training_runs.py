@@ -13,7 +13,7 @@ import pytest
 from pool import Pool
 from training.short_runs import batches, metrics, train
 
-from megatron.pipeline.training import checkpoint_files
+from megatron.pipeline.trainer import checkpoint_files
 
 
 def ran(errors: list[str]) -> bool:
@@ -104,7 +104,7 @@ def train_with_a_broken_writer(flags: str) -> str:
     def save(state: Any, *_: Any, **__: Any) -> None:
         assert not state
 
-    with patch("megatron.pipeline.training.checkpoint.dist_checkpointing.save", save):
+    with patch("megatron.pipeline.trainer.checkpoint.dist_checkpointing.save", save):
         return train(flags)
 
 
@@ -176,7 +176,7 @@ def frozen_objects(flags: str) -> tuple[int, int, int]:
     """How many objects the collector leaves out before, in and after a training."""
     import gc
 
-    from megatron.pipeline.training.iterations import Iterations
+    from megatron.pipeline.trainer.iterations import Iterations
 
     gc.unfreeze()  # what the pool has frozen
     counts = [gc.get_freeze_count()]
@@ -207,7 +207,7 @@ def train_on_full_disk(flags: str) -> str:
     def write_text(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    package = "megatron.pipeline.training"
+    package = "megatron.pipeline.trainer"
     with patch(f"{package}.trace.write_text", write_text), patch(f"{package}.planning.write_text", write_text):
         return train(flags)
 

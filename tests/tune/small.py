@@ -7,10 +7,10 @@ from typing import Any
 
 from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import quietly
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.planning.choose import Variant
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Variant
-from megatron.pipeline.tune import device
-from megatron.pipeline.tune.device import Device
 from megatron.pipeline.tune.iteration import Candidate, Cluster, Result, evaluate
 from megatron.pipeline.tune.layouts import Choices, Layouts
 

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.placement import Placement, interleaved, linear, v
-from megatron.pipeline.tune import activations, gpt, offload, traffic
-from megatron.pipeline.tune.balance import balanced_layers, heaviest
-from megatron.pipeline.tune.device import MeasuredLayer, named
-from megatron.pipeline.tune.estimate import BESIDE_COLLECTIVES, estimate, layer_seconds, layer_size
-from megatron.pipeline.tune.gpt import Holding, Shape
-from megatron.pipeline.tune.links import Links
-from megatron.pipeline.tune.parameters import parameter_bytes
+from megatron.pipeline.costmodel import activations, offload, traffic
+from megatron.pipeline.costmodel.device import MeasuredLayer, named
+from megatron.pipeline.costmodel.estimate import BESIDE_COLLECTIVES, estimate, layer_seconds, layer_size
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.parameters import parameter_bytes
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, v
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.balance import balanced_layers, heaviest
+from megatron.pipeline.shape.gpt import Holding, Shape
 
 K = 1024
 DEVICE = named("A100-80GB")

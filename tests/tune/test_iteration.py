@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 from tune.small import A100, candidate, layouts, on_device, result
 
-from megatron.pipeline.tune import gpt, iteration, rescue
-from megatron.pipeline.tune.device import Link
-from megatron.pipeline.tune.estimate import layer_seconds
-from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.costmodel.device import Link
+from megatron.pipeline.costmodel.estimate import layer_seconds
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.memory import beside_activations
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.tune import iteration, relax
 from megatron.pipeline.tune.iteration import (
     Beaten,
     Candidate,
@@ -23,8 +26,6 @@ from megatron.pipeline.tune.iteration import (
     least_seconds,
 )
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
-from megatron.pipeline.tune.links import Links
-from megatron.pipeline.tune.memory import beside_activations
 
 RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}
 DISTRIBUTED = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -217,7 +218,7 @@ def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule:
     one = candidate(two, schedule, **changes)
     outcome = evaluate(on_device(two, memory=4e9).cluster, one)
     assert isinstance(outcome, Misfit)
-    least = rescue.least_needed(two, [replace(outcome, hopeless=False)])
+    least = relax.least_needed(two, [replace(outcome, hopeless=False)])
     assert least.needs > outcome.needs > outcome.state > 0
     assert isinstance(evaluate(on_device(two, memory=least.needs * 0.99).cluster, one), Misfit)
     fits = evaluate(on_device(two, memory=least.needs * 1.001).cluster, one)
@@ -228,7 +229,7 @@ def test_what_is_needed_at_least_is_that_of_the_leanest(two: Layouts) -> None:
     """A search tries nothing that saves activations where no activations fit; the message about it does."""
     outcome = evaluate(on_device(two, memory=3e9).cluster, candidate(two, "1f1b"))
     assert isinstance(outcome, Misfit) and outcome.hopeless
-    least = rescue.least_needed(two, [outcome])
+    least = relax.least_needed(two, [outcome])
     assert least.candidate.args.recompute_granularity == "full"
     assert isinstance(evaluate(on_device(two, memory=least.needs * 1.001).cluster, least.candidate), Result)
 
@@ -245,7 +246,7 @@ def test_starved_is_what_more_memory_would_make_faster(two: Layouts) -> None:
     plenty = result(two, one)
     outcome = evaluate(on_device(two, memory=4e9).cluster, one)
     assert isinstance(outcome, Misfit) and not plenty.starved
-    least = rescue.least_needed(two, [replace(outcome, hopeless=False)])
+    least = relax.least_needed(two, [replace(outcome, hopeless=False)])
     scarce = result(on_device(two, memory=least.needs * 1.02), one)
     assert scarce.starved and scarce.seconds > plenty.seconds
     assert scarce.memory_limit is not None and plenty.memory_limit is not None and scarce.memory_limit < plenty.memory_limit

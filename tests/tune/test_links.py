@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.pipeline.tune.device import Link, named
-from megatron.pipeline.tune.gpt import Experts, Holding, Shape
-from megatron.pipeline.tune.links import Links, hop_seconds, layer_communication
+from megatron.pipeline.costmodel.device import Link, named
+from megatron.pipeline.costmodel.links import Links, hop_seconds, layer_communication
+from megatron.pipeline.shape.gpt import Experts, Holding, Shape
 
 DEVICE = replace(named("A100-80GB"), within=Link(1e-6, 200e9), hop=Link(2e-6, 50e9), between=Link(3e-6, 20e9))
 SHAPE = Shape.plain(8, 1024, 16, 512, 1024)

@@ -22,10 +22,10 @@ from pool import Pool
 from tune import measured_ranks
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.tune import activations, device, estimate
-from megatron.pipeline.tune.device import Device, Link, MeasuredLayer
-from megatron.pipeline.tune.gpt import Shape
-from megatron.pipeline.tune.links import Links
+from megatron.pipeline.costmodel import activations, device, estimate
+from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.measure import fit, links, outcome, processes, rank
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 from megatron.pipeline.tune.measure.fit import Sending

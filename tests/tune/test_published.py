@@ -9,8 +9,8 @@ import published
 import pytest
 from published_figures import A100, H100, K
 
-from megatron.pipeline.tune import offload
-from megatron.pipeline.tune.device import named
+from megatron.pipeline.costmodel import offload
+from megatron.pipeline.costmodel.device import named
 
 
 @pytest.fixture(scope="module")

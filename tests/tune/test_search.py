@@ -15,8 +15,8 @@ import yaml
 from tune.small import candidate, layouts, on_device, result
 
 from megatron.pipeline.cli.memory import predicted
-from megatron.pipeline.training.arguments import parse
-from megatron.pipeline.tune import rescue, search, write
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.tune import relax, search, write
 from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 from megatron.pipeline.tune.search import Place, place
@@ -241,12 +241,12 @@ def test_a_spread_vocabulary_wins_where_it_is_large_and_interlocking_where_it_is
 
 def test_the_smallest_changes_fit_and_smaller_ones_do_not() -> None:
     on = on_device(layouts(gpus=2, per_node=2), memory=4e9)
-    assert not rescue.fits(on)
-    gpus, *others = rescue.smallest_changes(on)
+    assert not relax.fits(on)
+    gpus, *others = relax.smallest_changes(on)
     count = int(gpus.split()[0])
     assert gpus == f"{count} GPUs instead of 2"
-    assert rescue.fits(rescue.replace_cluster(on, gpus=count))
-    assert not rescue.fits(rescue.replace_cluster(on, gpus=count // 2))
+    assert relax.fits(relax.replace_cluster(on, gpus=count))
+    assert not relax.fits(relax.replace_cluster(on, gpus=count // 2))
     assert others == ["--gpu A100-80GB"], "a shorter sequence does not help: it is the weights"
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from megatron.pipeline.schedule.costs import COST_RANGE, Costs, is_cost
-from megatron.pipeline.schedule.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.training.flag_types import memory_size, positive_int
+from megatron.pipeline.flags.flag_types import memory_size, positive_int
+from megatron.pipeline.schedule.core.costs import COST_RANGE, Costs, is_cost
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.problem import Objective
 
 Numbers: TypeAlias = dict[str, float]
 

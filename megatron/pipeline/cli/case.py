@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 from megatron.pipeline.cli.arguments import GOAL, read_text
 from megatron.pipeline.cli.costs import cost_fields, costs_of, with_shards
 from megatron.pipeline.cli.offload import gain, wanted
-from megatron.pipeline.schedule.bound import own_bound, with_own_passes
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.offload import offload
-from megatron.pipeline.schedule.passes import Kind, Offload
-from megatron.pipeline.schedule.problem import Objective, Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.sustain import smallest_sustaining_limit
-from megatron.pipeline.schedule.timeline import Timeline
-from megatron.pipeline.schedule.transform import without_copies
-from megatron.pipeline.schedule.verify import verify
+from megatron.pipeline.schedule.core.passes import Kind, Offload
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
+from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.jitter import expected
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import offload
+from megatron.pipeline.schedule.transforms.transform import without_copies
 from megatron.pipeline.view import Iteration
 
 _Read = TypeVar("_Read")
@@ -174,7 +174,7 @@ def _is_table(path: str) -> bool:
 
 def _case(path: str, text: str, options: argparse.Namespace) -> Case:
     if _is_table(path):
-        from megatron.pipeline.schedule.torch_csv import from_csv
+        from megatron.pipeline.schedule.lower.torch_csv import from_csv
 
         schedule, told = from_csv(text, Path(path).stem), {}
     else:

@@ -26,10 +26,10 @@ from megatron.pipeline.cli.offload import gain
 from megatron.pipeline.cli.refusals import folded, nothing_fits
 from megatron.pipeline.cli.request import case_of, plan_all, row
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
+from megatron.pipeline.planning.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
-from megatron.pipeline.schedule.jitter import expected
-from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.view import Point, draw_pareto, draw_robustness
 from megatron.pipeline.view.table import plain_table
 

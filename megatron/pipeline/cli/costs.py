@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron.pipeline.cli.arguments import COPIES, EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.schedule.costs import (
+from megatron.pipeline.schedule.core.costs import (
     EQUAL_SHARDS,
     CopyCosts,
     Costs,
@@ -20,8 +20,8 @@ from megatron.pipeline.schedule.costs import (
     uniform,
     with_equal_copies,
 )
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
 
 _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
 

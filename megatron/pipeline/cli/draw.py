@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import Commands, cost_flags
 from megatron.pipeline.cli.case import Case, read_iteration, read_timeline
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
-from megatron.pipeline.schedule.simulate import activation_profile
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view import Consecutive, Entry, draw, write_page
 
 _SUFFIXES = (".png", ".svg", ".html")

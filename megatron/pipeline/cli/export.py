@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
         )
         text = json.dumps(trace)
     elif path.name.endswith(".csv"):
-        from megatron.pipeline.schedule.torch_csv import to_csv
+        from megatron.pipeline.schedule.lower.torch_csv import to_csv
 
         text = to_csv(read_case(options.file, options).schedule)
     else:

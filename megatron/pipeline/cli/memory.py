@@ -17,12 +17,12 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, report_flags
 from megatron.pipeline.cli.summary import check_output, wrote
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
+from megatron.pipeline.costmodel.parameters import total_parameters
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.training.flags import CHUNK_FLAGS
-from megatron.pipeline.tune.gpt import Shape
-from megatron.pipeline.tune.memory import GIB, OVERHEAD, RankMemory, predict
-from megatron.pipeline.tune.parameters import total_parameters
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.table import plain_table
 
 # What leaves the number of chunks to the schedule.
@@ -156,11 +156,11 @@ def predicted(
         # Planning for training brings torch along, which no other command needs.
         from megatron.core.transformer.enums import LayerType
 
+        from megatron.pipeline.flags.config import microbatch_counts
+        from megatron.pipeline.flags.validation import validate
         from megatron.pipeline.model.layout import stage_layers
-        from megatron.pipeline.training.config import microbatch_counts
-        from megatron.pipeline.training.planning import plan_pipeline
-        from megatron.pipeline.training.tokenizer import build_tokenizer, padded_vocab_size
-        from megatron.pipeline.training.validation import validate
+        from megatron.pipeline.trainer.planning import plan_pipeline
+        from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
 
         args = read_flags(flags, changes)
         # What is planned here runs on GPUs elsewhere, where fused attention is: only --transformer-impl local is without.
@@ -195,7 +195,7 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     Raises:
         ValueError: a flag is unknown or has a wrong value.
     """
-    from megatron.pipeline.training.arguments import parse
+    from megatron.pipeline.flags.arguments import parse
 
     args = parse(flags)
     for name, value in {**dict.fromkeys(_FILES), "save_interval": None, "finetune": False, **changes}.items():

@@ -7,14 +7,14 @@ import math
 from typing import Any
 
 from megatron.pipeline.cli.arguments import COPIES
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.offload import host_peaks, moved
-from megatron.pipeline.schedule.passes import Kind, Offload
-from megatron.pipeline.schedule.problem import Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transform import without_copies
-from megatron.pipeline.tune.offload import DEVICES, HIDDEN_SIZES, SEQUENCE_LENGTHS, grid
+from megatron.pipeline.costmodel.offload import DEVICES, HIDDEN_SIZES, SEQUENCE_LENGTHS, grid
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Kind, Offload
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
+from megatron.pipeline.schedule.transforms.transform import without_copies
 from megatron.pipeline.view.table import plain_table
 
 _READ = """\

@@ -22,10 +22,10 @@ from megatron.pipeline.cli.offload import k_table, wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
 from megatron.pipeline.cli.summary import above_bound, check_output, put
+from megatron.pipeline.flags.flag_types import positive_int
+from megatron.pipeline.planning.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import AUTO, Candidate, Choice, Refusal, Variant, choose, variants
-from megatron.pipeline.schedule.exact import optimum
-from megatron.pipeline.training.flag_types import positive_int
+from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.view.table import choice_table
 
 

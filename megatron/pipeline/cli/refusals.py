@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import MOST_RANKS
 from megatron.pipeline.cli.summary import unit_of
+from megatron.pipeline.planning.choose import Refusal
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Refusal
-from megatron.pipeline.schedule.verify import rounded_up
+from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; more are counted
 

@@ -10,12 +10,12 @@ from megatron.pipeline.cli.arguments import Stages, check_size
 from megatron.pipeline.cli.case import Case
 from megatron.pipeline.cli.costs import costs_of, with_shards
 from megatron.pipeline.cli.offload import check_costs, wanted
+from megatron.pipeline.planning.choose import Candidate, Refusal, Request, Variant, candidate, candidates
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Candidate, Refusal, Request, Variant, candidate, candidates
-from megatron.pipeline.schedule.costs import VocabularyCosts
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.schedule.core.costs import VocabularyCosts
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 
 _REPORTED = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),

@@ -7,9 +7,9 @@ import argparse
 from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, offload_flags, report_flags
 from megatron.pipeline.cli.case import read_case
 from megatron.pipeline.cli.summary import check_output, put
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.program import Send
-from megatron.pipeline.schedule.verify import verify_programs
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Send
+from megatron.pipeline.schedule.rules.verify import verify_programs
 
 
 def add(commands: Commands) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.view import Consecutive, render
 
 
 def above_bound(objective: str) -> str:
-    """What a column of that name says: see ``schedule/bound.py`` ``own_bound``."""
+    """What a column of that name says: see ``schedule/optimum/bound.py`` ``own_bound``."""
     return (
         f"above bound: how far the {objective} is above a proven lower bound of any order on the same placement "
         "within the same memory"

@@ -17,15 +17,15 @@ from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.cli.tune_measure import sizes
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE
+from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.schedule import families
-from megatron.pipeline.tune import device
-from megatron.pipeline.tune.device import Device
-from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.iteration import Candidate, Cluster, Misfit, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
-from megatron.pipeline.tune.memory import GIB, OVERHEAD, SHARE
-from megatron.pipeline.tune.parameters import total_parameters
-from megatron.pipeline.tune.rescue import least_needed, smallest_changes
+from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, Found, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
@@ -207,7 +207,7 @@ def base_shape(base: Namespace) -> Namespace:
 
 def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
-    from megatron.pipeline.training.tokenizer import build_tokenizer
+    from megatron.pipeline.trainer.tokenizer import build_tokenizer
 
     base = read_flags(flags)
     if not base.global_batch_size:

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.pipeline.cli.memory import STOCK_1F1B, quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.training import atomic
-from megatron.pipeline.tune import activations, device
-from megatron.pipeline.tune.device import Device
+from megatron.pipeline.costmodel import activations, device
+from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.trainer import atomic
 from megatron.pipeline.tune.layouts import SEARCHED
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank
 from megatron.pipeline.tune.measure.rank import Found, Job
@@ -134,7 +134,7 @@ def text(found: Found, args: Namespace, measured: Device) -> str:
 
 def _model(flags: list[str]) -> Namespace:
     """The flags of a model, complete."""
-    from megatron.pipeline.training.validation import validate
+    from megatron.pipeline.flags.validation import validate
 
     args = read_flags(flags, _ALONE)
     args.mock_data, args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path = True, None, None, None, None

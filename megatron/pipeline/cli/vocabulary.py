@@ -12,15 +12,15 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import MOST_PASSES, Commands, check_size, report_flags, size_flags
 from megatron.pipeline.cli.summary import check_output, wrote
+from megatron.pipeline.costmodel.device import Device, named
+from megatron.pipeline.costmodel.estimate import BESIDE_COLLECTIVES, estimate
+from megatron.pipeline.costmodel.parameters import parameter_bytes
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.problem import Objective
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.tune.balance import balanced_layers
-from megatron.pipeline.tune.device import Device, named
-from megatron.pipeline.tune.estimate import BESIDE_COLLECTIVES, estimate
-from megatron.pipeline.tune.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
-from megatron.pipeline.tune.parameters import parameter_bytes
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.shape.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
 from megatron.pipeline.view.table import plain_table
 
 # How the vocabulary is spread, and whether layers make up for it, by what the table calls it.

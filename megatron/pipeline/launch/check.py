@@ -11,12 +11,12 @@ import megatron.core
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
+from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
-from megatron.pipeline.schedule.passes import Kind
-from megatron.pipeline.training.flags import CHUNK_FLAGS
-from megatron.pipeline.training.validation import check_new_flags, check_rotary, chunks_per_rank
-from megatron.pipeline.training.validation_experts import check_prediction, experts_drift
+from megatron.pipeline.schedule.core.passes import Kind
 
 _EXPERTS_REDUCED = (0, 19)  # the first release that reduces all experts over the right ranks
 

@@ -10,11 +10,11 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
+from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.report import Report
-from megatron.pipeline.training.metrics import Measured, Metrics, Step
-from megatron.pipeline.training.planning import replanning
-from megatron.pipeline.training.trace import draw_consecutive, draw_last_trace, write_trace
+from megatron.pipeline.trainer.metrics import Measured, Metrics, Step
+from megatron.pipeline.trainer.planning import replanning
+from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace, write_trace
 
 
 def is_last_rank() -> bool:

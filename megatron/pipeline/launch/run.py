@@ -23,6 +23,12 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.pipeline.patches import language_module
 from megatron.pipeline.patches import schedules as schedules_patch
 
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.processes import let_rank_0_speak
+from megatron.pipeline.flags.arguments import with_config
+from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
+from megatron.pipeline.flags.flags import OFF, add_new_flags
+from megatron.pipeline.health.watchdog import Watchdog
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.check import (
     check_flags,
@@ -37,22 +43,16 @@ from megatron.pipeline.launch.check import (
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.model.ends import Ends
+from megatron.pipeline.model.boundary import Ends
 from megatron.pipeline.model.gpt import LowPrecision
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
-from megatron.pipeline.model.random import kept_random_states
+from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
-from megatron.pipeline.processes import let_rank_0_speak
-from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
-from megatron.pipeline.runtime.watchdog import Watchdog
-from megatron.pipeline.training.arguments import with_config
-from megatron.pipeline.training.config import can_free_outputs, microbatch_counts
-from megatron.pipeline.training.flags import OFF, add_new_flags
-from megatron.pipeline.training.planning import plan_pipeline
-from megatron.pipeline.training.words import plan_in_words
+from megatron.pipeline.trainer.planning import plan_pipeline
+from megatron.pipeline.trainer.startup_lines import plan_in_words
 
 
 class Run:

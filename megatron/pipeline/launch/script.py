@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron.pipeline.dist.processes import free_port
 from megatron.pipeline.launch import install
-from megatron.pipeline.processes import free_port
 
 PIP, CHECKOUT = "pip", "checkout"
 

@@ -13,14 +13,14 @@ from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
 
-from megatron.pipeline.model import random, te_linear
-from megatron.pipeline.model.ends import Ends
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.model import seeding, te_linear
+from megatron.pipeline.model.boundary import Ends
 from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
-from megatron.pipeline.runtime.device import this_device
-from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.core.placement import Placement
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
     Sets ``config.finalize_model_grads_func``: how gradients are finalised depends on where the ends of the model are.
 
     Args:
-        args: flags by Megatron-LM's names (see ``training/arguments.py``); the ones that TransformerConfig does not hold
+        args: flags by Megatron-LM's names (see ``flags/arguments.py``); the ones that TransformerConfig does not hold
             are read from here. With ``pipeline_schedule == "stock"`` nothing is split: upstream's backward runs as it is.
         config: the transformer's configuration; its ``pipeline_model_parallel_layout`` is for the same placement.
         placement: which rank and chunk holds which stage.
@@ -96,7 +96,7 @@ class LowPrecision(Float16Module):
 def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn.Module:
     spread = args.vocab_parallel != "off"
     tied = not args.untie_embeddings_and_output_weights and not spread
-    model = random.SeededGPTModel(
+    model = seeding.SeededGPTModel(
         config=config,
         transformer_layer_spec=block_spec(args, config, stage.vp_stage),
         mtp_block_spec=prediction_spec(args, config, stage.vp_stage),
@@ -123,7 +123,7 @@ def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn
 
 def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed: int) -> None:
     """Draw the output weights from a seed of their own, not from whatever the layers before them on this stage left."""
-    random.seed_layer(random.weight_base(seed), random.output_layer(config))
+    seeding.seed_layer(seeding.weight_base(seed), seeding.output_layer(config))
     weight, group = output_layer.weight, output_layer.tp_group
     if not config.use_cpu_initialization:
         with tensor_parallel.get_cuda_rng_tracker().fork():

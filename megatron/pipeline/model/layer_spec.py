@@ -20,7 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron.pipeline.model import random
+from megatron.pipeline.model import seeding
 from megatron.pipeline.model.context_parallel import ContextParallelAttention
 from megatron.pipeline.model.seeded_layers import SeededExperts, SeededGroupedExperts, SeededPredictionLayer
 
@@ -72,7 +72,7 @@ def _uses_engine(args: Namespace) -> bool:
 
 
 def _seeded(args: Namespace, layer: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(random.SeededTransformerLayer, params={"seed": args.seed}, submodules=layer.submodules)
+    return ModuleSpec(seeding.SeededTransformerLayer, params={"seed": args.seed}, submodules=layer.submodules)
 
 
 def _replacements(config: TransformerConfig) -> dict[type, type]:

@@ -9,9 +9,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.schedule.placement import Placement, interleaved
-from megatron.pipeline.tune.balance import balanced_layers
-from megatron.pipeline.tune.gpt import Shape, output_in_layers
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.shape.balance import balanced_layers
+from megatron.pipeline.shape.gpt import Shape, output_in_layers
 
 
 class PlacementLayout(PipelineParallelLayerLayout):

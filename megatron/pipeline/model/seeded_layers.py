@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 
-from megatron.pipeline.model import random
+from megatron.pipeline.model import seeding
 
 
 class SeededExperts(SequentialMLP):
@@ -34,11 +34,11 @@ class SeededPredictionLayer(MultiTokenPredictionLayer):
     """A layer of multi-token prediction whose weights and dropout masks are drawn from its number."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, *, seed: int, **kwargs: Any) -> None:
-        random.seed_layer(random.derive(random.weight_base(seed), "prediction"), layer_number)
+        seeding.seed_layer(seeding.derive(seeding.weight_base(seed), "prediction"), layer_number)
         super().__init__(config, submodules, layer_number, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        random.seed_masks(self, "prediction")
+        seeding.seed_masks(self, "prediction")
         return super().forward(*args, **kwargs)
 
 
@@ -46,7 +46,7 @@ class SeededPredictionLayer(MultiTokenPredictionLayer):
 def _numbers_of_this_expert_rank() -> Iterator[None]:
     """What is drawn on the CPU within depends on the expert-parallel rank; what is drawn after it does not."""
     state = torch.get_rng_state()
-    torch.manual_seed(random.derive(torch.initial_seed(), "experts", parallel_state.get_expert_model_parallel_rank()))
+    torch.manual_seed(seeding.derive(torch.initial_seed(), "experts", parallel_state.get_expert_model_parallel_rank()))
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import unwrap_model
 
-from megatron.pipeline.schedule.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 _INPUTS = tuple(inspect.signature(GPTModel.forward).parameters)[1:]
 _BY_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")  # [batch, sequence]

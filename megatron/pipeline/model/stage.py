@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.placement import Placement
+from megatron.pipeline.schedule.core.placement import Placement
 
 
 class Stage:

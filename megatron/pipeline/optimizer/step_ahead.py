@@ -20,9 +20,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
 from megatron.pipeline.patches import upstream
 
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.reduction import Reduction
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
-from megatron.pipeline.runtime.device import this_device
-from megatron.pipeline.runtime.reduction import Reduction
 
 # Nothing of upstream is replaced here, but the parts of its step are called one by one.
 upstream.require(

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 import torch
 
 from megatron.pipeline.model.weight_tasks import WeightTask, deferring
+from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Links, Tensors
-from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.posting import starts_posted
-from megatron.pipeline.schedule.program import (
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.lower.posting import starts_posted
+from megatron.pipeline.schedule.lower.program import (
     Collective,
     Compute,
     Copy,

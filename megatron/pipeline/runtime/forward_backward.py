@@ -22,19 +22,19 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron.pipeline.model.slices import Slices
+from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.report import RecordFormat
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.model_stages import ModelStages, most_in_flight, per_chunk
 from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Links
-from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
-from megatron.pipeline.runtime.report import RecordFormat
 from megatron.pipeline.runtime.rewind import Rewind
 from megatron.pipeline.runtime.vocabulary import Groups, VocabularyPasses
-from megatron.pipeline.schedule.passes import Vocabulary
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.program import Flow, Program
-from megatron.pipeline.schedule.schedule import Schedule
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Flow, Program
 
 
 class Verdict(Enum):

@@ -14,9 +14,9 @@ from megatron.core.utils import get_model_type
 from megatron.pipeline.model.slices import Slices
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.vocabulary import VocabularyPasses, noting
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.program import Collective
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.lower.program import Collective
 
 
 @dataclass

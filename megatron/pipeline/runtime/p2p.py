@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.runtime.groups import new_group
-from megatron.pipeline.schedule.posting import UNFINISHED_SENDS, Posting
-from megatron.pipeline.schedule.program import Flow, Message, Send
+from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS, Posting
+from megatron.pipeline.schedule.lower.program import Flow, Message, Send
 
 Tensors = list[torch.Tensor | None]
 Shape = Sequence[int]

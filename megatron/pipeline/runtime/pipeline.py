@@ -12,28 +12,28 @@ import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.report import PendingReport, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime import forward_backward
-from megatron.pipeline.runtime.device import this_device
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.forward_backward import Plan, Verdict
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Links
-from megatron.pipeline.runtime.recorder import Recorder, Unmeasured
-from megatron.pipeline.runtime.report import PendingReport, Report, gather_objects, start_gathering
-from megatron.pipeline.runtime.situation import Situation
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.offload import offload
-from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
-from megatron.pipeline.schedule.placement import Placement, interleaved
-from megatron.pipeline.schedule.posting import Posting
-from megatron.pipeline.schedule.problem import ChunksDoNotFit, Objective
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
-from megatron.pipeline.schedule.verify import verify, verify_programs
-from megatron.pipeline.schedule.vocabulary import postpone, postponed, spread
+from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.offload import offload
+from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
 STOCK = "stock"
 ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller, by so much

@@ -18,19 +18,19 @@ from typing import Any, TypeAlias
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.runtime import profile
-from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.record import cost_profile
+from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
+from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
-from megatron.pipeline.runtime.offload.words import in_words
 from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
-from megatron.pipeline.runtime.report import Report
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import VOCABULARY_KINDS
-from megatron.pipeline.schedule.problem import HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.verify import rounded_up
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
+from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.rules.verify import rounded_up
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 _TIMED = 3  # iterations
 _MIB = 2**20
@@ -105,10 +105,10 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
 
 def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
     """What the ranks agree that passes and hops cost. Collective over the world."""
-    mine = profile.measured_costs(pipeline.schedule_of(counted), timed, counted)
+    mine = cost_profile.measured_costs(pipeline.schedule_of(counted), timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    hops = profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
-    costs = profile.agree(mine, hops)
+    hops = cost_profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
+    costs = cost_profile.agree(mine, hops)
     if not pipeline.offloads:
         return costs
     copies = probe.measure(pipeline.offloading, socket.gethostname(), rank, pipeline.placement.ranks)

@@ -18,15 +18,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.dist.device import beside
+from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.vocabulary.input import complete_embedding
 from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
-from megatron.pipeline.runtime.device import beside
-from megatron.pipeline.runtime.groups import new_group
-from megatron.pipeline.schedule.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.program import Collective, Exchange
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.lower.program import Collective, Exchange
 
 Hold = Callable[[Iterable[torch.Tensor]], list[Any]]
 

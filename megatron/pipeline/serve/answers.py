@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli import plan
+from megatron.pipeline.planning.choose import Variant, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Variant, variants
-from megatron.pipeline.schedule.problem import LimitTooLow
+from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.view.page import Entry, encoded
 
 Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order given

@@ -27,8 +27,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron.pipeline.cli.arguments import MOST_PASSES, MOST_RANKS
+from megatron.pipeline.planning.choose import MOST_CHUNKS
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import MOST_CHUNKS
 from megatron.pipeline.serve import answers
 from megatron.pipeline.serve.answers import Answer, Query
 from megatron.pipeline.serve.workers import Busy, Late, Workers, default_count

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from megatron.pipeline.processes import end_with_parent
+from megatron.pipeline.dist.processes import end_with_parent
 
 PATIENCE = 1.0  # seconds for which a job goes on that nobody waits for any more, since somebody may ask again
 MOST_WAITING = 256  # jobs; the oldest ones give way

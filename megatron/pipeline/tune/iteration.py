@@ -12,21 +12,21 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
+from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.costmodel.estimate import EXPOSED_HOPS, estimate, layer_seconds
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
+from megatron.pipeline.planning.choose import Variant
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.bound import lower_bound
-from megatron.pipeline.schedule.choose import Variant
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Kind, Offload, Vocabulary
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import LimitTooLow, Objective, Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.tune import gpt
-from megatron.pipeline.tune.device import Device
-from megatron.pipeline.tune.estimate import EXPOSED_HOPS, estimate, layer_seconds
-from megatron.pipeline.tune.gpt import Shape
-from megatron.pipeline.tune.links import Links
-from megatron.pipeline.tune.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Shape
 
 STOCK = "stock"
 OFF = "off"

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from megatron.pipeline.planning.choose import Variant
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.choose import Variant
-from megatron.pipeline.schedule.passes import Vocabulary
+from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.tune.iteration import OFF, STOCK, Candidate, Cluster
 
 # Flags that a search gives itself, with what they are where it does not.
@@ -141,8 +141,8 @@ class Layouts:
         Raises:
             ValueError: they do not go together.
         """
-        from megatron.pipeline.training.tokenizer import padded_vocab_size
-        from megatron.pipeline.training.validation import validate
+        from megatron.pipeline.flags.validation import validate
+        from megatron.pipeline.trainer.tokenizer import padded_vocab_size
 
         args = copy.copy(self.base)
         for name, value in (SEARCHED | dict(changes)).items():

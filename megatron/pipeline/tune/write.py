@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.training.atomic import write_text
+from megatron.pipeline.trainer.atomic import write_text
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import SEARCHED
 
@@ -25,7 +25,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
     Raises:
         OSError: a file cannot be written.
     """
-    from megatron.pipeline.training.arguments import parse
+    from megatron.pipeline.flags.arguments import parse
 
     changes: dict[str, Any] = SEARCHED | dict(result.candidate.changes)
     if not result.candidate.is_stock:
@@ -42,7 +42,7 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
 
 def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that are not at their defaults, as ``--config`` reads them."""
-    from megatron.pipeline.training.arguments import actions
+    from megatron.pipeline.flags.arguments import actions
 
     told: dict[str, Any] = {}
     for action in actions():

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.lower import transfers
-from megatron.pipeline.schedule.passes import COPY_KINDS, Kind
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_profile
-from megatron.pipeline.schedule.timeline import Timeline
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.lower.lower import transfers
+from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view.style import lanes
 
 __all__ = ["to_trace"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
 
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 
 # Of an iteration's span: by how much two iterations of a rank may overlap. On GPUs, the clock is read anew for each.
 _CLOCK_ERROR = 0.01

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.schedule.costs import Costs
-from megatron.pipeline.schedule.passes import Kind
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_changes, activation_peaks
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks
 from megatron.pipeline.view.style import COLOURS, LIGHTEST, MEANING
 
 WEB = Path(__file__).parent / "web"

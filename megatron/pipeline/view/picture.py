@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from megatron.pipeline.schedule.passes import Kind
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import COLOURS, INK, MEANING, ink, lanes, number, shade, typical_length
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.pipeline.schedule.passes import COPY_KINDS, Kind, Pass
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 
 # Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
 COLOURS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megatron.pipeline.schedule.choose import Candidate, Choice, Refusal
-from megatron.pipeline.schedule.problem import Objective
+from megatron.pipeline.planning.choose import Candidate, Choice, Refusal
+from megatron.pipeline.schedule.core.problem import Objective
 
 Amount = Callable[[float], str]
 

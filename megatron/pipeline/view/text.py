@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import TypeAlias
 
-from megatron.pipeline.schedule.passes import Kind
-from megatron.pipeline.schedule.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import lanes, number, typical_length
 

@@ -7,8 +7,8 @@ import torch
 from megatron.pipeline.model import weight_tasks
 from megatron.pipeline.model.sequence import gather, reduce_scatter
 from megatron.pipeline.model.split_linear import gradient_of, mark_accumulated
-from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
+from megatron.pipeline.shape.shards import Shards
 
 
 class EmbeddingShard(torch.nn.Module):

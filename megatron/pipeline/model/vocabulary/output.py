@@ -13,9 +13,9 @@ import torch
 from megatron.pipeline.model import sequence, weight_tasks
 from megatron.pipeline.model.split_linear import accumulate, gradient_of
 from megatron.pipeline.model.vocabulary.input import locate
-from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, enlarged
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
+from megatron.pipeline.shape.shards import Shards
 
 _ELEMENTS = 4 * 1024**2  # logits in float32 at a time: few enough to stay in a GPU's cache between kernels
 

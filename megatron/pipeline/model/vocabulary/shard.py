@@ -13,14 +13,14 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ReplicaId, ShardedTensorFactory
 from megatron.core.transformer import TransformerConfig
 
-from megatron.pipeline.model import random
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.model import seeding
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
-from megatron.pipeline.model.vocabulary.layout import Shards
 from megatron.pipeline.model.vocabulary.loss import LossSettings
 from megatron.pipeline.model.vocabulary.output import OutputShard
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
-from megatron.pipeline.runtime.device import this_device
+from megatron.pipeline.shape.shards import Shards
 
 Initialize = Callable[[torch.Tensor], Any]
 
@@ -109,9 +109,9 @@ def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequen
     ranks = parallel_state.get_pipeline_model_parallel_world_size()
     shards = Shards.of(args.vocab_size, args.padded_vocab_size, ranks * group.size(), args.vocab_mask_padding)
     index = parallel_state.get_pipeline_model_parallel_rank() * group.size() + group.rank()
-    initial = partial(_initial_weight, config, shards, index, random.weight_base(args.seed))
+    initial = partial(_initial_weight, config, shards, index, seeding.weight_base(args.seed))
 
-    embedding = initial(random.EMBEDDING, config.embedding_init_method)
+    embedding = initial(seeding.EMBEDDING, config.embedding_init_method)
     for model, stage in zip(models, stages, strict=True):
         if stage.first:
             _initialize_positions(model.embedding, config)
@@ -121,7 +121,7 @@ def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequen
         model.vocab_size = args.padded_vocab_size
         model.post_process = model.share_embeddings_and_output_weights = False
     tied = None if args.untie_embeddings_and_output_weights else TiedGradient()
-    output = embedding if tied else initial(random.output_layer(config), config.init_method)
+    output = embedding if tied else initial(seeding.output_layer(config), config.init_method)
 
     loss = LossSettings(args.label_smoothing, args.z_loss)
     reduce_scatter = config.sequence_parallel and args.position_embedding_type != "learned_absolute"
@@ -142,7 +142,7 @@ def _initial_weight(
     While it draws, it needs memory for all rows on the CPU, or on a GPU for those that one of these ranks would have.
     """
     own = shards.own(index)
-    random.seed_layer(base, layer)
+    seeding.seed_layer(base, layer)
     if config.use_cpu_initialization:
         weight = torch.zeros(shards.rows, config.hidden_size, dtype=config.params_dtype)
         drawn = torch.empty(shards.stock_rows, config.hidden_size, dtype=torch.float32)
@@ -154,7 +154,7 @@ def _initial_weight(
         for rank in range(config.tensor_model_parallel_size):
             start, stop = max(own.start, rank * part), min(own.stop, (rank + 1) * part)
             if start < stop:
-                random.seed_layer(base, layer, rank)
+                seeding.seed_layer(base, layer, rank)
                 drawn = weight.new_empty(part, config.hidden_size)
                 with tensor_parallel.get_cuda_rng_tracker().fork():
                     initialize(drawn)

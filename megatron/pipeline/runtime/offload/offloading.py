@@ -14,8 +14,8 @@ from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.handles import Hold
 from megatron.pipeline.runtime.offload.host_memory import HostPool
 from megatron.pipeline.runtime.offload.lanes import Lanes, lanes_for
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.program import Copy, Program
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.lower.program import Copy, Program
 
 SMALLEST = 64 * 2**10  # bytes; starting to copy less takes the host longer than the copy
 

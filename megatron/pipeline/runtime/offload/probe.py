@@ -13,7 +13,7 @@ import torch
 from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
 from megatron.pipeline.runtime.offload.offloading import Offloading
-from megatron.pipeline.schedule.costs import CopyCosts
+from megatron.pipeline.schedule.core.costs import CopyCosts
 
 # Copies are planned to take so much longer than measured: a pass that waits for one costs more than a bit of memory.
 MARGIN = 1.1

@@ -7,8 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from megatron.pipeline.schedule.bound import least_limit
-from megatron.pipeline.schedule.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families import (
     chimera,
     dualpipe,
@@ -22,15 +25,12 @@ from megatron.pipeline.schedule.families import (
     zb_h2,
 )
 from megatron.pipeline.schedule.families.family import Family
-from megatron.pipeline.schedule.offload import offload
-from megatron.pipeline.schedule.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import ChunksDoNotFit, LimitTooLow, Objective, Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transform import fuse, recompute
-from megatron.pipeline.schedule.verify import memory_stays_within, per_rank, rounded_up
-from megatron.pipeline.schedule.vocabulary import MOST_WAITING, postpone, postponed, spread
+from megatron.pipeline.schedule.optimum.bound import least_limit
+from megatron.pipeline.schedule.rules.verify import memory_stays_within, per_rank, rounded_up
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import offload
+from megatron.pipeline.schedule.transforms.transform import fuse, recompute
+from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postpone, postponed, spread
 
 __all__ = ["AUTO", "FAMILIES", "Family", "least_memory", "named", "placement", "plan", "problem", "solve"]
 

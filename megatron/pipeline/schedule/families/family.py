@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.pipeline.schedule.passes import Pass
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.problem import Problem
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Problem
 
 Order = tuple[tuple[Pass, ...], ...]
 

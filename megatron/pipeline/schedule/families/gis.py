@@ -20,13 +20,13 @@ import math
 from collections import deque
 from collections.abc import Callable
 
+from megatron.pipeline.schedule.core.passes import STAGE_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.placement import interleaved
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
-from megatron.pipeline.schedule.passes import STAGE_KINDS, Kind, Pass
-from megatron.pipeline.schedule.placement import interleaved
-from megatron.pipeline.schedule.problem import Problem
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import simulate
+from megatron.pipeline.schedule.time.simulate import simulate
 
 # How late W may make a pass whose input arrives meanwhile, as a share of W. Which one is best depends on the costs.
 _PATIENCE = (0, 0.5, 1)

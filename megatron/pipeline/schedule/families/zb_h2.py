@@ -11,10 +11,10 @@ microbatches whole, and 2r more of which only W is due: 2p-1 microbatches on eve
 
 from __future__ import annotations
 
+from megatron.pipeline.schedule.core.placement import interleaved
+from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
-from megatron.pipeline.schedule.placement import interleaved
-from megatron.pipeline.schedule.problem import Problem
 
 
 def plan(problem: Problem) -> Order:

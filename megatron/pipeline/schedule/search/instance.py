@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.families.family import Order
-from megatron.pipeline.schedule.jitter import factors
-from megatron.pipeline.schedule.passes import Kind, Pass
-from megatron.pipeline.schedule.problem import Objective, Problem
 from megatron.pipeline.schedule.search import engine
 from megatron.pipeline.schedule.search.engine import DOWN, KINDS, MID, POST, PRE, UP, Array
+from megatron.pipeline.schedule.time.jitter import factors
 
 
 @dataclass(frozen=True)

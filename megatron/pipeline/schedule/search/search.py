@@ -10,14 +10,14 @@ from typing import TypeAlias
 
 import numpy as np
 
-from megatron.pipeline.schedule.bound import lower_bound
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.families.family import Order
-from megatron.pipeline.schedule.problem import LimitTooLow, Problem
+from megatron.pipeline.schedule.optimum.bound import lower_bound
+from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
-from megatron.pipeline.schedule.verify import rounded_up
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 

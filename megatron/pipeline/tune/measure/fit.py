@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from megatron.pipeline.tune.device import Device, Link, MeasuredLayer
-from megatron.pipeline.tune.estimate import computing_seconds
-from megatron.pipeline.tune.gpt import Shape
+from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
+from megatron.pipeline.costmodel.estimate import computing_seconds
+from megatron.pipeline.shape.gpt import Shape
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.flags.config import transformer_config
 from megatron.pipeline.model import weight_tasks
 from megatron.pipeline.model.gpt import build_model
-from megatron.pipeline.runtime.device import this_device
-from megatron.pipeline.runtime.memory import ActivationMeter
+from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
-from megatron.pipeline.training.config import transformer_config
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 
 _WARM_UP = 3  # times: allocators, autotuners and clock rates have settled by then

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.runtime.groups import new_group
-from megatron.pipeline.tune.device import Link
+from megatron.pipeline.costmodel.device import Link
+from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 from megatron.pipeline.tune.measure.fit import Sending, link
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
-from megatron.pipeline.tune import device
-from megatron.pipeline.tune.device import Device, MeasuredLayer
-from megatron.pipeline.tune.estimate import layer_size
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.device import Device, MeasuredLayer
+from megatron.pipeline.costmodel.estimate import layer_size
 from megatron.pipeline.tune.measure import fit
 from megatron.pipeline.tune.measure.rank import Found, Timing
 from megatron.pipeline.tune.measure.sizes import shape

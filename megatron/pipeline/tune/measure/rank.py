@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron.pipeline.tune.device import Link
+from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.tune.measure.sizes import Size, layer_flags
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def run(job: Job, tell: Tell) -> Found:
     patches.install()
     import torch
 
-    from megatron.pipeline.runtime.device import this_device
-    from megatron.pipeline.training.config import params_dtype
+    from megatron.pipeline.dist.device import this_device
+    from megatron.pipeline.flags.config import params_dtype
     from megatron.pipeline.tune.measure import links, machine
 
     tell("start-up")
@@ -183,7 +183,7 @@ def _world(args: Namespace) -> Iterator[None]:
     from megatron.core import parallel_state
 
     from megatron.pipeline.schedule import families
-    from megatron.pipeline.training.state import initialize_model_parallel
+    from megatron.pipeline.trainer.state import initialize_model_parallel
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.pipeline.tune.gpt import Experts, Shape
+from megatron.pipeline.shape.gpt import Experts, Shape
 
 _VOCABULARY = 128  # rows beside the layer, which cost nothing
 

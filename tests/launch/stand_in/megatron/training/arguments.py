@@ -7,7 +7,7 @@ import os
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from megatron.pipeline.training import flags
+from megatron.pipeline.flags import flags
 
 
 def add_megatron_arguments(parser):

@@ -1,0 +1,162 @@
+"""What a rank holds of a microbatch: bytes of activations, from a GPT's shape and from how ranks share it (``gpt.Holding``)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from megatron.pipeline.shape.gpt import SINGLE, Shape
+
+
+class Held(NamedTuple):
+    """Bytes of one microbatch in the layers of a stage.
+
+    Attributes:
+        checkpoint: from F to B, where B makes the rest again.
+        activation: at most, within B; from F to B where nothing is made again.
+        retained: from B to W.
+    """
+
+    checkpoint: float
+    activation: float
+    retained: float
+
+
+def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
+    """What so many layers of a stage hold of a microbatch.
+
+    B goes through the layers, or units of them, from the last to the first: it makes one of them whole again while those before
+    it still have what F kept, and those behind it what W needs.
+
+    Args:
+        split: whether W is another pass than B.
+    """
+    held = shape.holding
+    full, input_ = layer_activation(shape), hidden_bytes(shape)
+    retained = layer_retained(shape) if split else 0.0
+    if not layers:
+        return Held(0.0, 0.0, 0.0)
+    if not held.recompute_layers:
+        left = layer_checkpoint(shape)
+        kept = layers * left if held.recomputed else input_  # a schedule's own R needs the input of the stage alone
+        most = (layers - 1) * max(left, retained) + full
+    elif held.recompute_first:
+        again = min(held.recompute_layers, layers)
+        kept = again * input_ + (layers - again) * full
+        most = max(kept, (again - 1) * max(input_, retained) + (layers - again) * retained + full)
+    else:
+        unit = min(held.recompute_layers, layers)
+        units = math.ceil(layers / unit)
+        kept = units * input_
+        most = max((units - 1) * input_, (layers - unit) * retained) + unit * full
+    return Held(min(kept, most), most, min(layers * layer_retained(shape), most))
+
+
+def layer_activation(shape: Shape) -> float:
+    """Bytes that F of a layer makes for its backward: 34sbh for a plain GPT in 16 bits under fused attention.
+
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4: what W needs
+    (``layer_retained``: B's gradients are as large as the tensors that it reads), two dropout masks (2sbh), and without fused
+    attention its matrices (5as^2b). t tensor-parallel ranks share all but 10sbh, and under sequence parallelism these as well.
+    Queries and keys before their norm come on top, and with experts a second copy of the tokens that go to them.
+    """
+    normalised = shape.holding.number * (shape.queries + shape.keys_and_values / 2) if shape.qk_norm else 0
+    return (
+        layer_retained(shape)
+        + layer_masks(shape)
+        + attention_matrices(shape)
+        + shape.tokens * normalised * shape.holding.of_cut_layers
+    )
+
+
+def layer_retained(shape: Shape) -> float:
+    """Bytes of a layer that W needs: 32sbh for a plain GPT in 16 bits (Qi et al., table 1).
+
+    These are the inputs of its four products (h, queries, h and the MLP's width) and the gradients of their outputs.
+    """
+    whole = 4 * shape.hidden
+    cut = 2 * shape.queries + shape.keys_and_values + (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape)
+    return shape.tokens * shape.holding.number * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
+
+
+def layer_masks(shape: Shape) -> float:
+    """Bytes of a layer's two dropout masks: 2sbh."""
+    return 2 * shape.tokens * shape.hidden * shape.holding.of_whole_layers if shape.holding.hidden_masks else 0.0
+
+
+def attention_matrices(shape: Shape) -> float:
+    """Bytes that attention keeps of every query with every key where it is not fused.
+
+    With dropout 5as^2b in 16 bits: the softmax, a mask and what it leaves; without, 2as^2b. Keys and values are then repeated for
+    heads that share them.
+    """
+    held = shape.holding
+    if not held.attention_matrices:
+        return 0.0
+    each = 2 * held.number + 1 if held.attention_masks else held.number
+    repeated = held.number * (2 * shape.queries - shape.keys_and_values)
+    return shape.tokens * (each * shape.seq * shape.heads + repeated) * held.of_cut_layers
+
+
+def layer_checkpoint(shape: Shape) -> float:
+    """Bytes of ``layer_activation`` that are left from F to B where ``holding.recomputed`` is made again.
+
+    ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of both norms, ``mlp`` and ``moe`` all
+    within these, and ``moe_act`` the outputs of the experts' activation functions. ``shared_experts`` are taken to be kept.
+    """
+    held = shape.holding
+    routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
+    matrices = 3 if shape.gated else 2
+    cut = {
+        "mlp": matrices * (shape.ffn - routed),
+        "moe": matrices * routed + 2 * _dispatched(shape),
+        "moe_act": routed,
+    }
+    gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
+    if "layernorm" in held.recomputed:
+        gone += 2 * hidden_bytes(shape)
+    if "core_attn" in held.recomputed:
+        gone += attention_matrices(shape)
+    return max(layer_activation(shape) - gone, hidden_bytes(shape))
+
+
+def layer_temporary(shape: Shape) -> float:
+    """Bytes that B of a layer needs for a moment: gradients on both sides of the MLP's activation, of hidden states, and of
+    attention's matrices where these stand."""
+    held = shape.holding
+    mlp = held.number * (3 if shape.gated else 2) * shape.ffn * held.of_cut_layers
+    matrices = 2 * held.number * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
+    return shape.tokens * (mlp + matrices) + 2 * hidden_bytes(shape)
+
+
+def output_activation(shape: Shape) -> float:
+    """Bytes that megatron-core's output layer keeps until its backward: its input, and the softmax in float32."""
+    return hidden_bytes(shape) + SINGLE * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers
+
+
+def output_retained(shape: Shape) -> float:
+    """Bytes of those that its W needs: its input, and the gradient of the logits in the model's precision."""
+    return hidden_bytes(shape) + shape.holding.number * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers
+
+
+def output_temporary(shape: Shape) -> float:
+    """Bytes of logits in 16 bits, and later of their gradient, beside that softmax; a model in float32 has one of them only."""
+    number = shape.holding.number
+    return number * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers if number < SINGLE else 0.0
+
+
+def shard_activation(shape: Shape, rows: int) -> float:
+    """Bytes that S of a shard of so many rows keeps until T: its input, and its logits unless they are over their limit."""
+    tokens, limit = shape.tokens / shape.holding.context, shape.holding.logits_limit
+    kept = limit is None or SINGLE * tokens * rows <= limit
+    return hidden_bytes(shape) + (shape.holding.number * tokens * rows if kept else 0.0)
+
+
+def hidden_bytes(shape: Shape) -> float:
+    """Bytes of what stages hand on: 2sbh in 16 bits."""
+    return shape.holding.number * shape.tokens * shape.hidden * shape.holding.of_whole_layers
+
+
+def _dispatched(shape: Shape) -> float:
+    """Width of what goes to experts for every token, as a mean over the layers."""
+    return shape.experts.share * shape.experts.topk * shape.hidden if shape.experts else 0.0

@@ -1,0 +1,204 @@
+"""From what a GPT has to compute and to hold to what passes cost on a device.
+
+The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same
+share of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to
+begin. A layer that was measured takes what was measured in place of the first two. The model of memory is that of
+``activations``; ``memory`` adds all else that a rank needs. docs/model.md has the formulas, and how well they agree with
+published trainings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron.pipeline.costmodel import activations, traffic
+from megatron.pipeline.costmodel.activations import Held
+from megatron.pipeline.costmodel.device import Device, MeasuredLayer
+from megatron.pipeline.costmodel.links import Links, hop_seconds, layer_communication
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Shape, Work
+from megatron.pipeline.shape.shards import Shards
+
+# Messages that megatron-core's own schedules wait for in every F and every B: 1F1B for both directions, and interleaved where
+# messages do not overlap (--no-overlap-p2p-communication) for those of an F and a B at once.
+EXPOSED_HOPS = {"1f1b": 1.0, "interleaved": 0.5}
+# Passes of layers take so much longer beside the collectives of a spread vocabulary: the least of the 6 to 9 % that Yeung et al.
+# report (arXiv 2411.05288). Interlaced, ranks wait for these collectives instead.
+BESIDE_COLLECTIVES = 1.06
+
+
+def estimate(
+    shape: Shape,
+    placement: Placement,
+    layers: Sequence[int],
+    device: Device,
+    vocabulary: Vocabulary | None = None,
+    split: bool = True,
+    links: Links | None = None,
+    exposed_hops: float = 0.0,
+) -> Costs:
+    """Seconds and bytes of every pass.
+
+    Args:
+        layers: of every stage, in the model's order.
+        vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
+        split: whether the schedule has B and W apart: what B makes again is then held until W.
+        links: what ranks talk over; by default all of them are on one node.
+        exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see
+            ``EXPOSED_HOPS``.
+    """
+    links = links or Links.within(device)
+    slower = BESIDE_COLLECTIVES if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
+    seconds, hop = layer_seconds(shape, device, links).times(slower), hop_seconds(shape, links)
+    gap = device.latency + exposed_hops * hop
+
+    remade = recomputed_seconds(shape, device, seconds)
+
+    def stage(count: int, gap: float = 0.0) -> StageCosts:
+        waits = Work(gap, gap, device.latency if gap else 0.0)
+        held = activations.held_by_stage(shape, count, split)
+        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=remade * count)
+
+    stages = [stage(count, gap) for count in layers]
+    copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
+    if vocabulary is not None:
+        return Costs(tuple(stages), hop, shard_costs(shape, placement.ranks, device, vocabulary, links), copies)
+    ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
+    # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
+    ends += shape.further * [(placement.last_stage, stage(1)), (placement.last_stage, output_costs(shape, device))]
+    for index, more in ends:
+        again = 0.0 if shape.holding.recomputes else more.recompute  # flags recompute layers alone
+        stages[index] = _sum(stages[index], replace(more, recompute=again))
+    return Costs(tuple(stages), hop, copies=copies)
+
+
+def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
+    """Seconds of F, B and W of one layer, on one of the ranks that share it."""
+    attention = _seconds(device, gpt.attention_work(shape).times(shape.holding.of_cut_layers))
+    waits = layer_communication(shape, links, (attention.forward, attention.backward))
+    measured = measured_layer(shape, device)
+    own = computing_seconds(shape, device) if measured is None else Work(measured.forward, measured.backward, measured.weight)
+    return own.plus(Work(*waits, 0.0))
+
+
+def computing_seconds(shape: Shape, device: Device) -> Work:
+    """The same from the device's efficiency, and without communication.
+
+    All of attention counts, also what a causal mask hides: its kernels leave that out, and are less efficient than products.
+    """
+    forward, backward = map(device.moving, traffic.layer_traffic(shape))
+    return _seconds(device, gpt.layer_work(shape).times(shape.holding.of_cut_layers)).plus(Work(forward, backward, 0.0))
+
+
+def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
+    """Seconds in which B makes again what ``Holding.recomputed`` says of a layer, or all of it.
+
+    Args:
+        whole: seconds of a layer's passes.
+    """
+    held = shape.holding
+    if not held.recomputed:
+        return whole.forward
+    operations = gpt.attention_work(shape).forward if "core_attn" in held.recomputed else 0.0
+    routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
+    for name, width in (("mlp", shape.ffn - routed), ("moe", routed)):
+        if name in held.recomputed:
+            operations += 2 * shape.tokens * shape.hidden * width * (3 if shape.gated else 2)
+    return min(whole.forward, device.seconds(operations * held.of_cut_layers))
+
+
+def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
+    """What was measured of a layer of this size, if it was."""
+    held = shape.holding
+    wanted = layer_size(shape)
+    if held.context > 1 or shape.experts:
+        return None
+    return next((layer for layer in device.layers if _size(layer) == wanted), None)
+
+
+def layer_size(shape: Shape) -> tuple[float, ...]:
+    """What makes layers alike on one of the ranks that share them: the first fields of ``MeasuredLayer``."""
+    held = shape.holding
+    widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
+    return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices)
+
+
+def embedding_costs(shape: Shape, device: Device) -> StageCosts:
+    """What the embedding adds to the first stage."""
+    forward, backward = map(device.moving, traffic.embedding_traffic(shape))
+    return StageCosts(forward, backward, 0.0, 0.0, 0.0)
+
+
+def output_costs(shape: Shape, device: Device) -> StageCosts:
+    """What the output layer and the loss add to the last stage."""
+    kept = activations.output_activation(shape)
+    work = _seconds(device, gpt.output_work(shape).times(shape.holding.of_cut_layers))
+    forward, backward = map(device.moving, traffic.loss_traffic(shape, shape.vocabulary / shape.holding.tensor))
+    return _stage(work.plus(Work(forward, backward, 0.0)), Held(kept, kept, activations.output_retained(shape)))
+
+
+def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary, links: Links | None = None) -> VocabularyCosts:
+    """The costs of every rank's share of embedding and output layer.
+
+    Of the three products with a shard's rows, S has the logits and with one barrier the gradient by its input, T the others
+    (arXiv 2411.05288, algorithms 1 and 2).
+    """
+    links = links or Links.within(device)
+    rows = shards(shape, ranks).rows
+    product = device.seconds(gpt.row_work(shape) * rows) / shape.holding.context
+    early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
+    loss = list(map(device.moving, traffic.loss_traffic(shape, rows, spread=True)))
+    embedding = list(map(device.moving, traffic.embedding_traffic(shape, 1 / ranks)))
+    return VocabularyCosts(
+        S=device.latency + early * product + loss[0] + (loss[1] if early == 2 else 0.0),
+        T=device.latency + (3 - early) * product + (loss[1] if early == 1 else 0.0),
+        IF=device.latency + embedding[0],
+        IB=device.latency + embedding[1],
+        activation=activations.shard_activation(shape, rows),
+        exchange=links.hop.all_gather(activations.hidden_bytes(shape), ranks),
+    )
+
+
+def shards(shape: Shape, ranks: int) -> Shards:
+    """How the vocabulary is cut over the ranks of a pipeline, and the tensor-parallel ones of each."""
+    return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
+
+
+def _size(layer: MeasuredLayer) -> tuple[float, ...]:
+    return tuple(vars(layer).values())[: len(vars(layer)) - 3]
+
+
+def _seconds(device: Device, work: Work) -> Work:
+    return Work(*map(device.seconds, work))
+
+
+def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:
+    """Args: saved: seconds that B and W as one pass take less."""
+    forward, backward, weight = seconds
+    return StageCosts(
+        forward,
+        backward,
+        weight,
+        held.activation,
+        held.retained,
+        fused=backward + weight - saved,
+        recompute=forward,
+        checkpoint=held.checkpoint,
+    )
+
+
+def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
+    return StageCosts(
+        one.forward + other.forward,
+        one.backward + other.backward,
+        one.weight + other.weight,
+        one.activation + other.activation,
+        one.retained + other.retained,
+        fused=one.seconds(Kind.BW) + other.seconds(Kind.BW),
+        recompute=one.recompute + other.recompute,
+        checkpoint=one.checkpoint + other.checkpoint,
+    )

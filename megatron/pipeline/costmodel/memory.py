@@ -1,0 +1,182 @@
+"""How much memory of its GPU every rank of a training needs, from the flags and the schedule alone.
+
+``predict`` is the one place for that. It counts
+
+- weights, gradients and optimizer state, of all parameters (``parameters``);
+- activations: the schedule, replayed with what its passes hold (``activations``, ``estimate``, ``simulate``);
+- the largest temporary beside them, or in the optimizer's step where that is larger;
+- a constant for all else, ``OVERHEAD``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.costmodel import activations
+from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.costmodel.estimate import estimate
+from megatron.pipeline.costmodel.parameters import Parameters, parameters
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.transform import fuse, recompute
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import SINGLE, Shape
+
+GIB = 2**30
+# CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
+OVERHEAD = 2 * GIB
+SHARE = 0.95  # of a GPU's memory that a search plans for: predictions are off by a few percent
+_ANY = "A100-80GB"  # memory is the same on all
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What one rank needs, in bytes.
+
+    Attributes:
+        layers: transformer layers that it has.
+        parameters: that it has; with tensor parallelism, its share of them.
+        state: weights, gradients and optimizer state.
+        activations: at their peak.
+        microbatches: that are held then, from F to W, a chunk of several counting as its part.
+        temporary: beside the activations, or beyond them in the optimizer's step.
+    """
+
+    layers: int
+    parameters: int
+    state: float
+    activations: float
+    microbatches: float
+    temporary: float
+
+    @property
+    def allocated(self) -> float:
+        """What torch's ``max_memory_allocated`` would be."""
+        return self.state + self.activations + self.temporary
+
+    @property
+    def total(self) -> float:
+        return self.allocated + OVERHEAD
+
+
+def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[RankMemory]:
+    """The memory of every pipeline rank.
+
+    Args:
+        args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
+        schedule: what an iteration runs; its vocabulary is spread if it says so, whatever ``args`` do.
+        layers: transformer layers of every stage, in the model's order.
+
+    Raises:
+        ValueError: ``layers`` are of another number of stages than the schedule has.
+    """
+    shape, placement = Shape.of(args), schedule.placement
+    if len(layers) != placement.ranks * placement.chunks:
+        raise ValueError(
+            f"layers of {len(layers)} stages for a schedule of {placement.ranks} ranks with {placement.chunks} chunk(s) each: "
+            "give one number for every stage"
+        )
+    microbatches = activation_peaks(schedule, uniform(placement))
+    schedule = recomputed(args, shape, schedule)
+    split = any(work.kind is Kind.W for row in schedule.passes for work in row)
+    costs = estimate(shape, placement, layers, named(_ANY), schedule.vocabulary, split)
+    held = activation_peaks(schedule, costs)
+    found = []
+    besides = beside_activations(args, placement, layers, schedule.vocabulary)
+    for rank, (stages, beside, peak) in enumerate(zip(placement.stages, besides, held, strict=True)):
+        found.append(
+            RankMemory(
+                layers=sum(layers[stage] for stage in stages),
+                parameters=beside.count.total,
+                state=beside.state,
+                activations=peak,
+                microbatches=microbatches[rank],
+                temporary=max(beside.temporary, step_bytes(args, beside.count) - peak),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a rank needs beside its activations, in bytes, whatever its schedule.
+
+    Attributes:
+        count: its parameters.
+        state, temporary: as in ``RankMemory``, the latter without the optimizer's step.
+    """
+
+    count: Parameters
+    state: float
+    temporary: float
+
+    @property
+    def total(self) -> float:
+        """With ``OVERHEAD``: what is left of a GPU is for activations."""
+        return self.state + self.temporary + OVERHEAD
+
+
+def beside_activations(
+    args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
+) -> list[Beside]:
+    """What every rank needs beside its activations; arguments as in ``predict``."""
+    shape = Shape.of(args)
+    counts = parameters(shape, placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
+    output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
+    found = []
+    for rank, (stages, count) in enumerate(zip(placement.stages, counts, strict=True)):
+        temporary = activations.layer_temporary(shape) if sum(layers[stage] for stage in stages) else 0.0
+        if rank == output_rank:
+            temporary = max(temporary, activations.output_temporary(shape))
+        found.append(Beside(count, state_bytes(args, count), temporary))
+    return found
+
+
+def state_bytes(args: Namespace, count: Parameters) -> float:
+    """Bytes of a rank's weights, gradients and optimizer state.
+
+    For each parameter of 16 bits that is 2 for it, 4 or 2 for its gradient (``--accumulate-allreduce-grads-in-fp32``), and 4 for
+    the optimizer's own copy with Adam's 8 for two moments; in float32 the optimizer has no copy. ``--use-distributed-optimizer``
+    cuts what is the optimizer's over the ranks with the same parameters, and ``--post-validation`` keeps it twice.
+    """
+    weight = gpt.number_bytes(args)
+    moments = 2 * SINGLE if args.optimizer == "adam" else SINGLE * (args.sgd_momentum > 0)
+    optimizer = moments + (SINGLE if weight < SINGLE else 0)
+    undo = moments + SINGLE if args.post_validation and args.post_validation_copy == "device" else 0
+    return count.total * (weight + gradient_bytes(args)) + (optimizer + undo) * optimizer_parameters(args, count)
+
+
+def step_bytes(args: Namespace, count: Parameters) -> float:
+    """Bytes that the optimizer's step makes: gradients in float32, where they are not."""
+    return SINGLE * optimizer_parameters(args, count) if gradient_bytes(args) < SINGLE else 0.0
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """Of one parameter."""
+    return SINGLE if args.accumulate_allreduce_grads_in_fp32 else gpt.number_bytes(args)
+
+
+def optimizer_parameters(args: Namespace, count: Parameters) -> float:
+    """Of how many parameters a rank has the optimizer's state."""
+    if not args.use_distributed_optimizer:
+        return count.total
+    copies = args.data_parallel_size * args.context_parallel_size
+    if not count.expert:
+        return count.dense / copies
+    share = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+    return count.dense / copies + count.expert / (copies * args.tensor_model_parallel_size / share)
+
+
+def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
+    """The schedule with an R where B makes activations again; one that has R already stays."""
+    if not shape.holding.recomputes:
+        return schedule
+    stages = frozenset(range(schedule.placement.ranks * schedule.placement.chunks))
+    if args.recompute_fused_backward and args.recompute_granularity == "full" and not shape.holding.recompute_first:
+        schedule = fuse(schedule, stages)
+    return recompute(schedule, stages)

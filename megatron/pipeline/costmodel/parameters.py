@@ -1,0 +1,128 @@
+"""How many parameters every rank has, to the last bias, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.pipeline.costmodel.estimate import shards
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Experts, Holding, Shape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of one rank.
+
+    Attributes:
+        dense: those that all data-parallel ranks have.
+        expert: those of experts, which only ranks with the same experts have.
+    """
+
+    dense: int = 0
+    expert: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.expert + other.expert)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def parameters(
+    shape: Shape,
+    placement: Placement,
+    layers: Sequence[int],
+    vocabulary: Vocabulary | None = None,
+    tied: bool = False,
+) -> list[Parameters]:
+    """What every pipeline rank has of a GPT of megatron-core; with tensor parallelism one of the ranks that share its layers.
+
+    Args:
+        layers: of every stage, in the model's order.
+        vocabulary: how the vocabulary is spread over all ranks, if it is.
+        tied: whether embedding and output layer are one matrix; without ``vocabulary`` each end has it, unless one rank has both.
+    """
+    firsts = [sum(layers[:stage]) for stage in range(len(layers))]
+    counts = [
+        sum((layer_parameters(shape, layer) for stage in row for layer in range(firsts[stage], firsts[stage] + layers[stage])),
+            Parameters())
+        for row in placement.stages
+    ]  # fmt: skip
+    first, last = placement.home(0)[0], placement.home(placement.last_stage)[0]
+    dense = [0] * placement.ranks
+    dense[first] += shape.positions * shape.hidden
+    dense[last] += shape.norm * shape.hidden  # the norm before the output layer
+    if vocabulary is not None:
+        shard = shape.hidden * shards(shape, placement.ranks).rows
+        dense = [count + (shard if tied else 2 * shard) for count in dense]
+    else:
+        matrix = shape.hidden * shape.vocabulary // shape.holding.tensor
+        dense[first] += matrix
+        if not (tied and first == last):
+            dense[last] += matrix
+        if shape.further and first != last:
+            dense[last] += matrix  # embeddings of the tokens that are predicted from
+    for _ in range(shape.further):
+        counts[last] += layer_parameters(shape, shape.layers - 1)
+        # Three norms, and the product of hidden states and embeddings side by side.
+        dense[last] += 3 * shape.norm * shape.hidden + 2 * shape.hidden**2 // shape.holding.tensor
+    return [count + Parameters(more) for count, more in zip(counts, dense, strict=True)]
+
+
+def layer_parameters(shape: Shape, layer: int) -> Parameters:
+    """One layer of the model, counted from 0, on one of the ranks that share it.
+
+    Tensor-parallel ranks each have the norms, and the biases of outputs that they add up.
+    """
+    hidden, tensor, experts = shape.hidden, shape.holding.tensor, shape.experts
+    heads = shape.queries + shape.keys_and_values
+    cut = hidden * (heads + shape.queries) + (heads if shape.qkv_bias else 0)
+    whole = 2 * shape.norm * hidden + (hidden if shape.biases else 0)
+    if shape.qk_norm:
+        whole += 2 * shape.norm * shape.head_width
+    if experts is None or not experts.layers[layer]:
+        mlp_cut, mlp_whole = _mlp(shape, experts.dense_ffn if experts else int(shape.ffn))
+        return Parameters((cut + mlp_cut) // tensor + whole + mlp_whole)
+    shared, shared_bias = _mlp(shape, experts.shared_ffn) if experts.shared_ffn else (0, 0)
+    router = experts.count * (hidden + (1 if shape.biases else 0))
+    return Parameters((cut + shared) // tensor + whole + shared_bias + router, _expert_parameters(shape, experts))
+
+
+def total_parameters(shape: Shape, tied: bool) -> int:
+    """Of the whole model, each once."""
+    experts = shape.experts and replace(shape.experts, parallel=1, tensor=1)
+    whole = replace(shape, experts=experts, holding=Holding())
+    return parameters(whole, Placement(((0,),)), [shape.layers], None, tied)[0].total
+
+
+def parameter_bytes(
+    shape: Shape,
+    placement: Placement,
+    layers: Sequence[int],
+    vocabulary: Vocabulary | None = None,
+    tied: bool = False,
+    state_bytes: float = gpt.STATE_BYTES,
+) -> list[float]:
+    """Bytes of weights, gradients and optimizer state, by rank.
+
+    Args:
+        tied: see ``parameters``.
+        state_bytes: of one parameter.
+    """
+    return [state_bytes * count.total for count in parameters(shape, placement, layers, vocabulary, tied)]
+
+
+def _mlp(shape: Shape, ffn: int) -> tuple[int, int]:
+    """Parameters of an MLP that ranks share, and those that each has for itself."""
+    before = 2 if shape.gated else 1
+    shared = (before + 1) * shape.hidden * ffn
+    return (shared + before * ffn, shape.hidden) if shape.biases else (shared, 0)
+
+
+def _expert_parameters(shape: Shape, experts: Experts) -> int:
+    cut, whole = _mlp(shape, experts.ffn)
+    return experts.count // experts.parallel * (cut // experts.tensor + whole)

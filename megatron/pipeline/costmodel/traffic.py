@@ -1,0 +1,77 @@
+"""Bytes that the kernels of a GPT read and write which are no matrix products: norms, activation functions, dropout, softmax.
+
+Each kernel reads what it takes and writes what it makes, once; kernels are those of megatron-core with its fusions: activation
+function with bias, dropout with residual, scaled masked softmax, and fused attention unless ``Holding`` says otherwise. Counts
+are ours, of numbers of ``Holding.number`` bytes for each token; a mask has a byte.
+"""
+
+from __future__ import annotations
+
+from megatron.pipeline.costmodel.activations import hidden_bytes
+from megatron.pipeline.shape.gpt import SINGLE, Shape
+
+
+def layer_traffic(shape: Shape) -> tuple[float, float]:
+    """Bytes that F and B of a transformer layer move on one of the ranks that share it; W is products alone.
+
+    In numbers for each token, of what ranks have whole (h) and of what they cut (heads and the MLP's width):
+
+    - a norm reads and writes h; its B reads the gradient and h and writes a gradient, and reads both again for its weights' own;
+    - dropout with its residual reads h twice and writes it with a mask; its B reads the gradient and the mask and writes a
+      gradient, and the gradient that goes past the layer is added to that which went through;
+    - the activation function reads what comes in (twice the width in a gated MLP) and writes what goes out, and B the other way;
+    - layout and rotary embeddings read and write queries and keys, norms of these as well, and biases what they are added to; B
+      sums the biases' gradients up;
+    - experts' tokens are read and written on their way there and back.
+    """
+    held, number = shape.holding, shape.holding.number
+    before, heads = (2 if shape.gated else 1) * shape.ffn, shape.queries + shape.keys_and_values / 2
+    masks = 2 * held.hidden_masks / number
+    whole_forward, whole_backward = (2 * 2 + 2 * 3) * shape.hidden, (2 * 5 + 2 * 5) * shape.hidden
+    cut_forward, cut_backward = before + shape.ffn + 2 * heads, 2 * before + shape.ffn + 2 * heads
+    if shape.biases:
+        whole_backward += 2 * shape.hidden
+        cut_backward += before
+    if shape.qkv_bias:
+        cut_forward += 2 * (shape.queries + shape.keys_and_values)
+        cut_backward += shape.queries + shape.keys_and_values
+    if shape.qk_norm:
+        cut_forward, cut_backward = cut_forward + 2 * heads, cut_backward + 5 * heads
+    if shape.experts:
+        routed = shape.experts.share * shape.experts.topk * shape.hidden
+        cut_forward, cut_backward = cut_forward + 4 * routed, cut_backward + 4 * routed
+    if held.attention_matrices:
+        # Scores are written, read and written by the softmax and, with a mask, by dropout, and read with the values.
+        dropped = (2 + 1 / number) * held.attention_masks
+        cut_forward += shape.seq * shape.heads * (4 + dropped)
+        cut_backward += shape.seq * shape.heads * (7 + dropped)
+    whole, cut = held.of_whole_layers * number * shape.tokens, held.of_cut_layers * number * shape.tokens
+    return (
+        whole * (whole_forward + masks * shape.hidden) + cut * cut_forward,
+        whole * (whole_backward + masks * shape.hidden) + cut * cut_backward,
+    )
+
+
+def loss_traffic(shape: Shape, rows: float, spread: bool = False) -> tuple[float, float]:
+    """Bytes that the cross entropy of so many rows of the vocabulary moves, forward and backward.
+
+    Forward reads logits and writes their softmax in float32 (``activations.output_activation``), backward reads that and writes a
+    gradient of the logits' precision.
+
+    Args:
+        spread: under ``--vocab-parallel`` exponentials are made in float32 before they can be divided by the sum over all ranks.
+    """
+    number, entries = shape.holding.number, shape.tokens / shape.holding.context * rows
+    return entries * (number + (2 if spread else 1) * SINGLE), entries * (number + SINGLE)
+
+
+def embedding_traffic(shape: Shape, share: float = 1.0) -> tuple[float, float]:
+    """Bytes of looking rows up and of adding gradients to them.
+
+    F reads rows and writes hidden states, B reads their gradient and adds it to the rows' in float32.
+
+    Args:
+        share: of the tokens whose rows a rank has; what it does not have is zero.
+    """
+    part = hidden_bytes(shape)
+    return (1 + share) * part, (1 + share * 2 * SINGLE / shape.holding.number) * part

@@ -1,0 +1,187 @@
+"""The command line of ``pretrain_gpt.py``: Megatron-LM's flag names, plus the few flags of the pipeline schedules.
+
+``parse`` reads flags and a YAML file into a namespace; ``validation.validate`` then checks that they fit together.
+Every flag here does something; a Megatron-LM flag that this program does not implement is refused, not ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from megatron.pipeline.flags import fork_flags
+from megatron.pipeline.flags.flags import add_flags
+
+logger = logging.getLogger(__name__)
+
+# Megatron-LM's flags for what is never otherwise here.
+_NOT_NEEDED = {
+    "use-legacy-models": "models are always megatron-core's",
+    "use-flash-attn": "Transformer Engine takes it where it can",
+    "no-create-attention-mask-in-dataloader": "attention makes its own causal mask",
+}
+# The forks' flags as keys of a YAML file.
+_FORKS = {flag: argparse.Action([flag], "", nargs=None if takes else 0) for flag, takes in fork_flags.FLAGS.items()}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; ``--config FILE`` supplies values that the command line's own flags override.
+
+    Raises:
+        ValueError: an unknown flag or key (with the closest known one), a value of the wrong type, an unreadable file.
+    """
+    parser = _parser()
+    args, unknown = parser.parse_known_args(with_config(parser, argv))
+    if unknown:
+        raise ValueError(_unknown(unknown[0], parser))
+    return args
+
+
+def with_config(
+    parser: argparse.ArgumentParser, argv: Sequence[str], tell: Callable[[str], object] = logger.warning
+) -> list[str]:
+    """The command line with what is in its ``--config FILE`` before it, so that a flag of the command line wins.
+
+    Flags of the earlier forks become those of today (``fork_flags``), and rank 0 says so.
+
+    Args:
+        parser: knows all flags that may be keys of the file.
+        tell: called on rank 0 with what a fork's flag is now.
+
+    Raises:
+        ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a fork's flag
+            contradicts another one.
+    """
+    config = _config_path(argv)
+    tokens, told = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
+    if os.environ.get("RANK", "0") == "0":
+        for line in told:
+            tell(line)
+    return tokens
+
+
+def flags() -> list[str]:
+    """Every flag that ``parse`` knows, sorted."""
+    return sorted(_parser()._option_string_actions)
+
+
+def actions() -> list[argparse.Action]:
+    """What every flag means, in the order of ``--help``."""
+    return list(_parser()._actions)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML's own would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name = _key(str(key.value))
+            if name in lines:
+                problem = f"{name} is in line {lines[name]} already: leave one of them out"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            lines[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of printing usage and exiting: the launcher reports every bad value in the same way."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = action.default is None or action.nargs == 0
+        return action.help if silent else super()._get_help_string(action)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        description="Train a GPT with megatron-core under a pipeline schedule of megatron.pipeline.",
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser)
+    return parser
+
+
+def _config_path(argv: Sequence[str]) -> str | None:
+    finder = _Parser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path: str | None = finder.parse_known_args(argv)[0].config
+    return path
+
+
+def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
+    """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
+    try:
+        content = yaml.load(Path(path).read_text(), _Loader)
+    except OSError as error:
+        raise ValueError(f"--config {path}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"--config {path}{where}: {error.problem}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
+    known = {
+        _key(option): (option, action)
+        for option, action in (_FORKS | parser._option_string_actions).items()
+        if _key(option) != "config"
+    }
+    tokens: list[str] = []
+    for key, value in content.items():
+        if _key(str(key)) not in known:
+            raise ValueError(f"--config {path}: {_unknown(str(key), parser)}")
+        beside = Path(path).parent / str(value)  # as mpipe tune writes costs
+        is_beside = _key(str(key)) == "pipeline-costs" and beside.is_file()
+        tokens += _tokens(path, *known[_key(str(key))], beside if is_beside else value)
+    return tokens
+
+
+def _tokens(path: str, option: str, action: argparse.Action, value: Any) -> list[str]:
+    """One key of the YAML file as command-line tokens."""
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {path}: {option} is on or off: expected true or false, got {value!r}")
+        if value or not isinstance(action, argparse.BooleanOptionalAction):
+            return [option] if value else []
+        return [next(name for name in action.option_strings if name.startswith("--no-"))]
+    if value is None:
+        return []
+    if isinstance(value, bool | dict) or (isinstance(value, list) and action.nargs is None):
+        raise ValueError(f"--config {path}: {option} takes one value, got {value!r}")
+    if isinstance(value, list):
+        return [option, *map(str, value)]
+    return [option, *str(value).split()] if action.nargs else [f"{option}={value}"]
+
+
+def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
+    known, key = {_key(option): option for option in parser._option_string_actions}, _key(name.split("=", maxsplit=1)[0])
+    if key in _NOT_NEEDED:
+        return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
+    closest = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+    hint = f"did you mean {known[closest[0]]}?" if closest else f"--help lists all flags{_elsewhere(parser)}"
+    return f"unknown flag {name}; {hint}"
+
+
+def _elsewhere(parser: argparse.ArgumentParser) -> str:
+    """Where the other flags of Megatron-LM are."""
+    return ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
+
+
+def _key(name: str) -> str:
+    return name.lstrip("-").replace("_", "-")

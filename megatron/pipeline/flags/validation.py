@@ -1,0 +1,393 @@
+"""Do the flags fit together? ``validate`` answers before any process group exists, and fills in what follows."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.pipeline.flags.flags import PROFILE
+from megatron.pipeline.flags.validation_experts import check_experts, check_prediction
+from megatron.pipeline.flags.validation_offload import check_offload
+from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
+from megatron.pipeline.model import te_linear
+
+DEFAULT_SPLIT = "969,30,1"
+
+
+def validate(args: Namespace, world_size: int) -> None:
+    """Check the flags against each other and against the number of ranks, and complete them in place.
+
+    Sets what was left open (``ffn_hidden_size``, ``kv_channels``, ``global_batch_size``, ...) and what follows:
+    ``data_parallel_size``, ``chunks`` (per rank, None for the schedule's own number).
+
+    Raises:
+        ValueError: the flags contradict each other; the message has the numbers and what to change.
+    """
+    _check_required(args)
+    _check_platform(args)
+    _check_parallel_sizes(args, world_size)
+    _check_model(args)
+    check_experts(args, world_size)
+    check_prediction(args)
+    _check_batch(args)
+    _check_learning_rate(args)
+    _check_precision(args)
+    _check_recompute(args)
+    _check_data(args)
+    _check_checkpoints(args)
+    _check_post_validation(args)
+    check_new_flags(args)
+
+
+def check_new_flags(args: Namespace) -> None:
+    """Check the flags that Megatron-LM does not have; its own are complete.
+
+    Raises:
+        ValueError: they contradict each other, or some of its own.
+    """
+    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
+        te_linear.check_version()
+    if args.recompute_fused_backward and not args.recompute_granularity:
+        raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
+    check_vocabulary(args)
+    check_offload(args)
+    _check_timeouts(args)
+    _check_outputs(args)
+
+
+def batch_sizes(args: Namespace) -> list[int]:
+    """Every global batch size that the training goes through, in order: one, or those of the ramp-up."""
+    if args.rampup_batch_size is None:
+        return [args.global_batch_size]
+    start, step, _ = args.rampup_batch_size
+    return [*range(start, args.global_batch_size, step), args.global_batch_size]
+
+
+def _check_required(args: Namespace) -> None:
+    required = (
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+        "micro_batch_size",
+        "train_iters",
+        "lr",
+    )
+    missing = [_flag(name) for name in required if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
+
+
+def has_transformer_engine() -> bool:
+    """Whether the package is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def _check_platform(args: Namespace) -> None:
+    """Choose the backend and the layers that this machine has, and refuse those it lacks."""
+    cuda = torch.cuda.is_available()
+    engine = has_transformer_engine()
+    args.distributed_backend = args.distributed_backend or ("nccl" if cuda else "gloo")
+    args.transformer_impl = args.transformer_impl or ("transformer_engine" if cuda and engine else "local")
+    if args.distributed_backend == "nccl" and not cuda:
+        raise ValueError("--distributed-backend nccl needs a CUDA device and there is none: use gloo")
+    if args.transformer_impl == "transformer_engine" and not (cuda and engine):
+        lacking = "a CUDA device" if not cuda else "the package transformer-engine"
+        raise ValueError(f"--transformer-impl transformer_engine needs {lacking}, which is not here: use local")
+
+
+def _check_post_validation(args: Namespace) -> None:
+    given = [_flag(name) for name in ("post_validation_when", "post_validation_copy") if getattr(args, name) is not None]
+    if given and not args.post_validation:
+        raise ValueError(f"{given[0]} says how --post-validation works, which is not given: give it, or leave {given[0]} out")
+    args.post_validation_when = args.post_validation_when or "measured"
+    args.post_validation_copy = args.post_validation_copy or "device"
+    if args.post_validation and args.pipeline_schedule == "stock":
+        raise ValueError(
+            "--post-validation needs a schedule that says where a step must stand, and megatron-core's own does not: take 1f1b, "
+            "which runs the same passes, or another one, or leave --post-validation out"
+        )
+
+
+def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
+    tensor, pipeline, context = (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.context_parallel_size,
+    )
+    model = tensor * pipeline * context
+    if world_size % model:
+        raise ValueError(
+            f"{world_size} ranks cannot be split into models of {tensor} x {pipeline} x {context} = {model} ranks "
+            f"(tensor x pipeline x context): start a multiple of {model} ranks or change a parallel size"
+        )
+    args.data_parallel_size = world_size // model
+    args.chunks = chunks_per_rank(args)
+    if args.use_distributed_optimizer and args.optimizer != "adam":
+        raise ValueError(f"--use-distributed-optimizer needs --optimizer adam, not {args.optimizer}")
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise ValueError("--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce")
+    args.sequence_parallel = args.sequence_parallel and tensor > 1
+
+
+def chunks_per_rank(args: Namespace) -> int | None:
+    """Chunks per rank, from whichever of Megatron's flags was given; None to leave them to the schedule.
+
+    Raises:
+        ValueError: several were given, or the numbers do not divide.
+    """
+    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    ranks = args.pipeline_model_parallel_size
+    given = [
+        f"--{name}"
+        for name, value in (
+            ("num-layers-per-virtual-pipeline-stage", layers),
+            ("num-virtual-stages-per-pipeline-rank", chunks),
+            ("pipeline-model-parallel-layout", args.pipeline_model_parallel_layout),
+        )
+        if value
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} each say how many chunks a rank has: give one")
+    if args.pipeline_model_parallel_layout:
+        return _chunks_of_layout(args.pipeline_model_parallel_layout, ranks)
+    if layers is None:
+        return int(chunks) if chunks else None
+    if args.num_layers % (ranks * layers):
+        raise ValueError(
+            f"--num-layers {args.num_layers} is not a multiple of {ranks} pipeline ranks x "
+            f"{layers} layers of --num-layers-per-virtual-pipeline-stage = {ranks * layers}"
+        )
+    return int(args.num_layers // (ranks * layers))
+
+
+def _chunks_of_layout(text: str, ranks: int) -> int:
+    try:
+        stages = len(PipelineParallelLayerLayout.parse_str_to_list(text))
+    except AssertionError as error:
+        raise ValueError(f"--pipeline-model-parallel-layout {text}: {error}") from None
+    if stages % ranks:
+        raise ValueError(
+            f"--pipeline-model-parallel-layout {text} has {stages} stages, which {ranks} pipeline ranks cannot share evenly: "
+            f"give a multiple of {ranks} stages"
+        )
+    return stages // ranks
+
+
+def _check_model(args: Namespace) -> None:
+    hidden, heads, tensor = args.hidden_size, args.num_attention_heads, args.tensor_model_parallel_size
+    if args.swiglu and args.squared_relu:
+        raise ValueError("--swiglu and --squared-relu are two activations: give one")
+    if args.ffn_hidden_size is None:
+        args.ffn_hidden_size = int(4 * hidden * 2 / 3 / 64) * 64 if args.swiglu else 4 * hidden
+    if args.kv_channels is None:
+        if hidden % heads:
+            raise ValueError(
+                f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels"
+            )
+        args.kv_channels = hidden // heads
+    check_rotary(args)
+    groups = args.num_query_groups if args.group_query_attention else heads
+    if heads % groups:
+        raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")
+    for name, size in (
+        ("--num-attention-heads", heads),
+        ("--num-query-groups", groups),
+        ("--ffn-hidden-size", args.ffn_hidden_size),
+    ):
+        if size % tensor:
+            raise ValueError(f"{name} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        raise ValueError(f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}")
+    parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    parts *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    if args.seq_length % parts:
+        raise ValueError(
+            f"--seq-length {args.seq_length} must be a multiple of {parts} with this sequence and context parallelism"
+        )
+    if args.position_embedding_type != "rope":
+        args.apply_rope_fusion = False
+
+
+def check_rotary(args: Namespace) -> None:
+    """Refuse heads that rotary embeddings cannot turn.
+
+    Raises:
+        ValueError: all channels of a head are to be rotated, and their number is odd.
+    """
+    if args.position_embedding_type == "rope" and args.rotary_percent == 1 and args.kv_channels % 2:
+        raise ValueError(
+            f"--position-embedding-type rope rotates pairs of channels, and a head has {args.kv_channels} (--kv-channels, or "
+            f"--hidden-size / --num-attention-heads): give an even --kv-channels, such as {args.kv_channels + 1}"
+        )
+
+
+def _check_batch(args: Namespace) -> None:
+    unit = args.micro_batch_size * args.data_parallel_size
+    args.global_batch_size = args.global_batch_size or unit
+    if args.rampup_batch_size is not None:
+        start, step, _ = args.rampup_batch_size
+        if start >= args.global_batch_size or (args.global_batch_size - start) % step:
+            raise ValueError(
+                f"--rampup-batch-size starts at {start}: steps of {step} do not lead to --global-batch-size "
+                f"{args.global_batch_size}"
+            )
+    for size in batch_sizes(args):
+        if size % unit:
+            below = size // unit * unit
+            raise ValueError(
+                f"a global batch of {size} samples is {size / unit:g} microbatches: --micro-batch-size "
+                f"{args.micro_batch_size} x data-parallel size {args.data_parallel_size} = {unit} must divide it; "
+                f"use {f'{below} or ' if below else ''}{below + unit}"
+            )
+
+
+def _check_learning_rate(args: Namespace) -> None:
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    if args.min_lr < 0 or args.min_lr > args.lr:
+        raise ValueError(f"--min-lr {args.min_lr} must be from 0 to --lr {args.lr}")
+    if args.lr_warmup_init > args.lr:
+        raise ValueError(f"--lr-warmup-init {args.lr_warmup_init} is above --lr {args.lr}")
+    if args.lr_warmup_fraction is not None:
+        if args.lr_warmup_iters:
+            raise ValueError("give --lr-warmup-fraction or --lr-warmup-iters, not both")
+        args.lr_warmup_iters = args.lr_warmup_fraction * args.lr_decay_iters
+    if args.lr_warmup_iters >= args.lr_decay_iters:
+        raise ValueError(
+            f"the warm-up of {args.lr_warmup_iters:g} iterations must be shorter than --lr-decay-iters {args.lr_decay_iters}"
+        )
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters")
+    if args.weight_decay_incr_style == "constant":
+        if args.start_weight_decay is not None or args.end_weight_decay is not None:
+            raise ValueError("--start-weight-decay and --end-weight-decay need --weight-decay-incr-style linear or cosine")
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    elif args.start_weight_decay is None or args.end_weight_decay is None:
+        raise ValueError(
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs --start-weight-decay and --end-weight-decay"
+        )
+    if args.override_opt_param_scheduler and args.use_checkpoint_opt_param_scheduler:
+        raise ValueError(
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other: give one"
+        )
+
+
+def _check_precision(args: Namespace) -> None:
+    if args.bf16 and args.fp16:
+        raise ValueError("--bf16 and --fp16 contradict each other: give one")
+    if args.fp16_lm_cross_entropy and not args.fp16:
+        raise ValueError("--fp16-lm-cross-entropy needs --fp16")
+    if args.bf16:
+        args.accumulate_allreduce_grads_in_fp32 = True
+    if args.fp16 and args.loss_scale is None:
+        args.check_for_nan_in_loss_and_grad = False  # a dynamic loss scale learns from gradients that overflow
+
+
+def _check_recompute(args: Namespace) -> None:
+    if args.recompute_activations:
+        args.recompute_granularity = args.recompute_granularity or "selective"
+    if args.recompute_granularity == "full" and not (args.recompute_method and args.recompute_num_layers):
+        raise ValueError("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if args.recompute_granularity != "full" and (args.recompute_method or args.recompute_num_layers):
+        raise ValueError("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+    if args.recompute_granularity != "selective" and args.recompute_modules:
+        raise ValueError("--recompute-modules needs --recompute-granularity selective")
+    modules = set(args.recompute_modules or ())
+    discarding = sorted(modules & {"layernorm", "moe_act"})
+    if discarding and not has_transformer_engine():
+        raise ValueError(
+            f"--recompute-modules {' '.join(discarding)} needs the package transformer-engine, which is not here: megatron-core "
+            "discards and restores outputs by its means"
+        )
+    if "mlp" in modules and args.add_bias_linear:
+        raise ValueError(
+            "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "
+            "part of the graph of every later microbatch, and recomputes without end"
+        )
+
+
+def _check_data(args: Namespace) -> None:
+    per_split = any((args.train_data_path, args.valid_data_path, args.test_data_path))
+    sources = bool(args.mock_data) + bool(args.data_path) + per_split
+    if sources != 1:
+        raise ValueError(
+            f"{'no' if not sources else 'more than one'} data source: give --data-path, --train-data-path (and so on) "
+            "or --mock-data"
+        )
+    if per_split and not args.train_data_path:
+        raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
+    if per_split and args.split:
+        raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
+    if not per_split:
+        args.split = args.split or DEFAULT_SPLIT
+        _check_split(args.split)
+    if args.tokenizer_type is None:
+        raise ValueError("missing --tokenizer-type: ByteLevelTokenizer needs nothing else")
+
+
+def _check_split(split: str) -> None:
+    try:
+        shares = [float(share) for share in split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] <= 0:
+        raise ValueError(
+            f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}"
+        )
+
+
+def _check_timeouts(args: Namespace) -> None:
+    """The hang report must come before the communication backend gives up without one."""
+    backend = 60 * args.distributed_timeout_minutes
+    if args.pipeline_timeout is None:
+        args.pipeline_timeout = min(300.0, backend / 2)
+    if args.pipeline_timeout >= backend:
+        raise ValueError(
+            f"--pipeline-timeout {args.pipeline_timeout:g} seconds must be less than --distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes:g} = {backend:g} seconds, when the backend gives up: lower it or raise the other"
+        )
+
+
+def _check_outputs(args: Namespace) -> None:
+    """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
+    for flag, file in (("--metrics", args.metrics), ("--pipeline-costs-cache", args.pipeline_costs_cache)):
+        if file and Path(file).is_dir():
+            raise ValueError(f"{flag} {file} is a directory: name a file")
+    if args.pipeline_costs_cache and args.pipeline_costs != PROFILE:
+        raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
+    metrics, costs = (str(Path(file).parent) if file else None for file in (args.metrics, args.pipeline_costs_cache))
+    for flag, directory in (
+        ("--save", args.save),
+        ("--metrics", metrics),
+        ("--pipeline-costs-cache", costs),
+        ("--tensorboard-dir", args.tensorboard_dir),
+        ("--pipeline-trace", args.pipeline_trace),
+        ("--data-cache-path", args.data_cache_path),
+    ):
+        if directory is None:
+            continue
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ValueError(f"{flag}: cannot write into {directory} ({error.strerror}): choose another directory") from None
+
+
+def _check_checkpoints(args: Namespace) -> None:
+    if args.save_interval and not args.save:
+        raise ValueError(f"--save-interval {args.save_interval} needs --save DIR")
+    for flag, given in (("--finetune", args.finetune), ("--exit-on-missing-checkpoint", args.exit_on_missing_checkpoint)):
+        if given and not args.load:
+            raise ValueError(f"{flag} needs --load DIR")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,49 @@
+"""Do the flags about activations in host memory fit the others? Part of ``validation.validate``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+from megatron.pipeline.flags.flags import OFF, PROFILE
+
+
+def check_offload(args: Namespace) -> None:
+    """Check offloading, and make ``--offload-profile`` what it stands for.
+
+    Raises:
+        ValueError: another flag contradicts it, or makes it impossible; says what to change.
+    """
+    given = {
+        "--offload-profile": args.offload_profile,
+        "--offload-host-memory": args.offload_host_memory is not None,
+        "--offload-min-size": args.offload_min_size is not None,
+        "--offload-cpu-bandwidth": args.offload_cpu_bandwidth is not None,
+        "--no-offload-numa-binding": not args.offload_numa_binding,
+    }
+    named = [flag for flag in given if given[flag]]
+    if args.offload == OFF and named and not args.pipeline_schedule.startswith("file:"):  # a file may have copies of its own
+        raise ValueError(
+            f"{' and '.join(named)}: there is nothing to offload: give --offload full or selective, or leave "
+            f"{'them' if len(named) > 1 else named[0]} out"
+        )
+    if args.offload_cpu_bandwidth is not None and torch.cuda.is_available():
+        raise ValueError("--offload-cpu-bandwidth is for machines without a GPU, whose own bandwidth counts: leave it out")
+    if args.offload != OFF and args.pipeline_schedule == "stock":
+        raise ValueError(
+            f"--offload {args.offload} needs a schedule that says when to copy, and megatron-core's own does not: take 1f1b, "
+            "which otherwise runs the same passes, or another one, or leave --offload out"
+        )
+    if args.offload_profile:
+        if args.pipeline_costs not in (None, PROFILE):
+            raise ValueError(
+                f"--offload-profile measures what passes and copies cost, and --pipeline-costs {args.pipeline_costs} says it: "
+                "give one of the two"
+            )
+        args.pipeline_costs = PROFILE
+    if args.offload != OFF and args.offload_host_memory is not None and args.pipeline_costs is None:
+        raise ValueError(
+            f"--offload-host-memory {args.offload_host_memory / 2**20:g}MiB: how much fits is known once activations have "
+            "been measured: give --offload-profile, or --pipeline-costs FILE with what a run before has measured"
+        )

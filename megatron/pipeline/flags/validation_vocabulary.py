@@ -1,0 +1,85 @@
+"""Do the flags about the vocabulary layers fit the others? Part of ``validation.validate``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron.pipeline.flags.flags import OFF
+
+
+def check_vocabulary(args: Namespace) -> None:
+    """Check vocabulary parallelism, and the redistribution of layers that is its alternative.
+
+    Raises:
+        ValueError: another flag contradicts them, or makes them impossible; says what to change.
+    """
+    if args.layer_redistribution:
+        _check_redistribution(args)
+    if args.vocab_parallel == OFF:
+        _check_alone(args)
+    else:
+        _check_parallel(args)
+
+
+def _check_alone(args: Namespace) -> None:
+    given = {
+        "--vocab-logits-limit": args.vocab_logits_limit is not None,
+        "--vocab-mask-padding": args.vocab_mask_padding,
+        "--label-smoothing": args.label_smoothing,
+        "--z-loss": args.z_loss,
+    }
+    alone = [flag for flag in given if given[flag]]
+    if alone:
+        raise ValueError(
+            f"{' and '.join(alone)}: only the output layer of --vocab-parallel can do that, megatron-core's own cannot: give "
+            f"--vocab-parallel 2, or leave {' and '.join(alone)} out"
+        )
+
+
+def _check_parallel(args: Namespace) -> None:
+    flag = f"--vocab-parallel {args.vocab_parallel}"
+    if args.pipeline_model_parallel_size == 1:
+        raise ValueError(
+            f"{flag} spreads the vocabulary over pipeline ranks, and --pipeline-model-parallel-size is 1: raise it, or leave "
+            "--vocab-parallel out"
+        )
+    if args.pipeline_schedule == "stock":
+        raise ValueError(
+            f"{flag} needs a schedule that can have its passes, and megatron-core's own cannot: take 1f1b, which otherwise runs "
+            "the same passes, or another one, or leave --vocab-parallel out"
+        )
+    if args.mtp_num_layers:
+        raise ValueError(
+            f"{flag} cannot be combined with --mtp-num-layers {args.mtp_num_layers}, whose layers need the whole output layer "
+            "several times on the last stage: leave one of the two out"
+        )
+    if args.fp16_lm_cross_entropy:
+        raise ValueError(f"{flag} computes the loss in float32: leave --fp16-lm-cross-entropy out")
+
+
+def _check_redistribution(args: Namespace) -> None:
+    if args.vocab_parallel != OFF:
+        raise ValueError(
+            f"--layer-redistribution makes up for vocabulary layers on the first and the last stage, and --vocab-parallel "
+            f"{args.vocab_parallel} leaves none there: give one of the two"
+        )
+    if args.pipeline_model_parallel_size == 1:
+        raise ValueError(
+            "--layer-redistribution moves layers between pipeline ranks, and --pipeline-model-parallel-size is 1: raise it, or "
+            "leave --layer-redistribution out"
+        )
+    others = {
+        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
+        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
+        "--num-layers-in-first-pipeline-stage": args.decoder_first_pipeline_num_layers,
+        "--num-layers-in-last-pipeline-stage": args.decoder_last_pipeline_num_layers,
+        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
+    }
+    given = [flag for flag in others if others[flag]]
+    if given:
+        raise ValueError(
+            f"--layer-redistribution chooses the number of layers of every stage, and {' and '.join(given)} would fix some: "
+            f"leave out {'them' if len(given) > 1 else given[0]}, or --layer-redistribution"
+            + ("; --num-virtual-stages-per-pipeline-rank gives the number of chunks" if "per-virtual" in "".join(given) else "")
+        )

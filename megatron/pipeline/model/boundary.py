@@ -1,0 +1,119 @@
+"""The end of an iteration's backward, for any placement: what upstream knows of the first and the last rank only.
+
+megatron-core takes it that the first stage is on the first rank and the last stage on the last: there it looks for the two
+copies of tied embeddings and for the number of tokens. ``Ends`` asks the placement instead. Where both ends of
+the model share a rank (a V), the copies are added up there and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
+from megatron.core.utils import get_model_config, unwrap_model
+
+from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.schedule.core.placement import Placement
+
+
+class _Alone:
+    """Stands for the groups in which upstream would look for copies of embeddings: there is nobody to share with."""
+
+    def size(self) -> int:
+        return 1
+
+
+class Ends:
+    """The first and the last stage of the model, as one rank of a pipeline sees them.
+
+    Args:
+        placement: which rank has which stage.
+
+    Making one is collective over the world.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._homes = placement.home(0), placement.home(placement.last_stage)
+        self._rank = self._pipeline.rank()
+        ranks = sorted({torch.distributed.get_global_rank(self._pipeline, rank) for rank, _ in self._homes})
+        apart = len(ranks) > 1 and torch.distributed.get_rank() in ranks
+        self._group = new_group(ranks if apart else [])
+
+    def tie(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Give the output layer the weights of the embedding that it is tied to, before training; collective."""
+        self._add_up([weight.data for weight in self._copies(chunks)])
+
+    def finalize_model_grads(
+        self,
+        chunks: list[torch.nn.Module],
+        num_tokens: torch.Tensor | None = None,
+        *,
+        pg_collection: Any,
+        force_all_reduce: bool | None = False,
+    ) -> None:
+        """megatron-core's function of that name, with its arguments; its own is called for all but the ends of the model."""
+        groups = copy.copy(pg_collection)
+        groups.embd = groups.pos_embd = _Alone()
+        finalize_model_grads(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
+        copies = self._copies(chunks)
+        gradients = [getattr(weight, _get_main_grad_attr(weight)) for weight in copies]
+        self._add_up([gradient for gradient in gradients if gradient is not None])  # a frozen weight has none
+        if num_tokens is None:
+            return
+        _, (last, _) = self._homes
+        torch.distributed.broadcast(num_tokens, group_src=last, group=self._pipeline)
+        torch.distributed.all_reduce(num_tokens, group=pg_collection.dp_cp)
+        if num_tokens > 0:
+            for chunk in chunks:
+                chunk.scale_gradients(1.0 / num_tokens)  # type: ignore[operator]
+
+    def _copies(self, chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+        """This rank's copies of tied weights that exist twice, the embedding's first."""
+        config = get_model_config(chunks[0])
+        found = {chunk for rank, chunk in self._homes if rank == self._rank}
+        models = [unwrap_model(chunks[chunk]) for chunk in sorted(found)]
+        if self._homes[0] == self._homes[1] or not (config.mtp_num_layers or _tied(models)):
+            return []
+        return [model.shared_embedding_or_output_weight() for model in models]
+
+    def _add_up(self, copies: list[torch.Tensor]) -> None:
+        """Replace every copy by the sum of both."""
+        if len(copies) == 2:
+            copies[0].add_(copies[1])
+            copies[1].copy_(copies[0])
+        elif copies:
+            torch.distributed.all_reduce(copies[0], group=self._group)
+
+
+def mark_ends(model: Any) -> None:
+    """Mark the weights at the ends of the model as upstream does; ``Ends.tie`` then makes tied copies equal.
+
+    What upstream's ``setup_embeddings_and_output_layer`` does as well is to talk to the rank where it takes the other copy to be.
+    """
+    ends = [model.embedding.word_embeddings.weight] if model.pre_process else []
+    if model.post_process and model.output_layer.weight is not None:
+        ends.append(model.output_layer.weight)
+    for weight in ends:
+        weight.is_embedding_or_output_parameter = True
+    if not model.share_embeddings_and_output_weights and not model.config.mtp_num_layers:
+        return
+    tied = model.shared_embedding_or_output_weight()
+    if tied is None:  # neither end is here
+        return
+    if model.pre_process and model.post_process:
+        tied.zero_out_wgrad = True
+        return
+    tied.shared_embedding = True
+    if not model.pre_process:
+        tied.data.fill_(0)
+        tied.shared = True
+
+
+def _tied(models: Sequence[Any]) -> bool:
+    return any(model.share_embeddings_and_output_weights for model in models)

@@ -1,0 +1,136 @@
+"""Random numbers that depend on what is computed, not on where or when.
+
+Initial weights are drawn from (seed, global layer number), dropout masks from (seed, iteration, microbatch, data-parallel
+rank, global layer number). Every placement, pipeline size and order of passes so starts from and sees the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import random as upstream_random
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.utils import unwrap_model
+
+from megatron.pipeline.model.boundary import mark_ends
+
+EMBEDDING = 0  # transformer layers count from 1, as megatron-core numbers them
+
+# The identity of the running microbatch lives among the tracker's states: activation recomputation saves and restores
+# those, so a recomputed layer draws the masks it drew the first time, whichever microbatch runs by then.
+_MICROBATCH = "megatron-pipeline-microbatch"
+
+
+def output_layer(config: Any) -> int:
+    """The number of the output layer, after the transformer's and those for multi-token prediction."""
+    return int(config.num_layers + 1 + (config.mtp_num_layers or 0))
+
+
+def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
+    """Point every random stream at the start of one layer's numbers.
+
+    Args:
+        base: identifies the purpose, from ``derive``.
+        layer: global layer number from 1, ``EMBEDDING``, or ``output_layer``.
+        tensor_rank: whose numbers the tensor-parallel stream is to give; this rank's if not said.
+    """
+    own = parallel_state.get_tensor_model_parallel_rank()
+    ranks = {
+        upstream_random._MODEL_PARALLEL_RNG_TRACKER_NAME: own if tensor_rank is None else tensor_rank,
+        upstream_random.get_data_parallel_rng_tracker_name(): 0,
+        upstream_random.get_expert_parallel_rng_tracker_name(): (
+            1000 * parallel_state.get_expert_model_parallel_rank() + parallel_state.get_expert_tensor_parallel_rank()
+        ),
+    }
+    generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
+    tracker = upstream_random.get_cuda_rng_tracker()
+    for name, rank in ranks.items():
+        if name in tracker.states_:
+            generator.manual_seed(derive(base, layer, name, rank))
+            tracker.states_[name] = generator.get_state()
+    seed = derive(base, layer)
+    # torch.manual_seed looks for devices of every kind, each time.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def kept_random_states() -> Iterator[None]:
+    """What is drawn within leaves every random stream where it was."""
+    tracker = upstream_random.get_cuda_rng_tracker()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    states = tracker.get_states()
+    with torch.random.fork_rng(devices=devices):
+        yield
+    tracker.set_states(states)
+
+
+def derive(*identity: int | str) -> int:
+    """A 64-bit seed that is a well-mixed function of its arguments, the same on every rank and in every process."""
+    text = "/".join(map(str, identity)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def set_iteration(chunks: Sequence[torch.nn.Module], iteration: int) -> None:
+    """Tell the model which iteration its next forwards belong to."""
+    for chunk in unwrap_model(list(chunks)):
+        chunk.iteration = iteration
+
+
+class SeededGPTModel(GPTModel):
+    """GPTModel that announces the identity of a microbatch before its layers draw dropout masks."""
+
+    iteration = 0
+    current_microbatch = 0  # see patches/schedules.py
+
+    def __init__(self, *args: Any, seed: int, **kwargs: Any) -> None:
+        seed_layer(weight_base(seed), EMBEDDING)
+        super().__init__(*args, **kwargs)
+        self.seed = seed
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        mark_ends(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.training and _uses_dropout(self.config):
+            replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+            base = derive(self.seed, "dropout", self.iteration, self.current_microbatch, replica)
+            upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH] = base
+            seed_layer(base, EMBEDDING)
+        return super().forward(*args, **kwargs)
+
+
+class SeededTransformerLayer(TransformerLayer):
+    """TransformerLayer whose weights and dropout masks are drawn from its global layer number."""
+
+    def __init__(self, config: Any, submodules: Any, layer_number: int = 1, *, seed: int, **kwargs: Any) -> None:
+        number = layer_number + get_transformer_layer_offset(config, kwargs.get("vp_stage"))
+        seed_layer(weight_base(seed), number)
+        super().__init__(config, submodules, layer_number, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        seed_masks(self)
+        return super().forward(*args, **kwargs)
+
+
+def seed_masks(layer: Any, *purpose: str) -> None:
+    """Point every random stream at the dropout masks of a layer, for the running microbatch; nothing without dropout."""
+    if layer.training and _uses_dropout(layer.config):
+        base = upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH]
+        seed_layer(derive(base, *purpose) if purpose else base, layer.layer_number)
+
+
+def weight_base(seed: int) -> int:
+    """The identity that initial weights are derived from."""
+    return derive(seed, "weights")
+
+
+def _uses_dropout(config: Any) -> bool:
+    return config.hidden_dropout > 0 or config.attention_dropout > 0

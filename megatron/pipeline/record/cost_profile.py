@@ -1,0 +1,173 @@
+"""What passes and hops cost on this machine: from measured iterations to ``Costs``, in seconds and bytes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.pipeline.record.report import Report
+from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.program import Flow, Message
+
+_SHARDS = -1  # in place of a stage: those of all ranks, which are alike
+_Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
+_PINGS = 5  # that count, after one that opens the connection
+
+
+def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report, hop: float = 0.0) -> Costs:
+    """The costs of every stage, for one microbatch: medians over its passes.
+
+    A schedule that fuses every backward tells only their sum: half of it counts as B and half as W, and nothing as freed
+    before W.
+
+    Args:
+        schedule: of the reports' iterations; which number of microbatches it has does not matter.
+        timed: for the seconds.
+        counted: for the bytes.
+        hop: seconds.
+    """
+    samples: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for report in timed:
+        for rank, record in enumerate(report.ranks):
+            for work, start, end in record.passes:
+                samples[_where(schedule, rank, work), work.kind].append(end - start)
+    changes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for rank, record in enumerate(counted.ranks):
+        before = (0, *record.held)
+        for (work, _, _), held, earlier in zip(record.passes, record.held, before, strict=False):
+            changes[_where(schedule, rank, work), work.kind].append(held - earlier)
+    stages = [
+        _stage(
+            {kind: schedule.splits * statistics.median(samples[stage, kind]) for kind in Kind if samples[stage, kind]},
+            {kind: schedule.splits * statistics.median(changes[stage, kind]) for kind in Kind if changes[stage, kind]},
+        )
+        for stage in range(schedule.placement.last_stage + 1)
+    ]
+    stages = _as_movable_as_others(stages)
+    if schedule.vocabulary is None:
+        return Costs(tuple(stages), hop)
+    seconds: dict[str, float] = {str(kind): statistics.median(samples[_SHARDS, kind]) for kind in VOCABULARY_KINDS}
+    kept = max(0.0, statistics.median(changes[_SHARDS, Kind.S]))
+    return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept))
+
+
+def _as_movable_as_others(stages: list[StageCosts]) -> list[StageCosts]:
+    """With stages of which nothing has been moved taken to be like the others, on average."""
+    known = [(stage.movable, stage.activation) for stage in stages if stage.movable is not None]
+    moved, whole = sum(one for one, _ in known), sum(one for _, one in known)
+    if not whole:
+        return stages
+    return [replace(stage, movable=stage.activation * moved / whole) if stage.movable is None else stage for stage in stages]
+
+
+def _where(schedule: Schedule, rank: int, work: Pass) -> int:
+    return _SHARDS if work.kind.is_of_vocabulary else schedule.placement.stage(rank, work.chunk)
+
+
+def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts:
+    fused = seconds.get(Kind.BW)
+    half = (fused or 0.0) / 2
+    kept = max(0.0, changed[Kind.F])
+    held = max(kept, kept + changed.get(Kind.R, 0.0))
+    return StageCosts(
+        forward=seconds[Kind.F],
+        backward=seconds.get(Kind.B, half),
+        weight=seconds.get(Kind.W, half),
+        activation=held,
+        retained=min(held, max(0.0, held + changed.get(Kind.B, 0.0))),
+        movable=min(held, max(0.0, -changed[Kind.D2H])) if Kind.D2H in changed and Kind.R not in changed else None,
+        fused=fused,
+        recompute=seconds.get(Kind.R, seconds[Kind.F]),
+        checkpoint=kept if Kind.R in changed else 0.0,
+    )
+
+
+def ping(links: Links, rank: int, placement: Placement) -> list[float]:
+    """Seconds of one hop, between every two ranks that exchange messages, measured by the lower of them with whole messages
+    that go there and back. Collective over the pipeline; between iterations.
+
+    The time from a send to the end of its receive inside an iteration is no measure: it is mostly the wait for the pass.
+    """
+    homes = [placement.home(stage)[0] for stage in range(placement.last_stage + 1)]
+    pairs = sorted({(min(pair), max(pair)) for pair in pairwise(homes) if pair[0] != pair[1]})
+    seconds: list[float] = []
+    for low, high in pairs:
+        if rank == low:
+            seconds += _ask(links, high)
+        elif rank == high:
+            _answer(links, low)
+    return seconds
+
+
+def _ask(links: Links, peer: int) -> list[float]:
+    seconds = []
+    for message, answer in zip(*_messages(), strict=True):
+        _receive(links, answer, peer)
+        began = _now()
+        _send(links, message, peer, links.blank(message.flow))
+        links.wait(answer)
+        seconds.append((_now() - began) / 2)
+        links.finish(message)
+    return seconds[1:]
+
+
+def _answer(links: Links, peer: int) -> None:
+    there, back = _messages()
+    _receive(links, there[0], peer)
+    for number, answer in enumerate(back):
+        tensors = links.wait(there[number])
+        if answer is not back[-1]:
+            _receive(links, there[number + 1], peer)
+        _send(links, answer, peer, tensors)
+        links.finish(answer)
+
+
+def _messages() -> tuple[list[Message], list[Message]]:
+    """There and back; the stage, which is none of the model's, only tells them apart."""
+    there, back = ([Message(Flow.ACTIVATION, number, stage) for number in range(1 + _PINGS)] for stage in (-1, -2))
+    return there, back
+
+
+def _receive(links: Links, message: Message, peer: int) -> None:
+    """Alone: of what starts together, NCCL says only when all of it is over."""
+    links.receive(message, peer)
+    links.start()
+
+
+def _send(links: Links, message: Message, peer: int, tensors: Tensors) -> None:
+    links.send(message, peer, tensors, when_sent=lambda: None)
+    links.start()
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def agree(costs: Costs, hops: Sequence[float]) -> Costs:
+    """One number for every stage and for the hop: medians over all ranks that measured it. Collective over the world."""
+    everyone: list[tuple[Costs, Sequence[float]]] = [(costs, hops)] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (costs, hops))
+    stages = zip(*(one.stages for one, _ in everyone), strict=True)
+    all_hops = [seconds for _, found in everyone for seconds in found]
+    shards = _median(one.vocabulary for one, _ in everyone)
+    return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards, costs.copies)
+
+
+def _median(costs: Iterable[_Kind]) -> _Kind:
+    same = list(costs)
+    columns: Any = zip(*map(astuple, same), strict=True)
+    values: Any = (None if None in column else statistics.median(column) for column in columns)
+    return type(same[0])(*values)

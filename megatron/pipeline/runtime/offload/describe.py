@@ -1,0 +1,32 @@
+"""What a schedule moves to host memory, in words for a log."""
+
+from __future__ import annotations
+
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
+from megatron.pipeline.schedule.transforms.transform import without_copies
+
+_MIB = 2**20
+
+
+def in_words(schedule: Schedule, costs: Costs, in_bytes: bool, limited: bool) -> str:
+    """How much goes to host memory, and what that leaves on the device: of all ranks, and of the one that gains most.
+
+    Args:
+        in_bytes: the costs' unit of memory; else it is a microbatch of a rank.
+        limited: there is a limit of host memory.
+    """
+    if not schedule.has_copies:
+        within = " within --offload-host-memory" if limited else ""
+        return f"nothing goes to host memory: no copy there and back would be in time{within} and make a rank's peak lower"
+    unit, name = (_MIB, "MiB") if in_bytes else (1, "microbatches")
+    held, without = activation_peaks(schedule, costs), activation_peaks(without_copies(schedule), costs)
+    best = max(range(schedule.ranks), key=lambda rank: without[rank] - held[rank])
+    amounts = max(moved(schedule, costs)), max(host_peaks(schedule, costs)), max(held), max(without), held[best], without[best]
+    away, most, now, before, least, whole = (f"{amount / unit:.4g}" for amount in amounts)
+    return (
+        f"up to {away} {name} of a rank go to host memory in an iteration, at most {most} are there; on the device up to {now} "
+        f"{name} of a rank instead of {before}, on rank {best} {least} instead of {whole}"
+    )

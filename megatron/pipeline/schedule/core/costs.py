@@ -1,0 +1,368 @@
+"""What passes cost: seconds and bytes of every pass on every stage, and of every hop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.placement import Placement
+
+# The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
+COST_RANGE = "0 or between 1e-100 and 1e100"
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The costs of one stage, for one microbatch, in any unit of time and any unit of memory.
+
+    Attributes:
+        forward, backward, weight: seconds of F, B and W; a fused BW takes ``backward + weight``.
+        activation: what F allocates, held until B ends.
+        retained: how much of that is still held after B, until W ends.
+        fused: seconds of BW; None for ``backward + weight``.
+        recompute: seconds of R, where a schedule has it.
+        checkpoint: what F allocates where R follows; R allocates the rest of ``activation``.
+        movable: how much of ``activation`` can be copied to host memory; None for all. Where R follows, all of ``checkpoint``.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    activation: float = 1.0
+    retained: float = 1.0
+    fused: float | None = None
+    recompute: float = 0.0
+    checkpoint: float = 0.0
+    movable: float | None = None
+
+    def seconds(self, kind: Kind) -> float:
+        match kind:
+            case Kind.F:
+                return self.forward
+            case Kind.R:
+                return self.recompute
+            case Kind.B:
+                return self.backward
+            case Kind.W:
+                return self.weight
+            case Kind.BW:
+                return self.backward + self.weight if self.fused is None else self.fused
+            case _:
+                raise AssertionError(f"{kind} is of no stage")
+
+    def allocated(self, kind: Kind, recomputed: bool = False) -> float:
+        """Activation memory that a pass allocates (positive) or frees (negative) by its end.
+
+        Args:
+            recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
+        """
+        match kind:
+            case Kind.F:
+                return self.checkpoint if recomputed else self.activation
+            case Kind.R:
+                return self.activation - self.checkpoint
+            case Kind.B:
+                return self.retained - self.activation
+            case Kind.W:
+                return -self.retained
+            case Kind.BW:
+                return -self.activation
+            case Kind.D2H | Kind.H2D:
+                return self.moved(recomputed) * (-1 if kind is Kind.D2H else 1)
+            case _:
+                raise AssertionError(f"{kind} is of no stage")
+
+    def moved(self, recomputed: bool = False) -> float:
+        """How much a copy to host memory takes away from the device, and the copy back brings."""
+        if recomputed:
+            return self.checkpoint
+        return self.activation if self.movable is None else self.movable
+
+    @property
+    def total(self) -> float:
+        """Seconds of one microbatch: F + B + W."""
+        return self.forward + self.backward + self.weight
+
+    def share(self, parts: int) -> StageCosts:
+        """The costs of one of ``parts`` equal parts."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return StageCosts(*(None if value is None else value / parts for value in values))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class VocabularyCosts:
+    """The costs of a rank's shard of the vocabulary, for one microbatch, where it is spread over all ranks.
+
+    Attributes:
+        S, T, IF, IB: seconds of the passes of these names.
+        activation: what S allocates, held until T ends.
+        exchange: seconds of a collective between all ranks; None for those of a hop.
+    """
+
+    S: float = 0.0
+    T: float = 0.0
+    IF: float = 0.0
+    IB: float = 0.0
+    activation: float = 0.0
+    exchange: float | None = None
+
+    def seconds(self, kind: Kind) -> float:
+        return float(getattr(self, kind))
+
+    def allocated(self, kind: Kind) -> float:
+        """Activation memory that a pass allocates (positive) or frees (negative) by its end."""
+        return self.activation if kind is Kind.S else -self.activation if kind is Kind.T else 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of one microbatch."""
+        return self.S + self.T + self.IF + self.IB
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """What copies between a rank's device and host memory cost.
+
+    Attributes:
+        to_host, to_device: seconds for one unit of memory while nothing else is on the way.
+        both: the share of its speed that a direction keeps while the other one of the same rank is busy.
+        switch: how many neighbouring ranks share one switch on the way to host memory.
+        shared: the share of its speed that each of them keeps while all copy in the same direction.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    to_host: float = 0.0
+    to_device: float = 0.0
+    both: float = 1.0
+    switch: int = 1
+    shared: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("to_host", "to_device"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} of the copies must be a number of at least 0, got {getattr(self, name)}")
+        if type(self.switch) is not int or self.switch < 1:
+            raise ValueError(f"switch of the copies is a number of ranks, at least 1, got {self.switch!r}")
+        for name, least in (("both", 0.5), ("shared", 1 / self.switch)):
+            if not least * (1 - 1e-9) <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} of the copies is a share of a direction's speed, {least:g} (they take turns) to 1 (they do not "
+                    f"disturb each other), got {getattr(self, name)}"
+                )
+
+    def seconds(self, kind: Kind) -> float:
+        """For one unit of memory, with nothing else on the way."""
+        return self.to_host if kind is Kind.D2H else self.to_device
+
+    @property
+    def slowest(self) -> float:
+        """The share of its speed that a copy keeps whatever else is on the way."""
+        return self.both * (self.shared if self.switch > 1 else 1.0)
+
+    @property
+    def disturb_each_other(self) -> bool:
+        return self.slowest < 1
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of every stage, the seconds of one hop between neighbouring ranks, what a spread vocabulary costs, and copies to
+    host memory.
+
+    Raises:
+        ValueError: a time or size is negative or not finite, or more is retained after B, kept for R, or moved, than F allocates.
+    """
+
+    stages: tuple[StageCosts, ...]
+    hop: float = 0.0
+    vocabulary: VocabularyCosts = VocabularyCosts()
+    copies: CopyCosts = CopyCosts()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.hop < float("inf"):
+            raise ValueError(f"the hop must take 0 seconds or more, got {self.hop}")
+        for field in fields(VocabularyCosts):
+            value = getattr(self.vocabulary, field.name)
+            if not (value is None and field.name == "exchange") and not 0 <= value < float("inf"):
+                raise ValueError(f"{field.name} of the vocabulary must be a number of at least 0, got {value}")
+        for index, stage in enumerate(self.stages):
+            for field in fields(StageCosts):
+                value = getattr(stage, field.name)
+                if not (value is None and field.name in _MAY_FOLLOW) and not 0 <= value < float("inf"):
+                    raise ValueError(f"{field.name} of stage {index} must be a number of at least 0, got {value}")
+            if stage.retained > stage.activation:
+                raise ValueError(
+                    f"stage {index} would retain {stage.retained} after B of the {stage.activation} that F allocated; "
+                    "retained must not be more"
+                )
+            if stage.checkpoint > stage.activation:
+                raise ValueError(
+                    f"stage {index} would keep {stage.checkpoint} for R, more than the {stage.activation} without R; "
+                    "checkpoint must not be more"
+                )
+            if stage.movable is not None and stage.movable > stage.activation:
+                raise ValueError(
+                    f"stage {index} would move {stage.movable} of the {stage.activation} that F allocated; movable must "
+                    "not be more"
+                )
+
+    def sliced(self, splits: int) -> Costs:
+        """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
+        return self if splits == 1 else replace(self, stages=tuple(stage.share(splits) for stage in self.stages))
+
+    def copy_seconds(self, stage: int, kind: Kind, recomputed: bool = False) -> float:
+        """Seconds of a D2H or H2D with nothing else on the way.
+
+        Args:
+            recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
+        """
+        return self.stages[stage].moved(recomputed) * self.copies.seconds(kind)
+
+    def k(self, recomputed: Set[int] = frozenset()) -> float:
+        """What copying all activations to host memory and back takes, over what passes do (Wan et al., "PipeOffload", section 3).
+
+        Args:
+            recomputed: the stages that run R, which have less to be moved and take longer.
+        """
+        again = [index in recomputed for index in range(len(self.stages))]
+        work = sum(stage.total + stage.recompute * more for stage, more in zip(self.stages, again, strict=True))
+        moved = sum(stage.moved(more) for stage, more in zip(self.stages, again, strict=True))
+        return moved * (self.copies.to_host + self.copies.to_device) / work if work else 0.0
+
+    @property
+    def exchange(self) -> float:
+        """Seconds of a collective of the vocabulary."""
+        return self.hop if self.vocabulary.exchange is None else self.vocabulary.exchange
+
+    def fields(self) -> dict[str, Any]:
+        """What ``to_json`` writes; ``fused`` and ``movable`` only where they are given, the vocabulary and copies where they cost
+        something."""
+        rows = [by_name(stage) for stage in self.stages]
+        spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
+        copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
+        return {"hop": self.hop, "stages": rows} | spread | copies
+
+    def to_json(self) -> str:
+        """One JSON object, ``{"hop": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
+        return json.dumps(self.fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what ``to_json`` wrote, or a person.
+
+        ``hop`` is 0 where it is left out. A stage must have ``forward``, ``backward`` and ``weight``; where ``retained`` is left
+        out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does. ``vocabulary`` has the fields of
+        ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``, with its defaults.
+
+        Raises:
+            ValueError: not JSON, or as ``from_fields``.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"not costs: invalid JSON ({error})") from None
+        return cls.from_fields(data)
+
+    @classmethod
+    def from_fields(cls, data: object) -> Costs:
+        """Costs from the object that ``from_json`` reads.
+
+        Raises:
+            ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
+        """
+        rows = data.get("stages") if isinstance(data, dict) else None
+        known = {"hop", "stages", "vocabulary", "copies"}
+        if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
+            raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
+        allowed = [field.name for field in fields(StageCosts)]
+        for index, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise ValueError(f"stage {index}: expected the costs of the stage by name, got {row!r}")
+            missing = [name for name in allowed[:3] if name not in row]
+            unknown = [name for name in row if name not in allowed]
+            if missing or unknown:
+                problem = f"missing {', '.join(missing)}" if missing else f"unknown cost {unknown[0]!r}"
+                raise ValueError(f"stage {index}: {problem}; costs of a stage are {', '.join(allowed)}")
+            for name, value in row.items():
+                if not (value is None and name in _MAY_FOLLOW):
+                    _check_number(f"stage {index}: {name}", value)
+        hop = data.get("hop", 0.0)
+        _check_number("hop", hop)
+        stages = []
+        for row in rows:
+            given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
+            stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
+        return cls(tuple(stages), float(hop), _vocabulary(data.get("vocabulary", {})), _copies(data.get("copies", {})))
+
+
+_MAY_FOLLOW = ("fused", "movable")  # from other costs, where they are None
+
+
+def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
+    """Costs by name, without those that are left to follow from others."""
+    return {name: value for name, value in asdict(costs).items() if value is not None}
+
+
+def _vocabulary(row: object) -> VocabularyCosts:
+    return VocabularyCosts(**_numbers("vocabulary", row, VocabularyCosts))
+
+
+def _copies(row: object) -> CopyCosts:
+    numbers = _numbers("copies", row, CopyCosts)
+    return CopyCosts(**numbers | ({"switch": row["switch"]} if isinstance(row, dict) and "switch" in row else {}))
+
+
+def _numbers(what: str, row: object, kind: type[VocabularyCosts] | type[CopyCosts]) -> dict[str, Any]:
+    allowed = [field.name for field in fields(kind)]
+    if not isinstance(row, dict) or not row.keys() <= set(allowed):
+        raise ValueError(f"{what}: expected costs by name, of {', '.join(allowed)}, got {row!r}")
+    for name, value in row.items():
+        _check_number(f"{what}: {name}", value)
+    return {name: float(value) for name, value in row.items()}
+
+
+# Where nobody says, and F, B and W take 1: an output layer that adds a third to a rank's work.
+EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
+
+
+def with_equal_copies(costs: Costs) -> Costs:
+    """Costs with copies as they are taken to be where nobody says: k is 1, and both directions take the same."""
+    work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
+    seconds = work / moved / 2 if moved else 0.0
+    return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))
+
+
+def is_cost(value: object) -> bool:
+    """Whether what a user gives can be seconds or bytes: a number in ``COST_RANGE``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or 1e-100 <= value <= 1e100)
+
+
+def _check_number(name: str, value: object) -> None:
+    if not is_cost(value):
+        raise ValueError(f"{name} must be a number, {COST_RANGE}, got {value!r}")
+
+
+def uniform(
+    placement: Placement,
+    forward: float = 1.0,
+    backward: float = 1.0,
+    weight: float = 1.0,
+    hop: float = 0.0,
+    activation: float = 1.0,
+    retained: float = 1.0,
+    vocabulary: VocabularyCosts | None = None,
+) -> Costs:
+    """Equal stages: the arguments are one rank's whole share of one microbatch, of which a chunk takes its part.
+
+    That is 1/chunks of it, and the whole where every chunk is of another replica of the model.
+
+    Args:
+        vocabulary: what a rank's shard costs where the vocabulary is spread.
+    """
+    stage = StageCosts(forward, backward, weight, activation, retained).share(placement.chunks_per_replica)
+    return Costs((stage,) * (placement.ranks * placement.chunks), hop, vocabulary or VocabularyCosts())

@@ -1,0 +1,148 @@
+"""What a schedule is planned for: the shape, what passes cost, what memory there is, and what is to be short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.timeline import Timeline
+
+
+class Objective(StrEnum):
+    """What an iteration costs."""
+
+    SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
+    MAKESPAN = "makespan"  # where they do not: from the first pass of all ranks to the last of all
+
+    def length(self, timeline: Timeline) -> float:
+        """What is to be short, of a timeline."""
+        return timeline.span if self is Objective.SPAN else timeline.makespan
+
+    def bubble_rate(self, timeline: Timeline) -> float:
+        """The idle share of that length."""
+        return timeline.bubble_rate if self is Objective.SPAN else timeline.makespan_bubble_rate
+
+
+class LimitTooLow(ValueError):
+    """A family has no schedule within a memory limit.
+
+    Attributes:
+        least: the limit that it can do with, in the costs' unit.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+class ChunksDoNotFit(ValueError):
+    """A schedule has another number of chunks per rank; who asks for one adds where it was given."""
+
+
+class HostLimitTooLow(ValueError):
+    """A limit of host memory has no room for anything.
+
+    Attributes:
+        least: the limit that has room for one copy, in the costs' unit.
+    """
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One instance of pipeline scheduling: families plan it, ``bound`` and ``exact`` say how well it can be done.
+
+    Attributes:
+        placement: which stage each (rank, chunk) holds.
+        microbatches: of one iteration, at least 1.
+        costs: of every stage, for a whole microbatch.
+        limits: the most activation memory that each rank may hold, in the costs' unit; None for any amount.
+        objective: what is to be short.
+        recompute: the stages that run R, for every microbatch.
+        fused: the stages whose backward is BW, for every microbatch, where a family splits it elsewhere.
+        splits: into how many slices along the sequence every microbatch is cut, for families that can.
+        group: how many microbatches go through a chunk before the next one's turn, for families that group them.
+        jitter: by how much pass times vary (standard deviation as a share of the mean): families that search then want the
+            expected case to be short rather than the nominal one.
+        vocabulary: how the vocabulary is spread over all ranks; None where the ends of the model have it.
+        offload: how much of the activations may go to host memory; ``limits`` are of what is on the device.
+        host_limit: the most that a rank may have in host memory, in the costs' unit; None for any amount.
+
+    Raises:
+        ValueError: sizes do not fit each other or are out of range.
+    """
+
+    placement: Placement
+    microbatches: int
+    costs: Costs
+    limits: tuple[float, ...] | None = None
+    objective: Objective = Objective.SPAN
+    recompute: frozenset[int] = frozenset()
+    fused: frozenset[int] = frozenset()
+    splits: int = 1
+    group: int | None = None
+    jitter: float = 0.0
+    vocabulary: Vocabulary | None = None
+    offload: Offload | None = None
+    host_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.microbatches < 1:
+            raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
+        stages = self.placement.last_stage + 1
+        if len(self.costs.stages) != stages:
+            raise ValueError(
+                f"costs of {len(self.costs.stages)} stages for a placement of {stages} ({self.ranks} ranks with "
+                f"{self.placement.chunks} chunks each); give one StageCosts per stage"
+            )
+        if self.limits is not None and (len(self.limits) != self.ranks or not all(limit >= 0 for limit in self.limits)):
+            raise ValueError(f"a memory limit must be a number of at least 0 for each of {self.ranks} ranks, got {self.limits}")
+        for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):
+            unknown = sorted(stage for stage in chosen if not 0 <= stage < stages)
+            if unknown:
+                raise ValueError(f"cannot {name} stage {unknown[0]}: the stages are 0..{stages - 1}")
+        if not 0 <= self.jitter <= 1:
+            raise ValueError(f"jitter is a share of a pass's time between 0 and 1, got {self.jitter}")
+        if self.splits < 1:
+            raise ValueError(f"a microbatch can be cut into 1 slice or more, got {self.splits}")
+        if self.host_limit is not None and not (self.offload and self.host_limit > 0):
+            problem = f"must be above 0, got {self.host_limit:g}" if self.offload else "needs offloading, and there is none"
+            raise ValueError(f"a limit of host memory {problem}")
+        if self.vocabulary:
+            self._check_spread()
+
+    def _check_spread(self) -> None:
+        if self.ranks < 2:
+            raise ValueError("the vocabulary can be spread over 2 pipeline ranks or more, got 1: leave it where it is")
+        if self.placement.replicas > 1:
+            raise ValueError("a schedule that holds the model several times cannot spread the vocabulary: take another one")
+        if self.splits > 1:
+            raise ValueError(
+                f"microbatches cut into {self.splits} slices cannot go with a spread vocabulary, whose losses are those of whole "
+                "sequences: take 1 slice, or another schedule"
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    def value(self, timeline: Timeline) -> float:
+        """What the problem wants to be short, of a timeline."""
+        return self.objective.length(timeline)
+
+    def microbatch_memory(self, rank: int) -> float:
+        """What one microbatch holds on a rank when all its chunks have run F (and R): with that much every problem can be
+        planned. With several replicas each microbatch goes through one of them.
+
+        With recompute the least that is needed can be below this: see ``bound.least_limit``.
+        """
+        placement, held = self.placement, [0.0] * self.placement.replicas
+        for stage in placement.stages[rank]:
+            held[placement.replica(stage)] += self.costs.stages[stage].activation
+        return max(held)

@@ -1,0 +1,138 @@
+"""The CSV that ``torch.distributed.pipelining`` loads and runs: one line per rank, one cell per pass.
+
+A cell is written ``2F0``: stage, kind, microbatch. ``F`` is the forward, ``I`` the backward for the input (our B), ``W`` the
+backward for the weights and ``B`` both in one (our BW); an empty cell is a bubble. It is what torch's runtime calls the
+``compute_only`` format (``_PipelineScheduleRuntime._load_csv`` and ``_Action`` in torch 2.13, ``schedules.py``): torch adds
+sends and receives itself.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement, from_rows
+from megatron.pipeline.schedule.core.schedule import Schedule
+
+__all__ = ["from_csv", "to_csv"]
+
+_LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
+_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+_ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+_NOT_COMPUTED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Write a schedule for torch: ``runtime._load_csv(path)`` reads it from a file.
+
+    The order of every rank is kept. What is lost is the name, and which chunk a stage is on its rank: see ``from_csv``.
+
+    Raises:
+        ValueError: the schedule recomputes, offloads, cuts microbatches into slices, or has several replicas of the model, none
+            of which torch's format can say.
+    """
+    if schedule.splits > 1:
+        raise ValueError(
+            f"{schedule.name} cuts every microbatch into {schedule.splits} slices, and torch's CSV knows whole microbatches "
+            "only; write it as JSON, or plan it with 1 slice"
+        )
+    if schedule.placement.replicas > 1:
+        raise ValueError(
+            f"{schedule.name} holds {schedule.placement.replicas} replicas of the model, and torch's CSV knows one only; "
+            "write it as JSON, or take a schedule with one replica"
+        )
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    for rank, (stages, passes) in enumerate(zip(schedule.placement.stages, schedule.passes, strict=True)):
+        if schedule.vocabulary:
+            raise ValueError(
+                f"{schedule.name} spreads the vocabulary over all ranks, which torch's CSV has no passes for; write it as "
+                "JSON, or plan it without"
+            )
+        other = next((work for work in passes if work.kind not in _LETTERS), None)
+        if other is not None:
+            what, flag = ("copies activations", "offload") if other.kind.is_copy else ("recomputes a forward", "recompute")
+            raise ValueError(
+                f"rank {rank}: {other} {what}, which torch's CSV has no kind for; write the schedule as JSON, or plan it without "
+                f"{flag}"
+            )
+        writer.writerow(f"{stages[chunk]}{_LETTERS[kind]}{microbatch}" for kind, microbatch, chunk in passes)
+    return text.getvalue()
+
+
+def from_csv(text: str, name: str, placement: Placement | None = None) -> Schedule:
+    """Read what ``to_csv`` wrote, or torch's ``_dump_csv(path, format="compute_only")``, or a user by hand.
+
+    Torch's overlapped pair, ``(0F1;3B0)OVERLAP_F_B``, is read as its passes one after the other. Nothing else is checked
+    than that it can be read: see ``verify``.
+
+    Args:
+        text: one line per rank; empty cells and empty lines at the end are skipped.
+        name: of the schedule, which the text does not tell.
+        placement: which stage each (rank, chunk) holds; by default every rank's stages are its chunks in ascending order,
+            as they are in linear, interleaved and V placements.
+
+    Raises:
+        ValueError: a cell is not a pass, or stages are not where the placement, or any placement, has them.
+    """
+    cells = [list(row) for row in _rows(text)]
+    while cells and not cells[-1]:
+        cells.pop()
+    if not cells:
+        raise ValueError("not a schedule: the CSV has no passes; expected one line per rank with cells such as 2F0")
+    placement = _placement(cells) if placement is None else placement
+    if len(cells) != placement.ranks:
+        raise ValueError(f"not a schedule: {len(cells)} lines for a placement of {placement.ranks} ranks; give one per rank")
+    rows = []
+    for rank, row in enumerate(cells):
+        for where, stage, _, _ in row:
+            if not 0 <= stage <= placement.last_stage or placement.home(stage)[0] != rank:
+                mine = ", ".join(map(str, placement.stages[rank]))
+                raise ValueError(f"{where}: stage {stage} is not on rank {rank}, which holds {mine}")
+        rows.append(tuple(Pass(_KINDS[letter], microbatch, placement.home(stage)[1]) for _, stage, letter, microbatch in row))
+    microbatches = 1 + max(microbatch for row in cells for _, _, _, microbatch in row)
+    return Schedule(name, placement, microbatches, tuple(rows))
+
+
+_Cell = tuple[str, int, str, int]  # where it stands, stage, letter of the kind, microbatch
+
+
+def _rows(text: str) -> Iterator[Iterator[_Cell]]:
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for row in reader:
+            line = reader.line_num
+            yield (cell for number, each in enumerate(row, 1) for cell in _cell(f"line {line}, cell {number}", each.strip()))
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: not CSV ({error})") from None
+
+
+def _cell(where: str, text: str) -> Iterator[_Cell]:
+    """The pass in a cell, or the two of an overlapped pair, or none."""
+    overlapped = _OVERLAPPED.fullmatch(text)
+    for part in overlapped[1].split(";") if overlapped else [text] if text else []:
+        if match := _ACTION.fullmatch(part.strip()):
+            yield where, int(match[1]), match[2], int(match[3])
+        elif _NOT_COMPUTED.fullmatch(part):
+            raise ValueError(f"{where}: {part!r} is no computation; leave communication out, as in torch's format compute_only")
+        else:
+            raise ValueError(
+                f"{where}: {part[:40]!r} is not a pass: expected STAGE KIND MICROBATCH such as 2F0, with KIND one of "
+                f"{', '.join(_KINDS)}"
+            )
+
+
+def _placement(cells: list[list[_Cell]]) -> Placement:
+    """The placement that the stages of every rank's passes tell, chunks in ascending order of their stages."""
+    homes: dict[int, int] = {}
+    for rank, row in enumerate(cells):
+        if not row:
+            raise ValueError(f"not a schedule: rank {rank} has no passes; every rank needs a line with those of its stages")
+        for where, stage, _, _ in row:
+            if homes.setdefault(stage, rank) != rank:
+                raise ValueError(f"{where}: stage {stage} is on rank {rank} here and on rank {homes[stage]} before; keep one")
+    return from_rows([sorted({stage for _, stage, _, _ in row}) for row in cells])

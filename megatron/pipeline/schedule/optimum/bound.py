@@ -1,0 +1,225 @@
+"""How good can a schedule be? A bound below which no order of the passes can bring the span, or the makespan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.optimum.earliest import SLACK, Earliest, Times, backwards_in_time, lines, usable
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.transform import without_copies
+
+ORIGINS = 4  # from how many ranks' points of view at least a span is looked at, where there are many ranks
+SMALL = 512  # where there are fewer microbatches times stages, all are looked at, and more often
+
+
+@lru_cache(maxsize=256)  # a search asks for what its report tells, and searches within other limits ask again
+def lower_bound(problem: Problem) -> float:
+    """A span (or makespan, if that is the objective) that no schedule can beat.
+
+    It holds for every order of the passes that keeps the dependencies, the order of microbatches on each chunk and the
+    limits, with any mixture of BW and of B and W on the stages that the problem does not fuse.
+
+    The span is at least that of every rank, so take one rank, counted from its first pass, with W seconds of work.
+
+    * Head: before the moment T after its first pass, the rank can have done only U(T) < T seconds of work: the first
+      gradient is still on its way, what came before fills the memory, and on other ranks too microbatches wait for memory
+      (``Earliest``). The rank idles for at least T - U(T) then, and if U(T) < W, all of it lies within its span.
+    * Tail: the same, backwards in time, from the end of the rank's last pass, with T' and U'.
+    * Both: if U(T) + U'(T') <= W, head and tail cannot overlap: together they would hold all the work. The same is true
+      if the span is known to be at least T + T'. Then T - U(T) and T' - U'(T') both count.
+    * The last pass of any kind on the rank ends no earlier than ``Earliest`` says.
+    * Memory: what microbatches allocate they hold for at least their way to the last stage and back. Size times seconds,
+      over all microbatches, has to fit into limit times span.
+    * Rounds: only a whole number of microbatches fit between F and B of one stage, so that they go there in rounds.
+
+    For the makespan, time is counted from the first pass of all ranks, and to the last of all; the rest is the same.
+
+    At equal costs this is the span of ZB-H1 and ZB-V, and with their memory that of V-Half and, unless p = 2 modulo 3, of
+    V-Min (Qi et al., "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"): these are
+    optimal. It is loose where the limits hardly sustain the rate (``sustain``).
+
+    With a spread vocabulary it is the larger of the bound without and of the work of the busiest rank.
+
+    Returns:
+        Seconds (the unit of the costs); infinite if not even one microbatch fits into the limits.
+    """
+    if problem.vocabulary:
+        # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
+        stages = replace(problem, vocabulary=None)
+        return max(lower_bound(stages), max(_work(stages)) + problem.microbatches * problem.costs.vocabulary.total)
+    limits = [usable(problem, rank) for rank in range(problem.ranks)]
+    if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
+        return math.inf
+    forward = lines(problem)
+    count = max(line.count for line in forward)
+    small = count * len(problem.costs.stages) <= SMALL
+    first, last, sweeps = (count, 0, 8) if small else (problem.ranks + 8, 4, 2)
+    numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
+    work = _work(problem)
+    origins = _origins(work, len(numbers)) if problem.objective is Objective.SPAN else [None]
+    head = Earliest(problem, forward, origins, numbers)
+    tail = Earliest(problem, backwards_in_time(forward), origins, numbers)
+    for _ in range(sweeps):
+        head.sweep()
+        tail.sweep()
+    areas: list[float] = [area / limit for area, limit in zip(memory_time(problem), limits, strict=True) if limit > 0]
+    rounds: list[float] = [_rounds(problem, rank, limit) for rank, limit in enumerate(limits)]
+    best: float = max([*work, *areas, *rounds])
+    for at, origin in enumerate(origins):
+        for rank in range(problem.ranks) if origin is None else [origin]:
+            ends = max(head.last_end(at, rank), tail.last_end(at, rank))
+            best = max(best, ends, _with_idle_time(work[rank], head.windows(at, rank), tail.windows(at, rank), ends))
+    return best
+
+
+def own_bound(schedule: Schedule, problem: Problem) -> float:
+    """The lower bound that a schedule is compared with, for the problem's objective and costs.
+
+    It is that of every order of its passes on its placement that holds no more memory on a rank than this schedule does on its
+    fullest one, host memory included: so schedules compare with each other, whatever limit each was planned for.
+    """
+    most = max(activation_peaks(without_copies(schedule), problem.costs))
+    return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
+
+
+def with_own_passes(schedule: Schedule, problem: Problem) -> Problem:
+    """The problem, for a schedule in which stages run R for some microbatches: all of them may, at no cost in time."""
+    runs = {
+        schedule.placement.stage(rank, work.chunk)
+        for rank, passes in enumerate(schedule.passes)
+        for work in passes
+        if work.kind is Kind.R
+    }
+    some = runs - problem.recompute
+    if not some:
+        return problem
+    stages = tuple(replace(cost, recompute=0) if at in some else cost for at, cost in enumerate(problem.costs.stages))
+    return replace(problem, costs=replace(problem.costs, stages=stages), recompute=problem.recompute | some)
+
+
+def _work(problem: Problem) -> list[float]:
+    """Seconds that every rank computes, in its stages' passes."""
+    work: list[float] = [0.0] * problem.ranks
+    for line in lines(problem):
+        work[line.rank] += line.count * line.seconds
+    return work
+
+
+def least_limit(problem: Problem, rank: int) -> float:
+    """The memory without which a rank cannot run even one microbatch, in the costs' unit.
+
+    When a stage runs its first backward, the microbatch (all its slices) occupies that stage and, of those of the rank, the
+    stages before it. Where R follows, these hold no more than what is kept for it.
+    """
+    least = 0.0
+    for stage, held in nested(problem, rank):
+        if problem.placement.replica(stage) < problem.microbatches:
+            cost = problem.costs.stages[stage]
+            again = cost.activation - cost.checkpoint if stage in problem.recompute else 0
+            least = max(least, held * problem.splits + float(again) / problem.splits)
+    return least
+
+
+def _origins(work: list[float], followed: int) -> Sequence[int | None]:
+    """The ranks whose span is bounded: all, or the first, the last and those with the most work, to keep it fast."""
+    by_work = sorted(range(len(work)), key=lambda rank: -work[rank])
+    ordered = dict.fromkeys([by_work[0], 0, len(work) - 1, *by_work])
+    return sorted(list(ordered)[: max(ORIGINS, 200 // followed)])
+
+
+def nested(problem: Problem, rank: int) -> Iterator[tuple[int, float]]:
+    """For every stage of a rank, what one microbatch (slice) holds there while it is between F and B of that stage.
+
+    It occupies the stages before on the same rank as well: their B are still to come.
+    """
+    placement = problem.placement
+    for replica in range(placement.replicas):
+        held = 0.0
+        for stage in sorted(placement.stages[rank]):
+            if placement.replica(stage) == replica:
+                cost = problem.costs.stages[stage]
+                held += float(cost.checkpoint if stage in problem.recompute else cost.activation) / problem.splits
+                yield stage, held
+
+
+def _rounds(problem: Problem, rank: int, limit: float) -> float:
+    """The span from which on microbatches can be between F and B of every stage, as many at once as the limit allows."""
+    if limit == math.inf:
+        return 0.0
+    best = 0.0
+    spans, total, firsts = lifespans(problem), problem.microbatches * problem.splits, dict[int, float]()
+    for stage, held in nested(problem, rank):
+        replica = problem.placement.replica(stage)
+        way = firsts.setdefault(replica, spans[stage]) - spans[stage]  # of the first to this stage, and of the last from it
+        if held > 0:
+            at_once = max(1, math.floor(limit / held * (1 + SLACK)))
+            count = len(range(replica, total, problem.placement.replicas))
+            best = max(best, -(-count // at_once) * spans[stage] + way if count else 0.0)
+    return best
+
+
+def _with_idle_time(work: float, head: tuple[Times, Times], tail: tuple[Times, Times], known: float) -> float:
+    """The rank's work, and the most idle time of a head, of a tail, or of both where they cannot overlap.
+
+    ``known`` is a bound of this rank's span.
+    """
+    (heads, head_idle, head_work), (tails, tail_idle, tail_work) = _idle(work, *head), _idle(work, *tail)
+    best = work + float(max(head_idle[-1], tail_idle[-1]))
+    for limits, lengths in ((work - tail_work, head_work), (max(known, best) - tails, heads)):
+        at = np.searchsorted(lengths, limits * (1 - SLACK), side="right") - 1
+        both = np.where(at >= 0, head_idle[at] + tail_idle, 0)
+        best = max(best, work + float(both.max()))
+    return best
+
+
+def _idle(work: float, moments: Times, most: Times) -> tuple[Times, Times, Times]:
+    """Moments, the idle time known to lie before each, and the work that allows; from none at moment 0."""
+    within = most < work * (1 - SLACK)
+    moments, most = (np.concatenate([[0.0], values[within]]) for values in (moments, most))
+    return moments, np.maximum.accumulate(np.maximum(moments - most, 0)), np.maximum.accumulate(most)
+
+
+def memory_time(problem: Problem) -> list[float]:
+    """What all microbatches of an iteration hold on every rank at least, size times seconds, in the costs' units.
+
+    A stage holds what F allocates for a lifespan (``lifespans``), what R allocates from R until B ends, and what is
+    retained until W ends.
+    """
+    costs = problem.costs.sliced(problem.splits)
+    spans = lifespans(problem)
+    held = [0.0] * problem.ranks
+    for line in lines(problem):
+        cost, again = costs.stages[line.stage], line.stage in problem.recompute
+        if line.kind is Kind.F:
+            held[line.rank] += line.count * line.change * spans[line.stage]
+        elif line.kind is Kind.R:
+            held[line.rank] += line.count * line.change * line.seconds
+        elif line.kind is Kind.B:
+            held[line.rank] += line.count * (float(cost.activation - cost.checkpoint) if again else 0.0) * line.seconds
+        else:
+            held[line.rank] += line.count * float(cost.retained) * line.seconds
+    return held
+
+
+def lifespans(problem: Problem) -> list[float]:
+    """For every stage, the least seconds from the start of F to the end of B: to the last stage and back.
+
+    The word is that of Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.
+    """
+    placement, costs = problem.placement, problem.costs.sliced(problem.splits)
+    seconds = {(line.stage, line.kind): line.seconds for line in lines(problem)}
+    spans: list[float] = []
+    for stage in reversed(range(placement.last_stage + 1)):
+        inner = seconds.get((stage, Kind.R), 0.0) if placement.is_last(stage) else spans[-1]
+        if not placement.is_last(stage) and placement.home(stage)[0] != placement.home(stage + 1)[0]:
+            inner += 2 * float(costs.hop)
+        spans.append(seconds[stage, Kind.F] + inner + seconds[stage, Kind.B])
+    return spans[::-1]

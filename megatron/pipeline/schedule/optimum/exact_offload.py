@@ -1,0 +1,192 @@
+"""The least that a rank can hold with copies to host memory that keep no pass waiting: a constraint model for OR-Tools CP-SAT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Offload
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import Rank, offload
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import IntVar
+
+MOST_CANDIDATES = 150  # with more than this, minutes of search prove little
+
+_GRID = 10**6  # of what are no simple fractions
+_STRAY = 1e-3  # of a unit: sums of floats stray in their last bits
+
+
+@dataclass(frozen=True)
+class LeastPeak:
+    """What the search found, in the costs' unit of memory.
+
+    Attributes:
+        value: a choice and placing of copies holds this; ``offload``'s own where the search has found nothing better.
+        bound: none holds less.
+        proven: whether the two are equal.
+    """
+
+    value: float
+    bound: float
+    proven: bool
+
+
+def least_peak(
+    schedule: Schedule,
+    costs: Costs,
+    rank: int,
+    mode: Offload = Offload.FULL,
+    host_limit: float | None = None,
+    seconds: float = 10.0,
+    workers: int = 1,
+) -> LeastPeak:
+    """The least peak of one rank over every choice of what goes to host memory, and every time at which it goes and returns.
+
+    Passes keep their order and their times. Copies to the host go in the order of their F, as in any schedule; those back in
+    any. What goes and what comes between the same two passes counts as if all that goes did so first, and times and sizes that
+    are no simple fractions are rounded in favour of what is searched. So no plan holds less than ``bound``, and the one that is
+    found to hold ``value`` may hold more between two passes, or keep one waiting for as long as the rounding.
+
+    Args:
+        schedule: without copies.
+        mode, host_limit: as in ``offload``.
+        seconds: how long to search, in wall-clock seconds.
+        workers: threads; with one, the search takes the same way every time.
+
+    Raises:
+        ValueError: the rank has too many microbatches to search, or as ``offload``.
+    """
+    known = activation_peaks(offload(schedule, costs, mode, host_limit=host_limit), costs)[rank]
+    row = Rank(schedule, costs, rank, simulate(schedule, costs).ranks[rank])
+    count = len(row.works)
+    if count > MOST_CANDIDATES:
+        raise ValueError(
+            f"{count} microbatches of a chunk on rank {rank} are too many to search, at most {MOST_CANDIDATES} are not; take "
+            "fewer chunks or microbatches"
+        )
+    if not count:
+        return LeastPeak(known, known, True)
+    model = _Model(row, known)
+    if mode is Offload.SELECTIVE:
+        model.move_no_more_than(float(row.sizes.sum()) / 2)
+    if host_limit is not None:
+        model.keep_no_more_away_than(host_limit)
+    found, bound = model.solve(seconds, workers)
+    value = min(known, found)
+    if bound >= value - 1 / model.memory:
+        bound = value
+    return LeastPeak(value, bound, bound == value)
+
+
+class _Model:
+    """The constraint model: times and sizes in whole multiples of ``1/scale``, each rounded in favour of a lower peak."""
+
+    def __init__(self, row: Rank, known: float) -> None:
+        from ortools.sat.python import cp_model  # slow to import, and not needed to plan
+
+        self._row, self._model = row, cp_model.CpModel()
+        self._count = range(len(row.works))
+        starts, ends, needed = row.starts.tolist(), row.ends.tolist(), row.needed.tolist()
+        self.time = _scale([*starts, *ends, *row.to_host.tolist(), *row.to_device.tolist()])
+        self.memory = _scale([*row.during.tolist(), *row.sizes.tolist()])
+        self._sizes = [_up(size, self.memory) for size in row.sizes.tolist()]
+        self._chosen = [self._model.new_bool_var("") for _ in self._count]
+        self._horizon = _up(ends[-1], self.time)
+        self._gone = self._to_host()
+        self._called = self._to_device([_up(starts[slot], self.time) for slot in needed])
+        self._add_peak(
+            [_up(start, self.time) for start in starts], [_down(end, self.time) for end in ends], _up(known, self.memory)
+        )
+
+    def _to_host(self) -> list[IntVar]:
+        """When copies to the host have ended: each starts once its F has ended and those before have."""
+        lane = [self._model.new_int_var(0, self._horizon, "") for _ in self._count]
+        ends, seconds = self._row.ends[self._row.made].tolist(), self._row.to_host.tolist()
+        for at, end in enumerate(lane):
+            taken = _down(seconds[at], self.time)
+            self._model.add(end >= _down(ends[at], self.time) + taken).only_enforce_if(self._chosen[at])
+            if at:
+                self._model.add(end >= lane[at - 1] + taken * self._chosen[at])
+        return lane
+
+    def _to_device(self, needed: Sequence[int]) -> list[IntVar]:
+        """When copies back start: one at a time, after they went, and so that they are back in time."""
+        model, starts, intervals = self._model, [], []
+        for at, seconds in enumerate(self._row.to_device.tolist()):
+            taken = _down(seconds, self.time)
+            start = model.new_int_var(0, self._horizon, "")
+            model.add(start >= self._gone[at]).only_enforce_if(self._chosen[at])
+            model.add(start + taken <= needed[at]).only_enforce_if(self._chosen[at])
+            intervals.append(model.new_optional_fixed_size_interval_var(start, taken, self._chosen[at], ""))
+            starts.append(start)
+        model.add_no_overlap(intervals)
+        return starts
+
+    def _add_peak(self, starts: Sequence[int], ends: Sequence[int], known: int) -> None:
+        """A slot's level is less by what is away throughout it."""
+        row, model = self._row, self._model
+        made, needed = row.made.tolist(), row.needed.tolist()
+        levels = [_down(level, self.memory) for level in row.during.tolist()]
+        alive = [[at for at in self._count if made[at] < slot < needed[at]] for slot in range(len(levels))]
+        least = max(level - sum(self._sizes[at] for at in some) for level, some in zip(levels, alive, strict=True))
+        self._peak = model.new_int_var(max(0, least), known, "peak")
+        for slot, (level, some) in enumerate(zip(levels, alive, strict=True)):
+            if level <= least:
+                continue
+            away = [model.new_bool_var("") for _ in some]
+            for at, here in zip(some, away, strict=True):
+                model.add_implication(here, self._chosen[at])
+                model.add(self._gone[at] <= starts[slot]).only_enforce_if(here)
+                model.add(self._called[at] >= ends[slot]).only_enforce_if(here)
+            model.add(self._peak >= level - sum(self._sizes[at] * here for at, here in zip(some, away, strict=True)))
+        model.minimize(self._peak)
+
+    def move_no_more_than(self, most: float) -> None:
+        self._add_limit(self._count, most)
+
+    def keep_no_more_away_than(self, most: float) -> None:
+        """In host memory from the end of F to the start of the pass that needs it."""
+        made, needed = self._row.made.tolist(), self._row.needed.tolist()
+        for slot in made:
+            self._add_limit([at for at in self._count if made[at] <= slot < needed[at]], most)
+
+    def _add_limit(self, some: Iterable[int], most: float) -> None:
+        sizes = [_down(size, self.memory) for size in self._row.sizes.tolist()]
+        self._model.add(sum(sizes[at] * self._chosen[at] for at in some) <= _up(most, self.memory))
+
+    def solve(self, seconds: float, workers: int) -> tuple[float, float]:
+        """The least peak found, infinite where none was, and the least that any can be."""
+        from ortools.sat.python import cp_model
+
+        solver = cp_model.CpSolver()
+        solver.parameters.max_time_in_seconds = seconds
+        solver.parameters.num_workers = workers
+        solver.parameters.random_seed = 0
+        status = solver.solve(self._model).name  # type: ignore[attr-defined]
+        found = solver.value(self._peak) / self.memory if status in ("OPTIMAL", "FEASIBLE") else math.inf
+        return found, math.ceil(solver.best_objective_bound - 1e-6) / self.memory
+
+
+def _scale(values: Iterable[float]) -> float:
+    """What makes values whole numbers: exactly where they are fractions with small denominators, else a fine grid."""
+    given = list(values)
+    simple = [Fraction(value).limit_denominator(1000) for value in given]
+    scale = math.lcm(*(value.denominator for value in simple))
+    if scale <= _GRID and all(abs(rough - value) <= 1e-9 * (1 + value) for rough, value in zip(simple, given, strict=True)):
+        return scale
+    return _GRID / max(given)
+
+
+def _down(value: float, scale: float) -> int:
+    return math.floor(value * scale + _STRAY)
+
+
+def _up(value: float, scale: float) -> int:
+    return math.ceil(value * scale - _STRAY)

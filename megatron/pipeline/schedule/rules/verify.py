@@ -1,0 +1,250 @@
+"""The specification of a schedule, as code: every rule that a schedule must obey, whoever made it.
+
+``verify`` checks a schedule; ``verify_programs`` (in ``verify_programs.py``) checks what it was lowered to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.rules.verify_programs import verify_programs
+from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, first_before_its_need
+from megatron.pipeline.schedule.time.simulate import activation_changes
+
+# Found once: looking up Kind.F takes longer than everything else that is done with a pass.
+F, R, B, W, BW, S, T, IF, IB, D2H, H2D = Kind
+
+__all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
+
+
+class LimitExceeded(ScheduleError, LimitTooLow):
+    """A schedule holds more than its limit."""
+
+
+def verify(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    forward_only: bool = False,
+) -> None:
+    """Check a schedule against every rule below.
+
+    Args:
+        schedule: what to check.
+        costs: for the memory limit; by default every microbatch takes 1 on a rank, held until W.
+        memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
+        forward_only: the schedule is for evaluation, so that it has every F (S and IF) and nothing else.
+
+    Raises:
+        ScheduleError: a rule is broken; the message names the rank and the first pass that breaks it.
+    """
+    every_pass_is_known(schedule)
+    no_pass_is_repeated(schedule)
+    every_forward_is_there(schedule)
+    if forward_only:
+        only_forwards(schedule)
+    else:
+        every_backward_is_whole(schedule)
+    the_vocabulary_is_whole(schedule, forward_only)
+    every_copy_has_its_other_half(schedule)
+    passes_of_a_microbatch_are_in_order(schedule)
+    passes_of_a_chunk_are_in_microbatch_order(schedule)
+    dependencies_can_be_met(schedule)
+    if memory_limit is not None:
+        memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
+
+
+def every_pass_is_known(schedule: Schedule) -> None:
+    """Every rank has its row, and every pass is of a microbatch and a chunk that exist."""
+    if len(schedule.passes) != schedule.ranks:
+        raise ScheduleError(f"passes of {len(schedule.passes)} ranks for a placement of {schedule.ranks}; give one row per rank")
+    slices, chunks = schedule.slices, schedule.placement.chunks
+    for rank, passes in enumerate(schedule.passes):
+        numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
+        for work in passes:
+            kind, microbatch, chunk = work
+            if not 0 <= microbatch < slices:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
+            if kind.is_of_vocabulary and (not schedule.vocabulary or chunk):
+                if not schedule.vocabulary:
+                    raise ScheduleError(
+                        f"rank {rank}: {work} in a schedule whose vocabulary is not spread; remove it, or say how"
+                    )
+                raise ScheduleError(f"rank {rank}: {work} is of chunk {chunk}; passes of the vocabulary have chunk 0")
+            if not 0 <= chunk < chunks:
+                raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{chunks - 1}")
+            if microbatch not in numbers[chunk]:
+                raise ScheduleError(
+                    f"rank {rank}: {work} is of a microbatch that does not go through chunk {work.chunk}; with "
+                    f"{schedule.placement.replicas} replicas of the model, microbatch i goes through replica i mod "
+                    f"{schedule.placement.replicas}"
+                )
+
+
+def no_pass_is_repeated(schedule: Schedule) -> None:
+    """No pass runs twice, and no backward runs both fused and split."""
+    for rank, passes in enumerate(schedule.passes):
+        seen: set[Pass] = set()
+        for work in passes:
+            if work in seen:
+                raise ScheduleError(f"rank {rank}: {work} runs twice; remove one")
+            seen.add(work)
+        fused = {(microbatch, chunk) for kind, microbatch, chunk in passes if kind is BW}
+        for work in passes if fused else ():
+            kind, microbatch, chunk = work
+            if (kind is B or kind is W) and (microbatch, chunk) in fused:
+                whole = Pass(BW, microbatch, chunk)
+                raise ScheduleError(f"rank {rank}: {work} runs again what {whole} does; keep either BW, or B and W")
+
+
+def every_forward_is_there(schedule: Schedule) -> None:
+    """Every rank runs F of every microbatch (of every slice of it) on every chunk."""
+    for rank, passes in enumerate(schedule.passes):
+        present = set(passes)
+        for microbatch, chunk in _items(schedule, rank):
+            if (F, microbatch, chunk) not in present:
+                raise _missing(rank, F, microbatch, chunk)
+
+
+def every_backward_is_whole(schedule: Schedule) -> None:
+    """Every rank runs BW, or B and W, of every microbatch on every chunk."""
+    for rank, passes in enumerate(schedule.passes):
+        present = set(passes)
+        for microbatch, chunk in _items(schedule, rank):
+            if (BW, microbatch, chunk) not in present:
+                for kind in (B, W):
+                    if (kind, microbatch, chunk) not in present:
+                        raise _missing(rank, kind, microbatch, chunk)
+
+
+def the_vocabulary_is_whole(schedule: Schedule, forward_only: bool) -> None:
+    """Where the vocabulary is spread, every rank runs IF and S of every microbatch, and in training T and IB."""
+    if not schedule.vocabulary:
+        return
+    for rank, passes in enumerate(schedule.passes):
+        present = set(passes)
+        for microbatch in range(schedule.microbatches):
+            for kind in (IF, S) if forward_only else (IF, S, T, IB):
+                if (kind, microbatch, 0) not in present:
+                    raise _missing(rank, kind, microbatch, 0)
+
+
+def every_copy_has_its_other_half(schedule: Schedule) -> None:
+    """What a rank copies to host memory it copies back, once each."""
+    for rank, passes in enumerate(schedule.passes):
+        copies = [work for work in passes if work.kind.is_copy]
+        present = set(copies)
+        for kind, microbatch, chunk in copies:
+            if (H2D if kind is D2H else D2H, microbatch, chunk) not in present:
+                raise _missing(rank, H2D if kind is D2H else D2H, microbatch, chunk)
+
+
+def only_forwards(schedule: Schedule) -> None:
+    """In evaluation nothing but F, and with a spread vocabulary IF and S, runs."""
+    for rank, passes in enumerate(schedule.passes):
+        for work in passes:
+            if not work.kind.is_forward:
+                raise ScheduleError(f"rank {rank}: {work} does not belong to a schedule of forwards only; remove it")
+
+
+def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
+    """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, B before W, and S
+    before T. Where there are copies D2H follows F, H2D follows D2H, and R, or B or BW without one, follows H2D."""
+    for rank, passes in enumerate(schedule.passes):
+        if (misplaced := first_before_its_need(passes)) is not None:
+            work, needed = misplaced
+            raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
+
+
+def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
+    """On one chunk, F run in microbatch order, R do, B and BW do, and W and BW do; on a rank, IF, S, T and IB do. Slices of one
+    microbatch, cut along the sequence, run F in their order and the rest in reverse, since later ones attend to earlier ones.
+
+    Data iterators hand out batches in the order of the forwards, on every stage that needs data. Sums of floats depend on
+    their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
+    """
+    splits = schedule.splits
+    for rank, passes in enumerate(schedule.passes):
+        last: dict[tuple[str, int], tuple[int, Pass]] = {}
+        for work in passes:
+            kind, place, chunk = work
+            if splits > 1 and kind is not F:
+                place += splits - 1 - 2 * (place % splits)
+            for kinds in _LINES[kind]:
+                before, other = last.get((kinds, chunk), (-1, work))
+                if place < before:
+                    whole = "order" if splits == 1 else "order, and the slices of one microbatch must be in reverse"
+                    if kind is F:
+                        whole = "order"
+                    raise ScheduleError(
+                        f"rank {rank}: {work} runs after {other}; {kinds} of one chunk must be in microbatch {whole}"
+                    )
+                last[kinds, chunk] = place, work
+
+
+_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW"), D2H: (), H2D: ()} | {
+    kind: (str(kind),) for kind in (S, T, IF, IB)
+}
+
+
+def dependencies_can_be_met(schedule: Schedule) -> None:
+    """No pass waits, over any number of ranks, for a pass that waits for it."""
+    try:
+        dependency_order(schedule)
+    except Stuck as stuck:
+        raise ScheduleError(str(stuck)) from None
+
+
+def memory_stays_within(schedule: Schedule, costs: Costs, memory_limit: float | Sequence[float]) -> None:
+    """No rank ever holds more activation memory than its limit; both in the costs' unit."""
+    limits = per_rank(memory_limit, schedule.ranks)
+    levels = [list(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
+    for rank, (limit, held) in enumerate(zip(limits, levels, strict=True)):
+        # Chunks hold fractions such as 1/3 whose float sums stray in the last bits: that is not a broken limit.
+        limit_with_slack = limit * (1 + 1e-9)
+        if max(held, default=0) > limit_with_slack:
+            slot = next(slot for slot, level in enumerate(held) if level > limit_with_slack)
+            peaks = [max(held, default=0) for held in levels]
+            fullest = max(range(schedule.ranks), key=peaks.__getitem__)
+            more = f", and {rounded_up(peaks[fullest])} on rank {fullest}" if peaks[fullest] > peaks[rank] * (1 + 1e-9) else ""
+            raise LimitExceeded(
+                f"rank {rank}: {schedule.passes[rank][slot]} brings the activation memory of {schedule.name} to "
+                f"{held[slot]:g}, above the limit of {limit:g}; this schedule needs {rounded_up(peaks[rank])} there{more}: raise "
+                f"the limit to {rounded_up(peaks[fullest])}, or take a schedule that holds less",
+                peaks[fullest],
+            )
+
+
+def rounded_up(amount: float) -> str:
+    """An amount of memory with six digits, never less than it is: a limit that someone takes from a message suffices."""
+    text = f"{amount:g}"
+    if float(text) * (1 + 1e-9) >= amount:
+        return text
+    return f"{amount + 10.0 ** (math.floor(math.log10(amount)) - 5):g}"
+
+
+def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
+    """One limit for every rank, from one number for all or from one number each.
+
+    Raises:
+        ValueError: not one number per rank, or a number that is negative or NaN.
+    """
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
+    if len(limits) != ranks or not all(limit >= 0 for limit in limits):
+        raise ValueError(f"a memory limit must be one number of at least 0, or one for each of {ranks} ranks, got {memory_limit}")
+    return limits
+
+
+def _items(schedule: Schedule, rank: int) -> Iterator[tuple[int, int]]:
+    """Every (microbatch, chunk) of a rank, one by one: a file may claim more microbatches than fit into a list."""
+    return ((m, c) for c in range(schedule.placement.chunks) for m in schedule.numbers(rank, c))
+
+
+def _missing(rank: int, kind: Kind, microbatch: int, chunk: int) -> ScheduleError:
+    return ScheduleError(f"rank {rank}: {Pass(kind, microbatch, chunk)} is missing; add it")

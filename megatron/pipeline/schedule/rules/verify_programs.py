@@ -1,0 +1,289 @@
+"""The specification of lowered programs, as code: nothing is lost on the way from one rank to another, and nothing deadlocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
+
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.lower.lower import Transfer, gatherings, transfers
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import (
+    Collective,
+    Compute,
+    Copy,
+    Join,
+    Message,
+    Operation,
+    Program,
+    Receive,
+    Send,
+    Validate,
+    Wait,
+    describe,
+    pass_of,
+)
+from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
+from megatron.pipeline.schedule.time.lanes import returning
+
+_Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
+_Item = TypeVar("_Item", Pass, Operation)
+
+
+def verify_programs(schedule: Schedule, programs: Sequence[Program], posting: Posting = Posting.SINGLE) -> None:
+    """Check what a schedule was lowered to against every rule below.
+
+    Args:
+        posting: how the sends and receives will be started. Programs that are right for batches are right one by one.
+
+    Raises:
+        ScheduleError: a rule is broken; the message names the rank and the first operation that breaks it.
+    """
+    programs_follow_the_schedule(schedule, programs)
+    every_copy_stands_where_it_may(schedule, programs)
+    every_message_is_delivered(schedule, programs)
+    every_collective_is_joined(schedule, programs)
+    ranks_agree_on_the_order_of_collectives(programs)
+    pairs_agree_on_the_order(programs)
+    nothing_deadlocks(programs)
+    if posting is Posting.BATCHED:
+        batches_do_not_deadlock(programs, schedule.placement)
+    nothing_crosses_the_validation(schedule, programs)
+
+
+def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Every rank computes exactly its passes, in the schedule's order, and has its copies where that has them."""
+    if len(programs) != schedule.ranks:
+        raise ScheduleError(f"{len(programs)} programs for {schedule.ranks} ranks; give one program per rank")
+    for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
+        computed = [work for operation in program if (work := pass_of(operation)) is not None]
+        for slot, (planned, found) in enumerate(itertools.zip_longest(passes, computed)):
+            if planned != found:
+                raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
+
+
+def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """A copy to host memory starts after its F and before it is waited for, one back starts after that, and is waited for before
+    what needs it; each once, and no others are there. Those to host memory start in the order of their F."""
+    for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
+        needed = returning(passes)
+        by_copy = {copy: work for work, copy in needed.items()}
+        planned = {work for work in passes if work.kind.is_copy}
+        places: dict[tuple[type[Operation], Pass], int] = {}
+        for place, operation in enumerate(program):
+            if isinstance(operation, Compute | Copy | Wait) and isinstance(operation[0], Pass):
+                work = operation[0]
+                if not isinstance(operation, Compute) and work not in planned:
+                    raise ScheduleError(f"rank {rank}: {describe(operation)}, which the schedule does not have; remove it")
+                if (type(operation), work) in places:
+                    raise ScheduleError(f"rank {rank}: {describe(operation)} comes twice; remove one")
+                places[type(operation), work] = place
+        for work in passes:
+            if not work.kind.is_copy:
+                continue
+            if work.kind is Kind.D2H:
+                chain: tuple[tuple[type[Operation], Pass], ...] = (
+                    (Compute, work._replace(kind=Kind.F)),
+                    (Copy, work),
+                    (Wait, work),
+                )
+            else:
+                chain = ((Wait, work._replace(kind=Kind.D2H)), (Copy, work), (Wait, work), (Compute, by_copy[work]))
+            at = [places.get(one, -1) for one in chain]
+            if -1 in at or at != sorted(at):
+                order = ", ".join(f"{kind.__name__} {one}" for kind, one in chain)
+                raise ScheduleError(f"rank {rank}: {work} needs, in this order: {order}")
+        lane = [copy for work in passes if work.kind is Kind.F and (copy := work._replace(kind=Kind.D2H)) in planned]
+        started = [one.work for one in program if isinstance(one, Copy) and one.work.kind is Kind.D2H]
+        for first, here in zip(lane, started, strict=True):
+            if first != here:
+                raise ScheduleError(f"rank {rank}: Copy {here} starts where its lane has {first}; they start in the order of F")
+
+
+def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
+    in this order, before the pass that needs it, by the right peers; and no other tensor is."""
+    sends, receives, waits, computes = _places(programs)
+    needed = {transfer.message: transfer for transfer in transfers(schedule)}
+    for name, places in (("Send", sends), ("Receive", receives), ("Wait", waits)):
+        for message, (rank, _, _) in places.items():
+            if message not in needed:
+                raise ScheduleError(f"rank {rank}: {name} of the {message}, which no other rank needs; remove it")
+    for transfer in needed.values():
+        message, sender, producer, receiver, consumer = transfer
+        sent = _place(schedule, sends, "Send", transfer, sender, receiver)
+        received = _place(schedule, receives, "Receive", transfer, receiver, sender)
+        waited = _place(schedule, waits, "Wait", transfer, receiver, receiver)
+        if sent < computes[sender][producer]:
+            raise ScheduleError(
+                f"rank {sender}: Send of the {message} comes before {schedule.passes[sender][producer]}, which makes it"
+            )
+        if not received < waited < computes[receiver][consumer]:
+            raise ScheduleError(
+                f"rank {receiver}: {schedule.passes[receiver][consumer]} needs the {message}; its Receive, its Wait and the pass "
+                "must come in this order"
+            )
+
+
+def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Every rank joins every collective of a spread vocabulary once, after the pass that makes its part (and after all joined
+    the one that its part is made from), and waits for it once, after that and before the pass that needs it."""
+    known = {one.collective: one for one in gatherings(schedule)}
+    for rank, program in enumerate(programs):
+        places: dict[tuple[type, Collective | Pass], int] = {}
+        for place, operation in enumerate(program):
+            match operation:
+                case Join(collective) | Wait(Collective() as collective):
+                    if collective not in known:
+                        raise ScheduleError(f"rank {rank}: {operation} of the {collective}, which nothing needs; remove it")
+                    if (type(operation), collective) in places:
+                        raise ScheduleError(
+                            f"rank {rank}: {type(operation).__name__} of the {collective} comes twice; remove one"
+                        )
+                    places[type(operation), collective] = place
+                case Compute(work):
+                    places[Compute, work] = place
+        for collective, one in known.items():
+            for kind in (Join, Wait):
+                if (kind, collective) not in places:
+                    raise ScheduleError(f"rank {rank}: {kind.__name__} of the {collective} is missing")
+            joined, waited = (places[kind, collective] for kind in (Join, Wait))
+            makes, needs = dict(one.producers).get(rank), dict(one.consumers).get(rank)
+            early = makes is not None and joined < places[Compute, makes]
+            if one.after is not None:
+                early = early or joined < places[Join, one.after]
+                # What it is made of, T uses up.
+                late = places[Compute, Pass(Kind.T, collective.microbatch)]
+                if late < joined:
+                    raise ScheduleError(f"rank {rank}: Join of the {collective} comes after T, which ends what it is made of")
+            if early or waited < joined or (needs is not None and places[Compute, needs] < waited):
+                parts = [str(part) for part in (makes, one.after) if part is not None]
+                raise ScheduleError(
+                    f"rank {rank}: the {collective} must come in this order: {', '.join([*parts, 'Join', 'Wait'])}"
+                    + (f", {needs}" if needs else "")
+                )
+
+
+def ranks_agree_on_the_order_of_collectives(programs: Sequence[Program]) -> None:
+    """All ranks join the collectives in one order."""
+    orders = [[one.collective for one in program if isinstance(one, Join)] for program in programs]
+    for rank, order in enumerate(orders):
+        for first, here in zip(orders[0], order, strict=False):
+            if first != here:
+                raise ScheduleError(
+                    f"rank {rank} joins the {here} where rank 0 joins the {first}; all ranks must join collectives in one order"
+                )
+
+
+def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
+    """For every pair of ranks and each direction, tensors are received in the order in which they are sent."""
+    sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for operation in program:
+            if isinstance(operation, Send):
+                sends[rank, operation.peer].append(operation.message)
+            elif isinstance(operation, Receive):
+                receives[operation.peer, rank].append(operation.message)
+    for (sender, receiver), sent in sends.items():
+        for first, second in zip(sent, receives[sender, receiver], strict=False):
+            if first != second:
+                raise ScheduleError(
+                    f"rank {receiver} receives the {second} from rank {sender} where that sends the {first}; "
+                    "both must use the same order"
+                )
+
+
+def nothing_deadlocks(programs: Sequence[Program]) -> None:
+    """All programs end even if every Send and Receive blocks until its peer reaches the matching operation, and every Join until
+    all ranks reach theirs."""
+    position = [0] * len(programs)
+    runnable = list(range(len(programs)))
+    while runnable:
+        rank = runnable.pop()
+        program, at = programs[rank], position[rank]
+        while at < len(program) and isinstance(program[at], (Compute, Copy, Wait, Validate)):
+            at += 1
+        position[rank] = at
+        mine = _at(program, at)
+        if isinstance(mine, Join) and all(_at(one, position[other]) == mine for other, one in enumerate(programs)):
+            position = [place + 1 for place in position]
+            runnable = list(range(len(programs)))
+        if not isinstance(mine, (Send, Receive)):
+            continue
+        theirs = _at(programs[mine.peer], position[mine.peer])
+        # Send and Receive are tuples, so they are equal to each other: the type has to be compared too.
+        if isinstance(theirs, Receive if isinstance(mine, Send) else Send) and theirs == (mine.message, rank):
+            position[rank] += 1
+            position[mine.peer] += 1
+            runnable += [rank, mine.peer]
+    stuck = {rank: _at(program, position[rank]) for rank, program in enumerate(programs) if position[rank] < len(program)}
+    if stuck:
+        places = "; ".join(f"rank {rank} in {describe(operation)}" for rank, operation in stuck.items())
+        raise ScheduleError(f"deadlock when sends, receives and collectives block until their peers join: {places}")
+
+
+def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """A program that trains validates once, after forwards and copies alone; a message is sent before its sender validates just
+    if it is received before its receiver does, so that what an undone step voids is the same on both sides."""
+    trains = any(not (work.kind.is_forward or work.kind.is_copy) for passes in schedule.passes for work in passes)
+    before: dict[Message | Collective, bool] = {}
+    for rank, program in enumerate(programs):
+        places = [place for place, operation in enumerate(program) if isinstance(operation, Validate)]
+        if len(places) != trains:
+            raise ScheduleError(f"rank {rank}: Validate comes {len(places)} times instead of {int(trains)}")
+        if not trains:
+            continue
+        for operation in program[: places[0]]:
+            if isinstance(operation, Compute) and not operation.work.kind.is_forward:
+                raise ScheduleError(f"rank {rank}: {operation.work} comes before Validate; only forwards may")
+        for place, operation in enumerate(program):
+            early = place < places[0]
+            if isinstance(operation, (Send, Receive)) and before.setdefault(operation.message, early) != early:
+                raise ScheduleError(
+                    f"the {operation.message} crosses the validation between ranks {rank} and {operation.peer}: both must send "
+                    "and receive it before their Validate, or both after it"
+                )
+            if isinstance(operation, Join) and before.setdefault(operation.collective, early) != early:
+                raise ScheduleError(
+                    f"the {operation.collective} crosses the validation: rank {rank} must join it "
+                    f"{'after' if early else 'before'} its Validate, as others do"
+                )
+
+
+def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, list[list[int]]]:
+    """Where every Send, every Receive and every Wait is, by message; and for every rank where its passes are, by their slot
+    in the schedule, whose passes they are in the schedule's order."""
+    places: dict[type[Operation], _Places] = {Send: {}, Receive: {}, Wait: {}}
+    computes: list[list[int]] = [[] for _ in programs]
+    for rank, program in enumerate(programs):
+        for place, operation in enumerate(program):
+            if pass_of(operation) is not None:
+                computes[rank].append(place)
+            if isinstance(operation, (Validate, Join, Copy, Compute)) or not isinstance(operation.message, Message):
+                continue
+            message, alike = operation.message, places[type(operation)]
+            if message in alike:
+                raise ScheduleError(f"rank {rank}: {type(operation).__name__} of the {message} comes twice; remove one")
+            alike[message] = rank, place, rank if isinstance(operation, Wait) else operation.peer
+    return places[Send], places[Receive], places[Wait], computes
+
+
+def _place(schedule: Schedule, places: _Places, name: str, transfer: Transfer, rank: int, peer: int) -> int:
+    """Where in the rank's program the operation is that handles a message."""
+    place = places.get(transfer.message)
+    if place is None or (place[0], place[2]) != (rank, peer):
+        message, sender, producer, receiver, consumer = transfer
+        where = "missing" if place is None else f"on rank {place[0]} with peer {place[2]}"
+        raise ScheduleError(
+            f"rank {rank}: {name} of the {message} is {where}; {schedule.passes[receiver][consumer]} of rank {receiver} "
+            f"needs it from {schedule.passes[sender][producer]} of rank {sender}"
+        )
+    return place[1]
+
+
+def _at(items: Sequence[_Item], index: int) -> _Item | None:
+    return items[index] if index < len(items) else None

@@ -1,0 +1,225 @@
+"""Checkpoints: written beside the last one and put in place by a rename, so that a crash leaves a usable one.
+
+The layout is Megatron-LM's, which loads them, as they load its own (``checkpoint_files.py`` finds and checks them). Tensors carry
+global names, so a checkpoint loads under another pipeline size, placement or schedule.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.pipeline.flags.flags import OFF
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
+from megatron.pipeline.trainer.checkpoint_files import (
+    FORMAT,
+    RESHARDABLE,
+    SUMMARY,
+    TRACKER,
+    find,
+    latest,
+    model_flags,
+    name_of,
+    reason,
+    replaced,
+    schedule_flags,
+)
+from megatron.pipeline.trainer.optimizer_state import allocate_state, load_state, sharded_state
+from megatron.pipeline.trainer.run_log import training_flops
+from megatron.pipeline.trainer.state import Training
+
+# What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.
+_FORM = {
+    "distrib_optim_sharding_type": RESHARDABLE,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+
+
+def check_release(args: Namespace, placement: Placement) -> None:
+    """Refuse checkpoints that an older release of megatron-core cannot read back.
+
+    Raises:
+        ValueError: says which release can, and what works with this one.
+    """
+    newer = importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.checkpointable") is not None
+    if newer or not (args.save or args.load):
+        return
+    needs = (
+        f"needs megatron-core 0.15 or later, and {megatron.core.__version__} is installed: pip install 'megatron-core~=0.16.0', "
+    )
+    if args.use_distributed_optimizer:
+        raise ValueError(f"a checkpoint with --use-distributed-optimizer {needs}or leave that flag out")
+    first, last = placement.home(0), placement.home(placement.last_stage)
+    tied = not args.untie_embeddings_and_output_weights and args.vocab_parallel == OFF
+    if tied and first != last and first[0] == last[0]:
+        raise ValueError(
+            f"a checkpoint of tied embeddings with both copies on one rank, as a V has them, {needs}or give "
+            "--untie-embeddings-and-output-weights, or a schedule with the ends on different ranks, such as zb-h1"
+        )
+
+
+def save(args: Namespace, training: Training) -> Path:
+    """Write the training's state to ``--save``; a collective over all ranks. Returns the checkpoint's directory.
+
+    Raises:
+        RuntimeError: it could not be written; the message names the last checkpoint, which is untouched.
+    """
+    root = Path(args.save)
+    final = root / name_of(training.iteration)
+    unfinished = final.with_name(final.name + UNFINISHED)
+    try:
+        if torch.distributed.get_rank() == 0:
+            _remove_leftovers(root)
+            unfinished.mkdir(parents=True)
+        torch.distributed.barrier()
+        if not args.no_save_optim:
+            allocate_state(training.optimizer)
+        with _gathered_parameters(args, training):
+            state = _sharded_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
+            state |= _common_state(args, training)
+            dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            write_text(unfinished / SUMMARY, json.dumps(_summary(args, training), indent=2))
+            _put_in_place(unfinished, final)
+            write_text(root / TRACKER, str(training.iteration))
+        torch.distributed.barrier()
+    # The writer has errors of many kinds, torch's own not even an Exception, and each of them must name what is left.
+    except (Exception, CheckpointException) as error:
+        usable = latest(args.save)
+        left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
+        raise RuntimeError(f"the checkpoint {final} could not be written ({_reason(error)}); {left}") from error
+    return final
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the tracebacks that torch's exception prints for every rank."""
+    if isinstance(error, CheckpointException):
+        found = {reason(failure, frames) for failure, frames in error.failures.values()}
+        return "; ".join(sorted(found)) or f"{error.args[0]}; another rank says why"
+    return reason(error)
+
+
+def load(args: Namespace, training: Training) -> Path | None:
+    """Go on from the checkpoint in ``--load``; a collective over all ranks. Returns its directory, if there is one.
+
+    ``checkpoint_files.check`` must have accepted it.
+
+    Raises:
+        RuntimeError: it does not fit all the same.
+    """
+    # One rank decides: meanwhile another training may save there, and each rank would take whichever was the newest.
+    decided = [find(args.load) if args.load and torch.distributed.get_rank() == 0 else None]
+    if args.load:
+        torch.distributed.broadcast_object_list(decided, src=0)
+    (path,) = decided
+    if path is None:
+        return None
+    try:
+        _load(args, training, path)
+    except (Exception, CheckpointException) as error:
+        raise RuntimeError(f"the checkpoint {path} could not be loaded ({_reason(error)})") from error
+    return path
+
+
+def _load(args: Namespace, training: Training, path: Path) -> None:
+    with_optimizer = not (args.finetune or args.no_load_optim)
+    if with_optimizer:
+        allocate_state(training.optimizer)
+    with _gathered_parameters(args, training):
+        wanted = _sharded_state(training, with_optimizer, is_loading=True)
+        found = dist_checkpointing.load(wanted, str(path))
+    for key, chunk in _chunks(training):
+        chunk.load_state_dict(found[key])
+    if with_optimizer:
+        load_state(training.optimizer, found["optimizer"])
+        if args.use_distributed_optimizer and not args.overlap_param_gather:  # which gathers them in the first forward
+            # In float32 a replica has its own main parameters as weights now, and the others' as precise as the checkpoint's.
+            for chunk in training.chunks:
+                chunk.start_param_sync()
+        training.scheduler.load_state_dict(found["opt_param_scheduler"])
+    else:
+        training.optimizer.reload_model_params()
+    if not args.finetune:
+        training.iteration = found["iteration"]
+        # Checkpoints that have no arguments have the samples beside them.
+        training.consumed_samples = found["args"].consumed_train_samples if "args" in found else found["consumed_samples"]
+
+
+def _sharded_state(training: Training, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    """The state as megatron-core's sharded tensors, by global name, and a few plain values."""
+    metadata = _FORM | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(training)}
+    if with_optimizer:
+        state["optimizer"] = sharded_state(training.optimizer, state, is_loading, metadata)
+    return state
+
+
+def _chunks(training: Training) -> Iterator[tuple[str, Any]]:
+    several = len(training.chunks) > 1
+    for number, chunk in enumerate(unwrap_model(training.chunks)):
+        yield f"model{number}" if several else "model", chunk
+
+
+@contextmanager
+def _gathered_parameters(args: Namespace, training: Training) -> Iterator[None]:
+    """With ``--overlap-param-gather`` parameters arrive during the next forward: fetch them all now."""
+    if args.overlap_param_gather:
+        for chunk in training.chunks:
+            chunk.disable_forward_pre_hook()
+    yield
+    if args.overlap_param_gather:
+        for chunk in training.chunks:
+            chunk.enable_forward_pre_hook()
+
+
+def _summary(args: Namespace, training: Training) -> dict[str, Any]:
+    progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
+    return progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
+
+
+def _common_state(args: Namespace, training: Training) -> dict[str, Any]:
+    """What is no tensor, by the names that Megatron-LM looks for; most flags have its names already."""
+    arguments = vars(args) | {
+        "world_size": torch.distributed.get_world_size(),
+        "add_position_embedding": True,  # whichever kind
+        "consumed_train_samples": training.consumed_samples,
+        "no_save_rng": True,  # dropout follows from the seed, not from a generator's state
+    }
+    state = {
+        "args": Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": training.iteration,
+        "num_floating_point_operations_so_far": training_flops(args, training.consumed_samples),
+    }
+    return state if args.no_save_optim else state | {"opt_param_scheduler": training.scheduler.state_dict()}
+
+
+def _remove_leftovers(root: Path) -> None:
+    for path in root.glob(f"iter_*{UNFINISHED}"):
+        shutil.rmtree(path)
+
+
+def _put_in_place(unfinished: Path, final: Path) -> None:
+    """Make a written directory durable and give it its name, replacing an older one of the same iteration."""
+    for path in (*unfinished.rglob("*"), unfinished):
+        sync(path)
+    if final.exists():
+        final.rename(replaced(final))
+    unfinished.rename(final)
+    sync(final.parent)
+    shutil.rmtree(replaced(final), ignore_errors=True)

@@ -1,0 +1,236 @@
+"""Samples: megatron-core's indexed and blended datasets, read where they are needed, in one order for all restarts."""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.flags.flags import OFF
+from megatron.pipeline.trainer.data_files import blend, blend_per_split, check_prefix, split_has_tokens
+
+Batch = dict[str, torch.Tensor]
+
+
+class SequentialSampler:
+    """Indices of one data-parallel rank's microbatches: the global order, from the first sample not yet consumed.
+
+    Consecutive microbatches of all data-parallel ranks follow each other in the global order, as in Megatron-LM, so the
+    order depends on the number of consumed samples alone and not on how often the training was restarted.
+
+    Raises:
+        ValueError: fewer samples are left than one microbatch of every data-parallel rank needs.
+    """
+
+    def __init__(self, total: int, consumed: int, micro_batch: int, rank: int, ranks: int) -> None:
+        if total - consumed < micro_batch * ranks:
+            raise ValueError(
+                f"{consumed} of {total} samples are consumed: {micro_batch * ranks} more are needed for one microbatch"
+            )
+        self.total, self.consumed = total, consumed
+        self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
+
+    def __len__(self) -> int:
+        return (self.total - self.consumed) // (self.micro_batch * self.ranks)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.consumed + self.rank * self.micro_batch
+        for microbatch in range(len(self)):
+            first = start + microbatch * self.micro_batch * self.ranks
+            yield list(range(first, first + self.micro_batch))
+
+
+def check_data(args: Namespace, vocab_size: int) -> None:
+    """Read the index of every data file, before any process group exists.
+
+    Raises:
+        ValueError: a file is missing, truncated or not Megatron's; its tokens are not of this tokenizer; or a split
+            that is asked for would be empty.
+    """
+    if args.mock_data:
+        return
+    for number, (source, name) in enumerate(zip(blend_per_split(args), ("training", "validation", "test"), strict=True)):
+        for prefix in source[0] if source else []:
+            check_prefix(prefix, vocab_size)
+            wanted = number == Split.train.value or (number == Split.valid.value and evaluates(args))
+            if wanted and not split_has_tokens(prefix, args.split, number):
+                raise ValueError(
+                    f"{prefix}: --split {args.split} gives no document to {name}: give it a larger share, "
+                    + ("or prepare more documents" if number == Split.train.value else "or give --eval-iters 0")
+                )
+
+
+def evaluates(args: Namespace) -> bool:
+    """Whether the training stops for evaluations."""
+    return bool(args.eval_iters > 0)
+
+
+class Samples:
+    """The three splits of the data, as microbatches of this rank.
+
+    Every tensor-parallel rank reads for itself: the order is deterministic, so no broadcast is needed. Ranks that hold
+    neither the first nor the last stage read nothing, except where the attention mask depends on the tokens, or where every
+    rank has a shard of the vocabulary: its first chunk then reads.
+    """
+
+    def __init__(self, args: Namespace, tokenizer: Any, chunks: Sequence[MegatronModule]) -> None:
+        self._args = args
+        self._needed = reading(args, chunks)
+        sizes = [args.train_iters, 0, 0]
+        if evaluates(args):
+            sizes[1] = (args.train_iters // args.eval_interval + 1) * args.eval_iters
+            sizes[2] = args.eval_iters
+        self._datasets = _build(args, tokenizer, [size * args.global_batch_size for size in sizes], any(self._needed))
+
+    @contextmanager
+    def microbatches(self, split: Split, consumed: int) -> Iterator[list[Iterator[Batch] | None] | None]:
+        """One iterator per chunk, from the first sample not yet consumed; None when the split is empty on all ranks.
+
+        Leaving the context ends the processes that read.
+        """
+        exists, dataset = self._datasets[split.value]
+        if not exists:
+            yield None
+            return
+        streams = [_stream(self._loader(dataset, consumed)) if needed else None for needed in self._needed]
+        try:
+            yield list(streams)
+        finally:
+            for stream in streams:
+                if stream is not None:
+                    stream.close()
+
+    def _loader(self, dataset: Any, consumed: int) -> torch.utils.data.DataLoader[Batch]:
+        sampler = SequentialSampler(
+            len(dataset),
+            consumed,
+            self._args.micro_batch_size,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        return torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=self._args.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            worker_init_fn=_ignore_termination,
+        )
+
+
+def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
+    """Which of this rank's chunks need data; see ``Samples``."""
+    spread = args.vocab_parallel != OFF
+    return [args.reset_attention_mask or (spread and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
+
+
+def get_batch(data: Iterator[Batch] | None) -> Batch:
+    """The next microbatch on this rank's device, cut for context parallelism; empty on a chunk that needs no data."""
+    if data is None:
+        return {}
+    device = this_device()
+    wanted = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+    batch = next(data)
+    batch = {name: batch[name].to(device, non_blocking=True) for name in wanted if name in batch}
+    result: Batch = get_batch_on_this_cp_rank(batch)
+    return result
+
+
+def forward_step(
+    data: Iterator[Batch] | None, model: MegatronModule, check: Callable[[torch.Tensor], None] | None = None
+) -> tuple[torch.Tensor, Any]:
+    """One microbatch through one chunk, and the loss function of its output: what megatron-core's schedules call.
+
+    Args:
+        check: called with every microbatch's loss.
+    """
+    batch = get_batch(data)
+    inputs, mask = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")], batch.get("loss_mask")
+    output = model(*inputs, labels=batch.get("labels"), loss_mask=mask)  # further tokens have losses of their own to mask
+    return output, partial(masked_loss, mask, check=check)
+
+
+def masked_loss(
+    mask: torch.Tensor | None, losses: torch.Tensor, check: Callable[[torch.Tensor], None] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The sum of the losses that count, how many those are, and both together for the log."""
+    assert mask is not None, "only the last stage, which has data, computes a loss"
+    flat = mask.reshape(-1).float()
+    loss = torch.sum(losses.reshape(-1).float() * flat)
+    if check is not None:
+        check(loss.detach())
+    tokens = flat.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def check_finite(loss: torch.Tensor) -> None:
+    """Refuse a loss that is not finite.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    if not torch.isfinite(loss):
+        raise RuntimeError(
+            f"the loss of a microbatch is {loss.item()} on rank {torch.distributed.get_rank()}: lower --lr, or go on "
+            "regardless with --no-check-for-nan-in-loss-and-grad"
+        )
+
+
+def _stream(loader: torch.utils.data.DataLoader[Batch]) -> Generator[Batch, None, None]:
+    """The loader's batches; closing it is the one way to end a loader's processes, whoever else holds on to it."""
+    yield from loader
+
+
+def _ignore_termination(_worker: int) -> None:
+    """A SIGTERM to the whole process group is the trainer's to handle: it still needs its readers for one iteration."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _at_an_end(chunk: MegatronModule) -> bool:
+    return bool(get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process"))
+
+
+def _build(args: Namespace, tokenizer: Any, sizes: list[int], needed: bool) -> list[tuple[bool, Any]]:
+    """For every split, whether it exists anywhere, and its dataset on the ranks that need it."""
+    per_split = args.train_data_path is not None
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None if per_split or args.mock_data else blend(args.data_path),
+        blend_per_split=blend_per_split(args) if per_split else None,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.reset_attention_mask,  # without resets the attention makes its own causal mask
+    )
+    exists = [bool(size) for size in sizes]
+    if not args.mock_data:
+        for number, source in enumerate(blend_per_split(args)):
+            exists[number] &= source is not None and all(split_has_tokens(p, args.split, number) for p in source[0])
+            # megatron-core would search forever for samples in an empty split.
+            if not exists[number] and per_split:
+                config.blend_per_split[number] = None
+            elif not exists[number]:
+                config.split_matrix[number] = None
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    # The builder's caches are written by rank 0 for all others, so it always builds.
+    built_here = needed or torch.distributed.get_rank() == 0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # the data files are mapped read-only on purpose
+        datasets = BlendedMegatronDatasetBuilder(kind, sizes, lambda: built_here, config).build()
+    return list(zip(exists, datasets, strict=True))

@@ -1,0 +1,182 @@
+"""The training loop: iterations, evaluations, checkpoints, and the ways to stop."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from megatron.core.datasets.utils import Split
+from megatron.core.timers import Timers
+
+from megatron.pipeline.record.report import PendingReport, Report
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.replan import Steps
+from megatron.pipeline.trainer import checkpoint
+from megatron.pipeline.trainer.data import Samples, evaluates
+from megatron.pipeline.trainer.iterations import Iterations, evaluate
+from megatron.pipeline.trainer.metrics import Measured, Step
+from megatron.pipeline.trainer.planning import replanning
+from megatron.pipeline.trainer.run_log import Log
+from megatron.pipeline.trainer.state import Training
+from megatron.pipeline.trainer.trace import write_trace
+
+
+def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
+    """Train until ``--train-iters``, or until SIGTERM, ``--exit-interval`` or ``--exit-duration-in-mins`` stops it."""
+    with _termination_signal() as terminated, _quick_garbage_collection():
+        log.resume(training.iteration)
+        saved_at = training.iteration if args.load else None
+        reason = ""
+        for reason in _pauses(args, training, samples, pipeline, log, timers, terminated):  # noqa: B007
+            if evaluates(args) and training.iteration % args.eval_interval == 0:
+                _evaluate_split(args, training, samples, Split.valid, log)
+            if args.save and args.save_interval and training.iteration % args.save_interval == 0:
+                saved_at = _save(args, training, log)
+        if reason:
+            log.line(f" stopping after iteration {training.iteration}: {reason}")
+
+        if args.save and saved_at != training.iteration:
+            _save(args, training, log)
+        if evaluates(args) and not reason:
+            if training.iteration % args.eval_interval:
+                _evaluate_split(args, training, samples, Split.valid, log)
+            _evaluate_split(args, training, samples, Split.test, log)
+
+
+def _pauses(
+    args: Namespace,
+    training: Training,
+    samples: Samples,
+    pipeline: Pipeline,
+    log: Log,
+    timers: Timers | None,
+    terminated: Callable[[], bool],
+) -> Iterator[str]:
+    """Train from one iteration after which nothing is open to the next such; yields a reason to stop, or an empty string."""
+    if training.iteration >= args.train_iters:  # a checkpoint was there
+        return
+    started = time.monotonic()
+    profiling = replanning(args, pipeline)
+
+    def stops() -> tuple[bool, bool]:
+        late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
+        return terminated(), late
+
+    def tell(step: Step, pending: PendingReport | None, lines: list[str]) -> None:
+        nonlocal profiling
+        report = _report(args, step, pending, pipeline, log, timers, always=profiling is not None)
+        for line in lines:
+            log.line(line)
+        if profiling is not None and report is not None:
+            profiling = _go_on(profiling, report, log)
+
+    with samples.microbatches(Split.train, training.consumed_samples) as data:
+        assert data is not None, "the training split is never empty: check_data saw to it"
+        iterations = Iterations(args, training, pipeline, data, stops, tell)
+        reason = ""
+        while training.iteration < args.train_iters and not reason:
+            may_be_ahead = profiling is None and not _pauses_after(args, training.iteration + 1)
+            if iterations.run(may_be_ahead):
+                reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
+                yield reason
+
+
+def _pauses_after(args: Namespace, iteration: int) -> bool:
+    """Whether an iteration is followed by something else than the next one."""
+    intervals = [args.train_iters, args.exit_interval, args.save and args.save_interval, evaluates(args) and args.eval_interval]
+    return any(interval and iteration % interval == 0 for interval in intervals)
+
+
+def _reason_to_stop(args: Namespace, iteration: int, terminated: bool, late: bool) -> str:
+    """Why training ends here; empty to go on."""
+    if args.exit_interval and iteration % args.exit_interval == 0:
+        return f"--exit-interval {args.exit_interval}"
+    if terminated:
+        return "SIGTERM"
+    return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}" if late else ""
+
+
+def _report(
+    args: Namespace,
+    step: Step,
+    pending: PendingReport | None,
+    pipeline: Pipeline,
+    log: Log,
+    timers: Timers | None,
+    always: bool,
+) -> Report | None:
+    """Log an iteration, with what was measured if this rank wants that now."""
+    logged = step.iteration % args.log_interval == 0
+    traces = args.pipeline_trace and logged and torch.distributed.get_rank() == 0
+    wanted = always or traces or (log.writes and (args.metrics or args.tensorboard_dir or logged))
+    report = pending.wait() if pending and wanted else None
+    measured = None
+    if report and log.writes:
+        measured = Measured(report.bubble_rate, pipeline.slowdown(report), report.peak_activation_bytes)
+    log.step(step, measured)
+    if traces and report:
+        write_trace(args.pipeline_trace, step.iteration, pipeline, report)
+    if timers is not None and logged:
+        timers.log(list(timers._timers), normalizer=args.log_interval)
+    return report
+
+
+def _go_on(profiling: Steps, report: Report, log: Log) -> Steps | None:
+    """One step of ``--pipeline-costs profile``; None when it was the last."""
+    try:
+        for line in profiling.send(report):
+            log.line(line)
+    except StopIteration:
+        return None
+    return profiling
+
+
+def _evaluate_split(args: Namespace, training: Training, samples: Samples, split: Split, log: Log) -> None:
+    """Evaluate on fresh samples: those of earlier evaluations are consumed, also across restarts."""
+    earlier = (training.iteration - 1) // args.eval_interval if split is Split.valid else 0
+    with samples.microbatches(split, earlier * args.eval_iters * args.global_batch_size) as data:
+        if data is not None:
+            name = {Split.valid: "validation", Split.test: "test"}[split]
+            log.evaluation(name, training.iteration, evaluate(args, training, data))
+
+
+def _save(args: Namespace, training: Training, log: Log) -> int:
+    path = checkpoint.save(args, training)
+    log.line(f" saved checkpoint {path}")
+    return training.iteration
+
+
+@contextmanager
+def _quick_garbage_collection() -> Iterator[None]:
+    """Python's collector does not look at what exists now and stays until the end: modules, the model, the schedules.
+
+    Looking through all of that takes a third of a second, in which one rank stops in the middle of a pass and all wait.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _termination_signal() -> Iterator[Callable[[], bool]]:
+    """Note a SIGTERM instead of dying from it; yields a function that tells whether one came."""
+    received = []
+
+    def note(_signal: int, _frame: FrameType | None) -> None:
+        received.append(True)
+
+    before: Any = signal.signal(signal.SIGTERM, note)
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)

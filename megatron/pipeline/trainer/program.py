@@ -1,0 +1,195 @@
+"""``pretrain_gpt.py`` from start to end: check everything, start the ranks, train, say where the results lie."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
+from megatron.core.timers import Timers
+
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.slices import check_slices
+from megatron.pipeline.runtime.offload import numa
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.trainer import checkpoint, checkpoint_files
+from megatron.pipeline.trainer.data import Samples, check_data
+from megatron.pipeline.trainer.loop import train
+from megatron.pipeline.trainer.planning import plan_pipeline
+from megatron.pipeline.trainer.run_log import Log
+from megatron.pipeline.trainer.startup_lines import first_words, plan_in_words
+from megatron.pipeline.trainer.state import Training, build_training, initialize_model_parallel
+from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace
+
+logger = logging.getLogger(__name__)
+
+Guard = Callable[..., AbstractContextManager[object]]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train as the flags say; returns the exit code: 0, or 2 when the flags or the files they name are wrong."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        args, tokenizer, pipeline = prepare(argv, world_size)
+    except ValueError as error:
+        let_rank_0_speak()
+        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+        return 2
+    _configure_logging(args, rank)
+    with _world(args, rank, world_size, binds=pipeline.offloads and args.offload_numa_binding):
+        run(args, tokenizer, pipeline)
+    return 0
+
+
+def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipeline]:
+    """Everything that can be wrong without starting anything: flags, schedule, tokenizer, data files, checkpoint.
+
+    Raises:
+        ValueError: what is wrong, and what to change.
+    """
+    args = parse(argv)
+    validate(args, world_size)
+    tokenizer = build_tokenizer(args)
+    args.vocab_size = tokenizer.vocab_size
+    args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)  # decides what --layer-redistribution does
+    pipeline = plan_pipeline(args)
+    stage_layers(args, pipeline.placement)
+    check_slices(args, pipeline.splits)
+    check_data(args, tokenizer.vocab_size)
+    checkpoint.check_release(args, pipeline.placement)
+    checkpoint_files.check(args)
+    return args, tokenizer, pipeline
+
+
+def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watchdog) -> None:
+    """Build, load and train, on every rank of a world that exists.
+
+    Args:
+        guard: the context to train in; it is told how to find out where this rank is, and how long it may be there.
+    """
+    training: Training | None = None
+
+    def situation() -> Situation:
+        if training is None:
+            return Situation("the start-up")
+        here, iteration = pipeline.situation, training.iteration
+        # What goes on belongs to the next iteration, or to an evaluation or a checkpoint after this one.
+        return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
+
+    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=60 * args.distributed_timeout_minutes)
+    with _megatron_state(args, pipeline.placement), guarded:
+        pipeline.install()
+        timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
+        training = build_training(args, pipeline.placement, timers)
+        loaded = checkpoint.load(args, training)
+        samples = Samples(args, tokenizer, training.chunks)
+        with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
+            for line in first_words(args, pipeline, loaded):
+                log.line(line)
+            if log.writes:
+                for line in plan_in_words(args, pipeline):
+                    log.line(line)
+            train(args, training, samples, pipeline, log, timers)
+            torch.distributed.barrier()  # what other ranks write is there
+            if log.writes:
+                log.line(_last_words(args, log))
+
+
+def _configure_logging(args: Namespace, rank: int) -> None:
+    """Notes of this package from rank 0 alone; upstream's timers from the last rank; warnings from every rank."""
+    logging.basicConfig(level=logging.WARNING, format=" %(message)s", stream=sys.stdout)
+    if rank == 0:
+        logging.getLogger("megatron.pipeline").setLevel(logging.INFO)
+    if args.timing_log_level:
+        logging.getLogger("megatron.core.timers").setLevel(logging.INFO)
+
+
+@contextmanager
+def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator[None]:
+    """All ranks, each on its device, for the time of the training.
+
+    Args:
+        binds: each to the CPUs next to its GPU.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        if binds:
+            logger.info("%s", numa.bind(this_device()))  # before any host memory is allocated
+    else:
+        torch.set_num_threads(1)  # the ranks of one machine share its cores
+    if world_size == 1:  # started without torchrun
+        os.environ.setdefault("MASTER_ADDR", "localhost")
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
+    torch.distributed.init_process_group(
+        args.distributed_backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def _megatron_state(args: Namespace, placement: Placement) -> Iterator[None]:
+    """What megatron-core keeps in globals: its process groups, and the number of microbatches."""
+    initialize_model_parallel(args, placement)
+    init_num_microbatches_calculator(
+        torch.distributed.get_rank(),
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
+    )
+    yield
+    destroy_num_microbatches_calculator()
+    parallel_state.destroy_model_parallel()
+
+
+def _has_loss(pipeline: Pipeline) -> bool:
+    """Whether this is the one rank that logs: the last of those with the last stage."""
+    pipeline_rank, _ = pipeline.placement.home(pipeline.placement.last_stage)
+    return bool(
+        parallel_state.get_pipeline_model_parallel_rank() == pipeline_rank
+        and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_tensor_model_parallel_world_size() - 1
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        == parallel_state.get_data_parallel_world_size(with_context_parallel=True) - 1
+    )
+
+
+def _last_words(args: Namespace, log: Log) -> str:
+    """How far the loss fell, and where everything lies."""
+    lines = []
+    if log.first_loss is not None:
+        lines.append(f" loss: {log.first_loss:.4f} -> {log.last_loss:.4f}")
+    traces = args.pipeline_trace
+    drawn = draw_last_trace(traces) if traces else None
+    places = {
+        "metrics": args.metrics,
+        "TensorBoard log": args.tensorboard_dir,
+        "checkpoint": checkpoint_files.latest(args.save) if args.save else None,
+        "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,
+        "timeline picture": drawn,
+        "picture of consecutive iterations": draw_consecutive(traces) if traces else None,
+    }
+    return "\n".join(lines + [f" {name}: {place}" for name, place in places.items() if place])

@@ -1,0 +1,168 @@
+"""What a run tells: log lines in Megatron's style, a progress bar, TensorBoard, one JSON line per iteration."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+from dataclasses import replace
+from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from megatron.pipeline.shape.gpt import Shape, training_operations
+from megatron.pipeline.trainer.metrics import Measured, Metrics, Step, tokens_per_second
+
+
+class Log:
+    """The outputs of one run; it writes on one rank, the one that has the loss, and is silent on all others.
+
+    On a terminal a progress bar stays below the log lines; elsewhere there are lines alone.
+    """
+
+    def __init__(self, args: Namespace, writes: bool, world_size: int) -> None:
+        self._args = args
+        self.writes = writes
+        self._world_size = world_size
+        self._window: list[Step] = []
+        self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._metrics: Metrics | None = None
+        self._board: Any = None
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+
+    def __enter__(self) -> Log:
+        if self.writes:
+            self._open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._progress:
+            self._progress.stop()
+        if self._metrics:
+            self._metrics.close()
+        if self._board:
+            self._board.close()
+
+    def line(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if not self.writes:
+            return
+        if self._progress:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+    def resume(self, iteration: int) -> None:
+        """Start the bar where the training starts."""
+        if self._progress:
+            self._progress.update(self._task, completed=iteration)
+
+    def step(self, step: Step, measured: Measured | None) -> None:
+        """Record an iteration; every ``--log-interval`` iterations a line tells about those since the last.
+
+        Args:
+            measured: where that was asked for.
+        """
+        if not self.writes:
+            return
+        finite = math.isfinite(step.loss)
+        self._nan_iterations += not finite
+        self._skipped_iterations += step.grad_norm is None
+        self._undone_steps += step.step == "undone"
+        if finite:
+            self.first_loss = step.loss if self.first_loss is None else self.first_loss
+            self.last_loss = step.loss
+        self._window.append(step)
+        if self._metrics and (trouble := self._metrics.write(step, measured)):
+            self.line(trouble)
+            self._metrics = None
+        if self._board and step.iteration % self._args.tensorboard_log_interval == 0:
+            self._write_board(step, measured)
+        if self._progress:
+            self._progress.update(self._task, completed=step.iteration, loss=f"{step.loss:.4f}")
+        if step.iteration % self._args.log_interval == 0:
+            self.line(self._log_line(step, measured))
+            self._window.clear()
+            self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        """Tell the mean loss over one split."""
+        perplexity = math.exp(min(20.0, loss))
+        self.line(f" {split} loss at iteration {iteration} | lm loss value: {loss!r} | lm loss PPL: {perplexity:.6E} |")
+        if self._board:
+            self._board.add_scalar(f"lm loss {split}", loss, iteration)
+
+    def _open(self) -> None:
+        args = self._args
+        if args.metrics:
+            self._metrics = Metrics(args.metrics, args.seq_length)
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(args.tensorboard_dir)
+        console = Console()
+        if console.is_terminal:
+            loss = TextColumn("loss {task.fields[loss]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
+            self._progress.start()
+
+    def _log_line(self, step: Step, measured: Measured | None) -> str:
+        """The last iteration's loss and norm in full, and times over all iterations since the last line."""
+        seconds = sum(one.seconds for one in self._window)
+        batch = sum(one.batch for one in self._window)
+        parts = [
+            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}/{self._args.train_iters:8d}",
+            f"consumed samples: {step.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {1000 * seconds / len(self._window):.1f}",
+        ]
+        if self._args.log_throughput:
+            teraflops = training_flops(self._args, batch) / seconds / self._world_size / 1e12
+            parts.append(f"throughput per GPU (TFLOP/s/GPU): {teraflops:.4g}")
+        parts += [
+            f"tokens per second: {tokens_per_second(self._args.seq_length, batch, seconds):.0f}",
+            f"learning rate: {step.learning_rate:.6E}",
+            f"global batch size: {step.batch:5d}",
+            f"lm loss: {step.loss!r}",
+            f"loss scale: {step.loss_scale:.1f}",
+            f"grad norm: {step.grad_norm!r}",
+            f"number of skipped iterations: {self._skipped_iterations:3d}",
+            f"number of nan iterations: {self._nan_iterations:3d}",
+        ]
+        if self._args.post_validation:
+            parts.append(f"number of undone steps: {self._undone_steps:3d}")
+        if measured:
+            parts.append(f"bubble: {measured.bubble_rate:.1%}")
+            if measured.slowdown:
+                parts.append(f"measured / simulated: {measured.slowdown:.4f}")
+        return " | ".join(parts) + " |"
+
+    def _write_board(self, step: Step, measured: Measured | None) -> None:
+        values = {
+            "lm loss": step.loss,
+            "grad-norm": step.grad_norm,
+            "learning-rate": step.learning_rate,
+            "loss-scale": step.loss_scale,
+            "batch-size": step.batch,
+            "iteration-time": step.seconds,
+            "tokens-per-second": tokens_per_second(self._args.seq_length, step.batch, step.seconds),
+            "bubble-rate": measured.bubble_rate if measured else None,
+            "measured-over-simulated": measured.slowdown if measured else None,
+        }
+        for name, value in values.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step.iteration)
+
+
+def training_flops(args: Namespace, samples: int) -> float:
+    """Floating-point operations of the matrix products in training on ``samples`` samples, without recomputation.
+
+    Of causal attention the half that is not masked counts.
+    """
+    return training_operations(replace(Shape.of(args), microbatch=samples), causal=True)

@@ -1,0 +1,138 @@
+"""What a run says of itself when it starts: schedule, cut of the model, what is planned, and what stands in its way."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+from megatron.core.transformer.enums import LayerType
+
+from megatron.pipeline.flags.config import microbatch_counts
+from megatron.pipeline.flags.flags import OFF, PROFILE
+from megatron.pipeline.flags.validation import has_transformer_engine
+from megatron.pipeline.model.layout import end_in_layers, stage_layers
+from megatron.pipeline.runtime.offload.describe import in_words
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.shape.balance import heaviest
+from megatron.pipeline.shape.shards import Shards
+
+_ONE_QUEUE = (
+    " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes then queue behind copies to and from host memory that have to wait; "
+    "leave it out, or set it to 8, where neither tensor nor context parallelism needs it"
+)
+
+_NO_ENGINE = (
+    " WARNING: the package transformer-engine is not installed: layers are megatron-core's own (--transformer-impl local), whose "
+    "attention is not fused and takes more time and memory"
+)
+
+_WHEN = {
+    "measured": "synchronous steps at first, to know what they cost; ahead from there on where that pays",
+    "always": "every step is taken ahead, unless something else than the next iteration follows it",
+}
+
+
+def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> list[str]:
+    """What runs, and where it starts; in lines."""
+    sizes = (
+        f"{args.tensor_model_parallel_size} tensor x {args.pipeline_model_parallel_size} pipeline x "
+        f"{args.context_parallel_size} context x {args.data_parallel_size} data parallel"
+    )
+    words = f" schedule {pipeline.name} on {torch.distributed.get_world_size()} ranks ({sizes})"
+    if loaded:
+        return [f"{words}, going on from {loaded}"]
+    missing = [f" WARNING: no checkpoint in {args.load}: training starts from iteration 0 with new weights"] if args.load else []
+    return [words, *missing]
+
+
+def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
+    """How the model is cut, what the largest iteration is planned to be like, and what stands in the way of that; in lines."""
+    lines = [*pipeline.notes, _plan(args, pipeline)]
+    if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
+        lines.append(_NO_ENGINE)
+    if args.post_validation:
+        lines.append(f" post-validation: {_WHEN[args.post_validation_when]}")
+    if pipeline.offloads:
+        lines.append(offload_in_words(args, pipeline))
+    if pipeline.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
+        lines.append(_ONE_QUEUE)
+    return lines + [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
+
+
+def _plan(args: Namespace, pipeline: Pipeline) -> str:
+    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
+    words = f" layers of the model's {len(layers)} stages: {' '.join(map(str, layers))}"
+    if args.vocab_parallel != OFF:
+        words += f"; {_shards(args)}"
+    if args.layer_redistribution:
+        words += f" ({_redistribution(args, pipeline.placement, layers)})"
+    if pipeline.is_stock:
+        return words
+    schedule = pipeline.plan(max(microbatch_counts(args))).schedule
+    costs = pipeline.planned_costs
+    timeline, peak = simulate(schedule, costs), max(activation_peaks(schedule, costs))
+    objective = pipeline.objective
+    length = f"{objective} {1e3 * objective.length(timeline):.4g} ms, " if pipeline.costs else ""
+    held = f"{peak / 2**20:.4g} MiB" if pipeline.costs else f"{peak:.4g} microbatches"
+    at = "these costs" if pipeline.costs else "equal costs"
+    bubble = objective.bubble_rate(timeline)
+    return (
+        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
+        f"of the {objective}, activations of at most {held} on a rank"
+    )
+
+
+def _redistribution(args: Namespace, placement: Placement, layers: list[int]) -> str:
+    """Why --layer-redistribution chose these."""
+    extra = end_in_layers(args, placement)
+    mean = (sum(layers) + sum(extra.values())) / placement.ranks
+    return (
+        f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "
+        f"has the work of {heaviest(layers, placement, extra):.3g}, the mean is {mean:.3g}"
+    )
+
+
+def _shards(args: Namespace) -> str:
+    """How the vocabulary is cut."""
+    count = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocab_mask_padding)
+    rows = count * cut.rows
+    masked = rows - cut.total_counted
+    return (
+        f"vocabulary spread as {args.vocab_parallel}, {cut.rows} rows on each of {count} ranks: in all {cut.size} tokens, "
+        f"{rows - cut.size - masked} rows of padding that count in the softmax, {masked} that do not"
+    )
+
+
+def offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
+    """How much goes to host memory."""
+    schedule, costs = pipeline.plan(max(microbatch_counts(args))).schedule, pipeline.planned_costs
+    words = f" offload {'as the file says' if args.offload == OFF else args.offload}:"
+    if pipeline.costs is None:
+        later = ", until they have been measured" if args.pipeline_costs == PROFILE else ": --offload-profile measures them"
+        if not schedule.has_copies and args.offload_host_memory is not None:
+            return f"{words} nothing until bytes have been measured, to know what fits into host memory"
+        words += f" copies are taken to last as long as passes (k = 1){later};"
+    limited = args.offload_host_memory is not None
+    return f"{words} {in_words(schedule, costs, pipeline.costs is not None, limited)}"
+
+
+def obstacles(args: Namespace, placement: Placement) -> list[str]:
+    """What keeps ranks waiting for each other at the end of an iteration, which post-validation cannot help."""
+    apart = placement.home(0)[0] != placement.home(placement.last_stage)[0]
+    if not (args.post_validation and apart):
+        return []
+    found = []
+    copies = not args.untie_embeddings_and_output_weights or args.mtp_num_layers
+    if copies and args.vocab_parallel == OFF:
+        found.append(
+            "the first and the last rank add up the gradients of their tied embeddings, so the first one waits for the last: "
+            "take --untie-embeddings-and-output-weights, --vocab-parallel, or a schedule that has both on one rank, such as zb-v"
+        )
+    if args.calculate_per_token_loss:
+        found.append("with --calculate-per-token-loss every rank waits for the last stage to say how many tokens there were")
+    return found

@@ -1,0 +1,66 @@
+"""What a training run consists of, and how it is put together."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.timers import Timers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron.pipeline.flags.config import optimizer_config, parameter_scheduler, transformer_config
+from megatron.pipeline.model.gpt import build_model
+from megatron.pipeline.schedule.core.placement import Placement
+
+
+@dataclass
+class Training:
+    """Everything that a checkpoint holds, and the configuration that the model was built with.
+
+    Attributes:
+        chunks: this rank's part of the model, wrapped for data parallelism.
+        iteration: how many iterations are done.
+        consumed_samples: how many training samples they took, over all ranks.
+    """
+
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
+    """Make megatron-core's process groups; torch.distributed must be initialised."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=placement.chunks if placement.chunks > 1 else None,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
+def build_training(args: Namespace, placement: Placement, timers: Timers | None = None) -> Training:
+    """Build the model, its optimizer and its schedule of learning rates. Process groups must exist."""
+    # Upstream adds up auxiliary losses by layer in globals, for logs: from here on those of this model.
+    get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+    config = transformer_config(args, placement)
+    chunks = build_model(args, config, placement)
+    optimizer = get_megatron_optimizer(optimizer_config(args), chunks)
+    config.timers = timers
+    config.grad_scale_func = optimizer.scale_loss
+    if args.overlap_grad_reduce:
+        contexts = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+    return Training(config, chunks, optimizer, parameter_scheduler(args, optimizer))

@@ -1,0 +1,92 @@
+"""Tokenizers: megatron-core's own behind Megatron-LM's names, and bytes."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+
+from megatron.pipeline.flags.flags import TOKENIZERS
+
+_LIBRARIES = {
+    "NullTokenizer": "null",
+    "HuggingFaceTokenizer": "huggingface",
+    "SentencePieceTokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+}
+_PACKAGES = {"huggingface": "transformers", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
+
+
+class ByteLevelTokenizer:
+    """Every byte is a token, and ``eod`` is one more: lossless for any file, whatever its encoding.
+
+    megatron-core's own byte tokenizer drops trailing white space and takes the byte 0 for the end of a document,
+    so it could not give a text back. Bytes that are not UTF-8 travel as Python's surrogate escapes.
+    """
+
+    eod = 256
+    eos = eod
+    vocab_size = 257
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """The text of the bytes; ends of documents disappear."""
+        return bytes(token for token in ids if token != self.eod).decode("utf-8", "surrogateescape")
+
+    @property
+    def pad(self) -> int:
+        """There is no padding token; megatron-core's datasets ask, and take the AttributeError for an answer."""
+        raise AttributeError("ByteLevelTokenizer has no padding token")
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, Any]:
+        """What megatron-core's datasets put into the name of their caches."""
+        return OrderedDict({"class": "ByteLevelTokenizer", "vocab_size": self.vocab_size})
+
+
+def build_tokenizer(args: Namespace) -> Any:
+    """The tokenizer of ``--tokenizer-type``, with ``tokenize``, ``detokenize``, ``eod`` and ``vocab_size``.
+
+    Raises:
+        ValueError: its model file, its vocabulary size or its Python package is missing, or megatron-core has none.
+    """
+    if args.tokenizer_type == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if args.tokenizer_type not in _LIBRARIES:
+        raise ValueError(f"unknown --tokenizer-type {args.tokenizer_type}: choose from {', '.join(TOKENIZERS)}")
+    if importlib.util.find_spec("megatron.core.tokenizers") is None:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} needs megatron-core 0.15 or later, and {megatron.core.__version__} is "
+            "installed: pip install 'megatron-core~=0.16.0', or take ByteLevelTokenizer"
+        )
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    library = _LIBRARIES[args.tokenizer_type]
+    if library == "null":
+        if args.vocab_size is None:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": library}, vocab_size=args.vocab_size)
+    if args.tokenizer_model is None:
+        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model PATH")
+    if library != "huggingface" and not Path(args.tokenizer_model).is_file():
+        raise ValueError(f"--tokenizer-model {args.tokenizer_model}: no such file")
+    if importlib.util.find_spec(_PACKAGES[library]) is None:
+        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs a package: pip install {_PACKAGES[library]}")
+    try:
+        return MegatronTokenizer.from_pretrained(args.tokenizer_model, metadata_path={"library": library})
+    except Exception as error:  # each library has its own errors, assertions among them, for a file it cannot read
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"--tokenizer-model {args.tokenizer_model}: not readable as {args.tokenizer_type} ({reason})") from None
+
+
+def padded_vocab_size(vocab_size: int, args: Namespace) -> int:
+    """The vocabulary rounded up: every tensor-parallel rank holds a multiple of ``--make-vocab-size-divisible-by``."""
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return int(-(-vocab_size // multiple) * multiple)

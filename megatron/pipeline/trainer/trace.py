@@ -1,0 +1,148 @@
+"""Measured timelines on disk: ``DIR/iteration_0000020.json`` for every logged iteration, and pictures of the last ones.
+
+A file opens in ui.perfetto.dev, which passes over the fields that are ours: the measured iteration, and what was planned.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.lower.program import Collective, Message
+from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
+from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.view.chrome_trace import to_trace
+from megatron.pipeline.view.consecutive import Iteration, latest
+from megatron.pipeline.view.picture import draw
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from megatron.pipeline.record.report import Report
+    from megatron.pipeline.runtime.pipeline import Pipeline
+
+_MIB = 2**20
+_MOST_JOINED = 4  # iterations of one picture: boxes of more are too narrow to tell apart
+
+
+def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Report) -> None:
+    """Write the timeline of one iteration, and the one that its schedule has on paper.
+
+    The planned timeline uses the costs that the run knows. If it knows none, it uses the pass times of this iteration and hops
+    that take no time. Its memory is always this iteration's. ``makespan_bubble_rate`` is what the log says at the start: at the
+    known costs, or at equal ones.
+    """
+    schedule = pipeline.schedule_of(report)
+    found = measured_costs(schedule, [report], report)
+    planned = simulate(schedule, pipeline.costs or found)
+    memory = activation_profile(schedule, planned, found)
+    waits = [
+        [(f"{_verb(message, stages)} {message}", start, end) for message, start, end in one.waits]
+        for stages, one in zip(schedule.placement.stages, report.ranks, strict=True)
+    ]
+    record = {
+        "schedule": pipeline.name,
+        "iteration": iteration,
+        "placement": pipeline.placement.stages,
+        "timeline": json.loads(report.timeline.to_json()),
+        "waits": waits,
+        "memory": report.memory,
+        "planned": {
+            "costs": "of all iterations" if pipeline.costs else "of this iteration",
+            "makespan_bubble_rate": simulate(schedule, pipeline.planned_costs).makespan_bubble_rate,
+            "timeline": json.loads(planned.to_json()),
+            "memory": memory,
+        },
+    }
+    measured_trace = to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
+    planned_trace = to_trace(planned, schedule, memory=memory, name="planned", process=1)
+    record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
+    path = _path(directory, iteration)
+    try:
+        write_text(path, json.dumps(record))
+    except OSError as error:
+        logger.warning("WARNING: no trace in %s (%s); training goes on", path, error.strerror)
+
+
+def _verb(message: Message | Collective | Pass, stages: Sequence[int]) -> str:
+    """A rank that waits for a message which one of its own stages made waits until that has been sent."""
+    return "send" if isinstance(message, Message) and message.stage in stages else "wait for"
+
+
+def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
+    """The record of the last iteration that was written, and its timeline; None if there is none."""
+    paths = _written(directory)
+    if not paths:
+        return None
+    text = paths[-1].read_text()
+    return json.loads(text), Timeline.from_json(text)
+
+
+def read_trace(directory: str, iteration: int) -> tuple[dict[str, Any], Timeline]:
+    """The record of an iteration whose trace was written, and its timeline."""
+    text = _path(directory, iteration).read_text()
+    return json.loads(text), Timeline.from_json(text)
+
+
+def _path(directory: str, iteration: int) -> Path:
+    return Path(directory) / f"iteration_{iteration:07d}.json"
+
+
+def _written(directory: str) -> list[Path]:
+    # By time, not by name: an earlier run into the same directory may have gone further.
+    return sorted(Path(directory).glob("iteration_*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+
+
+def draw_last_trace(directory: str) -> Path | None:
+    """Draw the iteration that was written last, beside it, under what was planned; returns the picture's path."""
+    trace = read_last_trace(directory)
+    if trace is None:
+        return None
+    record, timeline = trace
+    path = _path(directory, record["iteration"]).with_suffix(".png")
+    costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
+    planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
+    try:
+        _draw(record, timeline, planned, measured, path)
+    except OSError as error:
+        logger.warning("WARNING: no picture in %s (%s)", path, error.strerror)
+        return None
+    return path
+
+
+def draw_consecutive(directory: str) -> Path | None:
+    """Draw the iterations that were written last and ran one directly after another, at most 4; returns the picture's path.
+
+    None where there are no two such, as with a ``--log-interval`` above 1.
+    """
+    path = Path(directory) / "consecutive.png"
+    try:
+        joined = latest([Iteration.from_json(path.read_text()) for path in _written(directory)[-_MOST_JOINED:]])
+        if joined is None:
+            return None
+        draw({joined.title: joined.timeline}, path, unit="s", consecutive={joined.title: joined})
+    except (OSError, ValueError) as error:  # what others put into the directory may be no trace
+        logger.warning("WARNING: no picture in %s (%s)", path, error)
+        return None
+    return path
+
+
+def _draw(record: dict[str, Any], timeline: Timeline, planned: str, measured: str, path: Path) -> None:
+    draw(
+        {planned: Timeline.from_json(json.dumps(record["planned"])), measured: timeline},
+        path,
+        memory={planned: _mebibytes(record["planned"]["memory"]), measured: _mebibytes(record["memory"])},
+        unit="s",
+        memory_unit="MiB",
+        waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
+    )
+
+
+def _mebibytes(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+    return [[(time, held / _MIB) for time, held in steps] for steps in profile]

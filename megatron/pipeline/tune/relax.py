@@ -1,0 +1,82 @@
+"""What would make a model fit that fits nowhere: the smallest changes, one of each kind."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.memory import SHARE
+from megatron.pipeline.tune.iteration import Misfit, Result, evaluate
+from megatron.pipeline.tune.layouts import Layouts
+
+_MOST_DOUBLINGS, _MOST_LEANER = 4, 20
+_SLACK = 1 + 1e-6  # of memory: sums in another order
+
+
+def smallest_changes(layouts: Layouts) -> list[str]:
+    """The least number of GPUs, the longest sequence and the smallest GPU with which something fits, in words."""
+    cluster, base = layouts.cluster, layouts.base
+    found = []
+    for gpus in (cluster.gpus << doubling for doubling in range(1, _MOST_DOUBLINGS + 1)):
+        per_node = cluster.per_node if cluster.gpus >= cluster.per_node else min(8, gpus)
+        if fits(replace_cluster(layouts, gpus=gpus, per_node=per_node)):
+            found.append(f"{gpus} GPUs instead of {cluster.gpus}")
+            break
+    for length in (base.seq_length >> halving for halving in range(1, _MOST_DOUBLINGS + 1)):
+        shorter = copy.copy(base)
+        shorter.seq_length = length
+        if length and fits(replace(layouts, base=shorter)):
+            found.append(f"--seq-length {length} instead of {base.seq_length}")
+            break
+    for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):
+        usable = replace(other, memory=other.memory * SHARE)
+        if usable.memory > cluster.device.memory and fits(replace_cluster(layouts, device=usable)):
+            found.append(f"--gpu {other.name}")
+            break
+    return found
+
+
+def least_needed(layouts: Layouts, misfits: Sequence[Misfit]) -> Misfit:
+    """Of what does not fit, what needs least, with all that it needs.
+
+    A search does not plan what cannot fit anyway, so what it says of that may be less, and it tries nothing that saves memory
+    there: both are made up for.
+    """
+    cluster = layouts.cluster
+    leaner = [
+        replace(misfit, candidate=candidate)
+        for misfit in sorted(misfits, key=lambda misfit: misfit.needs)[:_MOST_LEANER]
+        if misfit.hopeless
+        for candidate in layouts.remedies(misfit.candidate)
+    ]
+    open_ = [(misfit.needs, number, misfit) for number, misfit in enumerate([*misfits, *leaner])]
+    heapq.heapify(open_)
+    while True:
+        needs, number, misfit = open_[0]
+        memory = needs * _SLACK
+        outcome = evaluate(replace(cluster, device=replace(cluster.device, memory=memory)), misfit.candidate)
+        if not isinstance(outcome, Misfit) or outcome.needs <= memory:
+            return misfit
+        heapq.heapreplace(open_, (outcome.needs, number, outcome))
+
+
+def fits(layouts: Layouts) -> bool:
+    """Whether anything of the least memory does."""
+    return any(isinstance(outcome, Result) for outcome in _leanest(layouts))
+
+
+def _leanest(layouts: Layouts) -> Iterator[object]:
+    """What becomes of candidates that save memory in all ways, in every layout of one sample at a time."""
+    narrow = replace(layouts, choices=replace(layouts.choices, microbatch=(1,), schedules=("1f1b", "v-auto")))
+    for layout in narrow:
+        for candidate in narrow.candidates(layout, stock=False):
+            for leaner in narrow.remedies(candidate):
+                yield evaluate(narrow.cluster, leaner)
+
+
+def replace_cluster(layouts: Layouts, **changes: object) -> Layouts:
+    """The same layouts on another cluster."""
+    return replace(layouts, cluster=replace(layouts.cluster, **changes))  # type: ignore[arg-type]
