@@ -27,12 +27,12 @@ from typing import NamedTuple
 import pytest
 
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.lower import lower
-from megatron.pipeline.schedule.passes import Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.placement import Placement
-from megatron.pipeline.schedule.schedule import Schedule
-from megatron.pipeline.schedule.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.passes import Offload, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 GOLDEN = Path(__file__).with_name("golden.json")
 STOCK = "stock"  # megatron-core's own schedules: no family, and nothing is planned but where its stages are
