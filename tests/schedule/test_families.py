@@ -132,3 +132,9 @@ def test_planning_imports_no_torch() -> None:
 
     code = "import sys, megatron.pipeline.cli; sys.exit(int('torch' in sys.modules or 'matplotlib' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_fused_says_whether_every_backward_is_one_pass(name: str) -> None:
+    kinds = {str(work.kind) for row in families.plan(name, 4, 8).passes for work in row}
+    assert families.FAMILIES[name].fused == (kinds == {"F", "BW"})

@@ -42,4 +42,4 @@ def plan(problem: Problem) -> Order:
     return tuple(rows)
 
 
-FAMILY = Family("chimera", lambda ranks, chunks: bidirectional(ranks), plan, chunks=2, least_ranks=2, even_ranks=True)
+FAMILY = Family("chimera", lambda ranks, chunks: bidirectional(ranks), plan, chunks=2, least_ranks=2, even_ranks=True, fused=True)

@@ -33,6 +33,10 @@ class Family:
             limit; None for as many as the order takes.
         memory_is: what a user's limit may do to that: ``fixed``, it may not be lower, and more is not used; ``least``, it
             may not be lower, and more is used; ``default``, it may be anything.
+        fused: whether every backward of the family is BW, never split into B and W.
+        exposed_hops: for how many hops a rank waits in every F and every B where megatron-core's own function runs this order:
+            1 for both directions of 1F1B; 0.5 for interleaved without overlap, which sends those of an F and a B at once.
+        suggested: whether ``mpipe tune`` tries the family where the user names none.
     """
 
     name: str
@@ -47,6 +51,9 @@ class Family:
     even_ranks: bool = False
     memory: Callable[[int], float] | None = None
     memory_is: Literal["fixed", "least", "default"] = "default"
+    fused: bool = False
+    exposed_hops: float = 0.0
+    suggested: bool = False
 
     @property
     def plans_for_limits(self) -> bool:

@@ -144,7 +144,7 @@ class _Run:
 
 
 def _family(name: str, plan: Callable[[Problem], Order]) -> Family:
-    return Family(name, interleaved, plan, chunks=2, any_chunks=True, least_chunks=2, grouped=True)
+    return Family(name, interleaved, plan, chunks=2, any_chunks=True, least_chunks=2, grouped=True, suggested=name == "gis")
 
 
 FAMILY, FAMILY_HALF = _family("gis", plan), _family("gis-h", plan_half)

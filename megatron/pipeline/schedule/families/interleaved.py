@@ -46,4 +46,14 @@ def _order(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Iterator[
             yield Pass(Kind.F, *order[number + in_flight])
 
 
-FAMILY = Family("interleaved", interleaved, plan, chunks=2, any_chunks=True, least_chunks=2)
+FAMILY = Family(
+    "interleaved",
+    interleaved,
+    plan,
+    chunks=2,
+    any_chunks=True,
+    least_chunks=2,
+    fused=True,
+    exposed_hops=0.5,
+    suggested=True,
+)

@@ -29,4 +29,4 @@ def _order(in_flight: int, microbatches: int) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-FAMILY = Family("1f1b", interleaved, plan)
+FAMILY = Family("1f1b", interleaved, plan, fused=True, exposed_hops=1.0, suggested=True)

@@ -36,4 +36,4 @@ def _order(in_flight: int, microbatches: int, splits: int) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-FAMILY = Family("seq-1f1b", lambda ranks, chunks: linear(ranks), plan, splits=2)
+FAMILY = Family("seq-1f1b", lambda ranks, chunks: linear(ranks), plan, splits=2, fused=True)

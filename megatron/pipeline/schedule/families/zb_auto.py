@@ -37,4 +37,4 @@ def _known(problem: Problem) -> Iterator[Order]:
             yield delayed_weights(problem.ranks, problem.microbatches, depth)
 
 
-FAMILY = Family("zb-auto", interleaved, plan, any_chunks=True, memory=float, memory_is="default")
+FAMILY = Family("zb-auto", interleaved, plan, any_chunks=True, memory=float, memory_is="default", suggested=True)

@@ -46,4 +46,4 @@ def _order(in_flight: int, lag: int, microbatches: int) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-FAMILY = Family("zb-h1", interleaved, plan)
+FAMILY = Family("zb-h1", interleaved, plan, suggested=True)
