@@ -120,15 +120,12 @@ def test_copies_by_hand_have_costs_and_no_mode(tmp_path: Path, capsys: pytest.Ca
     assert found["span"] == 8.0  # the copies stand in the way, 1.5 each, where F1 takes 1
 
 
-def test_the_report_and_the_table_of_k(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_with_offload(capsys: pytest.CaptureFixture[str]) -> None:
     told = text(f"{PLAN} --offload full --cost D2H=0.5", capsys)
     rows = {line.split("  ")[1]: line for line in told.splitlines() if line.startswith("  ")}
     assert {"memory", "host memory", "moved", "k", "without"} <= rows.keys()
     assert "the span is then 28.5, and this one 0.0% longer" in rows["without"]
-    rows_of_k = [line.split() for line in told.splitlines() if line.startswith("4096 ")]
-    assert rows_of_k == ["4096 1.70 1.46 1.15 0.80".split(), "4096 2.42 2.09 1.64 1.14".split()]
-    assert "How to read it: up to 1" in told
-    assert "A100" not in text(PLAN, capsys)
+    assert "A100" not in told
 
 
 def test_compare_says_what_each_moved(capsys: pytest.CaptureFixture[str]) -> None:

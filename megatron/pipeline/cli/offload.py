@@ -1,4 +1,4 @@
-"""What offloading gains: what ``--json`` and the reports say of a schedule with copies to host memory, and k by size of a GPT."""
+"""What offloading gains: the numbers that ``--json`` and the reports give for a schedule with copies to host memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from megatron.pipeline.cli.arguments import COPIES
-from megatron.pipeline.costmodel.offload import DEVICES, HIDDEN_SIZES, SEQUENCE_LENGTHS, grid
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import Problem
@@ -15,14 +14,6 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.schedule.transforms.transform import without_copies
-from megatron.pipeline.view.table import plain_table
-
-_READ = """\
-k by hidden size and sequence length, of models whose heads share 8 groups: the time in which a layer's activations are copied to
-host memory and back, over the time of its F, B and W. A100: 220 TFLOP/s and 15 GB/s either way; H100: 440 and 21.
-How to read it: up to 1 --offload full can move everything, up to 2 half of it; above that, what there is time for. A plan is
-never longer with offload: a larger k saves less. A k is said by --cost D2H=..,H2D=.., each k/2 of F + B + W. Norms, activation
-functions and dropout are made again here; where F keeps what they put out as well, k is about 1.75 times as much."""
 
 
 def wanted(options: argparse.Namespace) -> Offload | None:
@@ -85,14 +76,3 @@ def _allocated(schedule: Schedule, costs: Costs) -> list[float]:
         )
         for rank, row in enumerate(schedule.passes)
     ]
-
-
-def k_table() -> str:
-    """k over hidden size and sequence length, and how to read it."""
-    tables = []
-    for name, device in DEVICES.items():
-        cells = [[str(hidden), *(f"{k:.2f}" for k in row)] for hidden, row in zip(HIDDEN_SIZES, grid(device), strict=True)]
-        tables.append(
-            f"k, {name}, by hidden size and sequence length\n{plain_table(['hidden', *map(str, SEQUENCE_LENGTHS)], cells)}"
-        )
-    return "\n\n".join([*tables, _READ])

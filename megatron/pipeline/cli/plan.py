@@ -18,7 +18,7 @@ from megatron.pipeline.cli.arguments import (
     size_flags,
 )
 from megatron.pipeline.cli.case import Case, gap
-from megatron.pipeline.cli.offload import k_table, wanted
+from megatron.pipeline.cli.offload import wanted
 from megatron.pipeline.cli.refusals import nothing_fits, reason
 from megatron.pipeline.cli.request import case_of, plan_all, plan_one, row
 from megatron.pipeline.cli.summary import above_bound, check_output, put
@@ -63,7 +63,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     check_output(options)
     case, data, table = plan(options)
-    put(data, case.timeline, options, table, f"\n\n{k_table()}" if "offload" in data else "")
+    put(data, case.timeline, options, table)
 
 
 def plan(options: argparse.Namespace) -> tuple[Case, dict[str, Any], str]:

@@ -118,14 +118,14 @@ def unit_of(microbatches: bool) -> str:
     return " microbatches" if microbatches else ""
 
 
-def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "", after: str = "") -> None:
+def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:
     """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text.
 
     Args:
-        before, after: what stands above and below the text.
+        before: text to print above the report.
     """
     as_json = options.json or (options.output and Path(options.output).suffix == ".json")
-    content = json.dumps(data) if as_json else before + summary(data, timeline) + after
+    content = json.dumps(data) if as_json else before + summary(data, timeline)
     if options.output:
         Path(options.output).write_text(content + "\n", encoding="utf-8")
         wrote(options.output)
