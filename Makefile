@@ -3,7 +3,7 @@
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--tests: and test
 # make test     all tests, or some: make test ARGS=tests/schedule
-# make test-all all tests, and every schedule in every layout: hours
+# make test-all all tests with all of their random examples, and every schedule in every layout: hours
 # make setup    only what these share: .venv with all that is needed
 # make clean    remove prepared data, runs and caches; .venv stays
 #
@@ -53,11 +53,12 @@ versions: $(ready)
 slurm: $(ready)
 	scripts/slurm/local_cluster.sh
 
+# Two at a time: ranks wait for each other, and while they do, another test computes.
 test: $(ready)
-	$(venv) -m pytest $(or $(ARGS),tests)
+	$(venv) -m pytest -n 2 --dist worksteal $(or $(ARGS),tests)
 
 test-all: $(ready)
-	$(venv) -m pytest -m '' $(or $(ARGS),tests)
+	$(venv) -m pytest -m '' --hypothesis-profile all $(or $(ARGS),tests)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis

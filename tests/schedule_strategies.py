@@ -7,17 +7,12 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
 from megatron.pipeline.schedule.core.schedule import Schedule
-
-# A busy machine makes a test slow, not wrong.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
 
 
 def exact(numerator: int, denominator: int = 1) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.cli import main
@@ -16,8 +17,6 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.rules.verify import verify
-
-FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 NASTY = ["", "0", "-1", "nan", "inf", "-inf", "1e400", "9" * 30, "x", "1.5", "=", ",", "--", "ä\ud800", "\0", "1_0", "F=1", "all"]
 NUMBERS = ["0", "1", "0.3", "2.5", "1e-100", "1e100", "1e-9"]
@@ -116,7 +115,7 @@ def check(text: str) -> dict[str, Any]:
     return data
 
 
-@settings(FUZZ, max_examples=130)
+@examples(130)
 @given(st.sampled_from([*families.FAMILIES, "", "file:x", "zb"]), small(5), small(6), flags(PLAN_FLAGS))
 def test_plan_answers_any_arguments(name: str, ranks: str, microbatches: str, more: list[str]) -> None:
     code, text = run("plan", "--schedule", name, "--pp", ranks, "--microbatches", microbatches, *more, "--json")
@@ -125,7 +124,7 @@ def test_plan_answers_any_arguments(name: str, ranks: str, microbatches: str, mo
         assert (data["schedule"], data["pp"], data["microbatches"]) == (name, int(ranks), int(microbatches))
 
 
-@settings(FUZZ, max_examples=20)
+@examples(20)
 @given(small(4), small(5), flags(COMPARE_FLAGS))
 def test_compare_answers_any_arguments(ranks: str, microbatches: str, more: list[str]) -> None:
     code, text = run("compare", "--pp", ranks, "--microbatches", microbatches, *more, "--json")
@@ -136,7 +135,7 @@ def test_compare_answers_any_arguments(ranks: str, microbatches: str, more: list
             assert values == sorted(values)
 
 
-@settings(FUZZ, max_examples=10)
+@examples(10)
 @given(small(3), small(3), flags(PLAN_FLAGS, most=2))
 def test_auto_answers_any_arguments(ranks: str, microbatches: str, more: list[str]) -> None:
     few = [] if "--chunks" in more else ["--chunks", "2"]
@@ -147,7 +146,7 @@ def test_auto_answers_any_arguments(ranks: str, microbatches: str, more: list[st
         assert (best["schedule"], best["span"], best["memory"]) == (data["schedule"], data["span"], max(data["peak_activation"]))
 
 
-@settings(FUZZ, max_examples=100)
+@examples(100)
 @given(
     st.lists(
         st.one_of(
@@ -196,7 +195,7 @@ def damaged(draw: st.DrawFn, whole: Any = VALID) -> bytes:
     return text
 
 
-@settings(FUZZ, max_examples=130)
+@examples(130)
 @given(st.one_of(damaged(), damaged(AWAY)), flags(FLAGS, most=1))
 def test_any_damage_to_a_file_is_answered(tmp_path: Path, content: bytes, more: list[str]) -> None:
     path = tmp_path / "schedule.json"
@@ -229,7 +228,7 @@ def damaged_table(draw: st.DrawFn) -> str:
     return "\n".join(map(",".join, rows)) + draw(st.sampled_from(["", "\n", ",", "\n\n", '"', "\0", "ä\n"]))
 
 
-@settings(FUZZ, max_examples=100)
+@examples(100)
 @given(damaged_table(), st.sampled_from([[], ["--cost", "F=2,comm=0.5"], ["--memory-limit", "1"]]))
 def test_any_damage_to_a_table_is_answered(tmp_path: Path, content: str, more: list[str]) -> None:
     path = tmp_path / "schedule.csv"
@@ -246,7 +245,7 @@ RECORDED = {
 }
 
 
-@settings(FUZZ, max_examples=80)
+@examples(80)
 @given(damaged(RECORDED), st.sampled_from(["simulate", "verify", "draw", "csv", "trace", "json", "svg", "html"]))
 def test_any_damage_to_a_recorded_timeline_is_answered(tmp_path: Path, content: bytes, use: str) -> None:
     path, output = tmp_path / "recorded.json", tmp_path / f"output.{'trace.json' if use == 'trace' else use}"
@@ -263,7 +262,7 @@ def test_any_damage_to_a_recorded_timeline_is_answered(tmp_path: Path, content: 
         json.loads(output.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-@settings(FUZZ, max_examples=60)
+@examples(60)
 @given(rank=st.integers(0, 1), slot=st.integers(0, 8), other=st.integers(0, 8), action=st.sampled_from(["remove", "double"]))
 def test_a_missing_or_doubled_pass_is_refused_with_its_rank_and_name(
     tmp_path: Path, rank: int, slot: int, other: int, action: str

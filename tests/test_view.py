@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
@@ -178,7 +179,7 @@ def test_text_that_cuts_through_a_pass_says_so() -> None:
     assert " ".join(note).endswith("of 65; 0 of 3 passes")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(p=st.integers(1, 20), m=st.integers(1, 30), width=st.integers(40, 130), height=st.integers(10, 30), weight=st.floats(0, 2))
 def test_text_never_floods_and_never_hides_silently(p: int, m: int, width: int, height: int, weight: float) -> None:
     schedule = families.plan("zb-h1", p, m)
@@ -354,7 +355,7 @@ def test_the_frontier_is_what_nothing_beats(places: list[tuple[int, int]]) -> No
     assert [(point.bubble, point.memory) for point in best] == sorted(set(places) - beaten, key=lambda place: place[1])
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.tuples(st.floats(50, 350), st.floats(50, 250)), min_size=1, max_size=15))
 def test_labels_do_not_cover_each_other(anchors: list[tuple[float, float]]) -> None:
     boxes = label_places(anchors, [(40, 10)] * len(anchors), (0, 0, 400, 300))

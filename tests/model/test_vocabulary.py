@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from model.vocabulary_case import HIDDEN, Case
 from pool import Pool
@@ -46,7 +47,7 @@ def test_is_the_dense_layer(options: dict[str, Any]) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_any_size(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 150))
     check(

@@ -10,7 +10,8 @@ import pytest
 import schedule_strategies
 import tiny_gpt
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 
@@ -38,7 +39,7 @@ def record_of(program: Program, chance: random.Random) -> Record:
     return Record(passes, tuple(Waited(one, *times()) for one in waits + finished), held, chance.randint(0, 2**52))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(schedule=schedule_strategies.schedules(), seed=st.integers())
 def test_records_are_the_same_after_a_journey_as_numbers(schedule: Schedule, seed: int) -> None:
     programs = lower(schedule, uniform(schedule.placement))

@@ -8,7 +8,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, placements, schedules
 
@@ -152,7 +153,7 @@ def any_schedule(problem: Problem, generator: random.Random) -> Schedule:
     return replace(empty, passes=tuple(map(tuple, done)))
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(problems(), st.integers(0, 2**32))
 def test_no_random_schedule_of_any_problem_is_below_the_bound(problem: Problem, seed: int) -> None:
     schedule = any_schedule(problem, random.Random(seed))

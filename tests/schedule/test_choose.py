@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.planning.choose import Candidate, Request, Variant, candidate, candidates, choose, variants
@@ -22,7 +23,7 @@ def equal(placement: Placement) -> Costs:
     return uniform(placement, hop=0.1)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.integers(1, 5),
     st.integers(1, 8),

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact
 
@@ -15,7 +16,7 @@ from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 
-@settings(max_examples=250)
+@examples(250)
 @given(st.sampled_from(sorted(families.FAMILIES)), st.data())
 def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, data: st.DataObject) -> None:
     family = families.FAMILIES[name]
@@ -43,7 +44,7 @@ hops = st.sampled_from([exact(0), exact(1, 3), exact(1), exact(2), exact(5)])
 shapes = st.integers(1, 8)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(shapes, st.integers(1, 20), times, times, times, hops)
 def test_closed_form_of_1f1b(p: int, m: int, f: int, b: int, w: int, c: Any) -> None:
     if p == 1 or m % p:
@@ -52,7 +53,7 @@ def test_closed_form_of_1f1b(p: int, m: int, f: int, b: int, w: int, c: Any) -> 
     assert span("1f1b", p, m, f, b, w, c) == (m + p - 1) * (f + b + w) + hop_time
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(shapes, st.integers(0, 15), times, times, st.data())
 def test_closed_form_of_zb_h1(p: int, extra: int, f: int, b: int, data: st.DataObject) -> None:
     c = data.draw(hops)
@@ -61,7 +62,7 @@ def test_closed_form_of_zb_h1(p: int, extra: int, f: int, b: int, data: st.DataO
     assert span("zb-h1", p, m, f, b, w, c) == m * (f + b + w) + (p - 1) * (f + b - w) + 4 * (p - 1) * c
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(shapes, st.integers(0, 15), times, times, st.data())
 def test_closed_form_of_zb_h2(p: int, extra: int, f: int, b: int, data: st.DataObject) -> None:
     c = data.draw(hops.filter(lambda c: bool(2 * c <= min(f, (f + b + 2 * c) / 2))))

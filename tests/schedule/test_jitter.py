@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
@@ -52,7 +53,7 @@ def one_draw(schedule: Schedule, costs: Costs, jitter: float, draws: int, draw: 
     return max(np.subtract(free, begins)), max(free) - min(begins)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_without_jitter_it_is_the_simulation(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
@@ -63,7 +64,7 @@ def test_without_jitter_it_is_the_simulation(data: st.DataObject) -> None:
     assert (found.span, found.span_95, found.makespan, found.makespan_95) == (timeline.span,) * 2 + (timeline.makespan,) * 2
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data(), st.sampled_from([0.1, 0.3, 2.0]))
 def test_every_draw_is_a_simulation_with_its_factors(data: st.DataObject, jitter: float) -> None:
     schedule = data.draw(schedules())

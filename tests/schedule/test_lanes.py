@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import parse
 
@@ -52,7 +53,7 @@ def in_small_steps(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyC
     return [[(start, end) for start, end in lane] for lane in found]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_copies_share_what_there_is(data: st.DataObject) -> None:
     """Copies that overlap slow each other down as long as they do: against small steps of time."""

@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules
 
@@ -21,7 +22,7 @@ from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
 from megatron.pipeline.schedule.time.simulate import simulate
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_every_schedule_lowers_to_programs_that_obey_the_rules(data: st.DataObject) -> None:
     schedule = data.draw(schedules())

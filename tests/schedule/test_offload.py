@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
@@ -92,7 +93,7 @@ def sizes_of(schedule: Schedule, costs: Costs, rank: int) -> dict[Pass, float]:
     }
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(cases(), st.sampled_from(list(Offload)), st.none() | st.sampled_from([0.3, 0.6]))
 def test_offloading_anything(case: tuple[Schedule, Costs], mode: Offload, share: float | None) -> None:
     plain, costs = case
@@ -133,7 +134,7 @@ def test_offloading_anything(case: tuple[Schedule, Costs], mode: Offload, share:
         assert (found.span, found.makespan) == pytest.approx((after.span, after.makespan))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(cases(), st.sampled_from([0, 0.5, 1]))
 def test_a_limit_is_kept_where_it_can_be(case: tuple[Schedule, Costs], between: float) -> None:
     """With the limit anywhere between what is held with all that pays on the way and with nothing."""

@@ -6,7 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule import families
@@ -27,11 +28,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 SEARCHED = ("zb-auto", "zb-v", "v-half", "v-min", "v-auto", "1f1b-v")
 FREE = ("zb-auto", "v-auto")  # take any limit
 SLACK = 1 + 1e-9
-
-
-def examples(count: int) -> settings:
-    """A busy machine, or one that has to compile first, makes a test slow, not wrong."""
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 # Zero is likely, because ties are what breaks an order; others are no multiples of each other.

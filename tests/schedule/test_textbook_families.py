@@ -4,7 +4,8 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import exact, parse
 
@@ -31,7 +32,7 @@ def bubbles(schedule: Schedule, costs: Costs) -> tuple[Any, Any]:
 # Interleaved 1F1B
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 4), times, times, times)
 def test_closed_form_of_interleaved(p: int, v: int, groups: int, f: int, b: int, w: int) -> None:
     costs = equal("interleaved", p, f, b, w, v)
@@ -42,7 +43,7 @@ def test_closed_form_of_interleaved(p: int, v: int, groups: int, f: int, b: int,
     assert activation_peaks(schedule, costs) == [exact(chunks, v) for chunks in most]
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 20))
 def test_interleaved_takes_any_number_of_microbatches(p: int, v: int, m: int) -> None:
     costs = equal("interleaved", p, 3, 4, 2, v)
@@ -63,7 +64,7 @@ def test_interleaved_on_two_ranks_is_megatrons() -> None:
 # Seq1F1B
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5), times, times, times)
 def test_closed_form_of_seq_1f1b(p: int, m: int, splits: int, f: int, b: int, w: int) -> None:
     costs = equal("seq-1f1b", p, f, b, w)
@@ -111,7 +112,7 @@ def test_bubble_of_gis_does_not_grow_with_the_number_of_groups(p: int, g: int, v
     assert bubbles(families.plan("gis", p, 12 * g, costs, v, group=g), costs)[1] <= p - 1 + v * (p - g)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 20), st.data())
 def test_memory_of_gis_at_any_costs(p: int, v: int, m: int, data: st.DataObject) -> None:
     g = data.draw(st.integers(-(-p // 2), p))
@@ -151,7 +152,7 @@ def test_gis_plans_fused_and_recomputed_stages() -> None:
 # DualPipe
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.integers(1, 7), st.integers(0, 8), times, times, times)
 def test_dualpipe_meets_what_is_published(p: int, extra: int, f: int, b: int, w: int) -> None:
     """(PP/2 - 1)(F&B + B - 3W), with PP stages, F&B one after the other and B the full backward; PP+1 activations."""
@@ -182,7 +183,7 @@ def test_dualpipe_looks_the_same_from_both_ends() -> None:
         assert mirrored == schedule.passes[5 - rank]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.sampled_from(["dualpipe-v", "dualpipe"]), st.sampled_from([2, 4, 6]), st.data())
 def test_dualpipe_takes_fewer_microbatches_than_published(name: str, p: int, data: st.DataObject) -> None:
     m = data.draw(st.integers(1, 2 * p))
@@ -195,7 +196,7 @@ def test_dualpipe_takes_fewer_microbatches_than_published(name: str, p: int, dat
 # Chimera
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 4), times, times, times)
 def test_closed_form_of_chimera(p: int, units: int, f: int, b: int, w: int) -> None:
     costs = equal("chimera", p, f, b, w)

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, parse, schedules
 
@@ -38,7 +39,7 @@ def planned(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary | N
     return families.plan(name, ranks, microbatches, costs, vocabulary=vocabulary), costs
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_any_schedule_with_any_costs(data: st.DataObject) -> None:
     stages, vocabulary = data.draw(schedules()), data.draw(st.sampled_from(list(Vocabulary)))
