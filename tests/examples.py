@@ -20,4 +20,6 @@ settings.load_profile("few")
 
 def examples(count: int) -> settings:
     """The settings of a test whose number of examples is ``count`` in full; at least 3 are tried."""
-    return settings(max_examples=max(3, count * settings.default.max_examples // _ALL))
+    default = settings.default
+    assert default is not None  # the profile that is loaded above
+    return settings(max_examples=max(3, count * default.max_examples // _ALL))
