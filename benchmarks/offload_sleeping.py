@@ -33,7 +33,7 @@ from rich.table import Table
 from sleep_stages import iteration
 from sleeping import Sleeper
 
-from megatron.pipeline.model.weight_tasks import submit
+from megatron.pipeline.backward.weight_tasks import submit
 from megatron.pipeline.record.recorder import Recorder
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.lanes import Pairs, ThreadLanes, Ticket

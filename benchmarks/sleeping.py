@@ -16,11 +16,11 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import BroadcastOptions
 
+from megatron.pipeline.backward.weight_tasks import submit
 from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
 from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
-from megatron.pipeline.model.weight_tasks import submit
 from megatron.pipeline.runtime import vocabulary
 from megatron.pipeline.schedule.core.costs import StageCosts, VocabularyCosts
 from megatron.pipeline.shape.shards import Shards

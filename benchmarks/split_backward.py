@@ -29,8 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline import patches
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.model.split_linear import split_weights
-from megatron.pipeline.model.weight_tasks import WeightTask, deferring
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline import patches
-from megatron.pipeline.model import weight_tasks
+from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
 from megatron.pipeline.shape.shards import Shards

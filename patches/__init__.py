@@ -6,10 +6,7 @@ tested. ``older_releases`` adds what older releases lack. ``install()`` applies 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from megatron.pipeline.launch.run import Run
+from megatron.pipeline.patches.hooks import Hooks
 
 
 def install() -> None:
@@ -46,11 +43,11 @@ def install() -> None:
             patch.install()
 
 
-def install_training(run: Run) -> None:
+def install_training(hooks: Hooks) -> None:
     """Apply the patches of ``megatron.training``, after those of ``install``.
 
     Args:
-        run: what upstream's functions are to call.
+        hooks: its methods are called in place of upstream's functions.
 
     Raises:
         RuntimeError: a symbol is unknown.
@@ -67,4 +64,4 @@ def install_training(run: Run) -> None:
     datasets_utils.install()
     training_cpu.install()
     for patch in (training_arguments, training_utils, training_initialize, training_training):
-        patch.install(run)
+        patch.install(hooks)

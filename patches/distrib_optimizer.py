@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
 # Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
 _RELATIVE, _ABSOLUTE = 2**-6, 2**-20
@@ -149,11 +150,9 @@ def _agree(weights: torch.Tensor, state: dict[str, Any]) -> bool:
 
 
 def _with_states(original: Any) -> Any:
-    from megatron.pipeline.trainer.optimizer_state import allocate_state, is_torch
-
     @functools.wraps(original)
     def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
-        if is_torch(self.optimizer) and not self.optimizer.state:
+        if is_torch(self.optimizer):
             allocate_state(self)
         return original(self, model_sharded_state_dict, is_loading, *args, **options)
 
@@ -162,8 +161,6 @@ def _with_states(original: Any) -> Any:
 
 
 def _keeping_steps(original: Any) -> Any:
-    from megatron.pipeline.trainer.optimizer_state import is_torch
-
     @functools.wraps(original)
     @torch.no_grad()  # upstream forgets it for states by bucket: float32 weights are their own main parameters
     def set_states(self: Any, parameter: Any, tensors: Any) -> None:

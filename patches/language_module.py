@@ -1,33 +1,58 @@
-"""megatron.core.models.common.language_module.language_module: models whose ends may be on any rank.
+"""megatron.core.models.common.language_module.language_module: models whose first and last stage may be on any rank.
 
-``LanguageModule.setup_embeddings_and_output_layer``: while a model is built, upstream makes copies of tied embeddings equal
-between the first and the last pipeline rank, where a V has none. Here they are marked only; ``model/boundary.py`` then makes them
-equal, wherever they are. Our own models (``model/seeding.py``) need no patch for that; Megatron-LM's scripts build GPTModel.
+``LanguageModule.setup_embeddings_and_output_layer``: while upstream builds a model, it makes copies of tied embeddings equal
+between the first and the last pipeline rank. A V placement has no copy on the last rank. ``mark_boundary_weights`` only marks the
+weights; ``model/boundary.py`` then makes copies equal, on any ranks. Our own models (``model/seeding.py``) override the method;
+the patch is for Megatron-LM's scripts, which build GPTModel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from megatron.pipeline.patches import upstream
 
 
+def mark_boundary_weights(model: Any) -> None:
+    """Mark the weights of the embedding and of the output layer as upstream does, and send nothing.
+
+    Args:
+        model: a ``LanguageModule``, one chunk.
+    """
+    boundary = [model.embedding.word_embeddings.weight] if model.pre_process else []
+    if model.post_process and model.output_layer.weight is not None:
+        boundary.append(model.output_layer.weight)
+    for weight in boundary:
+        weight.is_embedding_or_output_parameter = True
+    if not model.share_embeddings_and_output_weights and not model.config.mtp_num_layers:
+        return
+    tied = model.shared_embedding_or_output_weight()
+    if tied is None:  # neither the first nor the last stage
+        return
+    if model.pre_process and model.post_process:
+        tied.zero_out_wgrad = True
+        return
+    tied.shared_embedding = True
+    if not model.pre_process:
+        tied.data.fill_(0)
+        tied.shared = True
+
+
 @contextmanager
-def ends_marked() -> Iterator[None]:
-    """Models that are built within have their ends marked, and nothing is sent.
+def boundary_weights_marked() -> Iterator[None]:
+    """While this context is open, models are built with ``mark_boundary_weights`` in place of upstream's method.
 
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    from megatron.pipeline.model.boundary import mark_ends
-
     module = upstream.require(
         "megatron.core.models.common.language_module.language_module",
         ("LanguageModule.setup_embeddings_and_output_layer", "LanguageModule.shared_embedding_or_output_weight"),
     )
     original = module.LanguageModule.setup_embeddings_and_output_layer
-    module.LanguageModule.setup_embeddings_and_output_layer = mark_ends
+    module.LanguageModule.setup_embeddings_and_output_layer = mark_boundary_weights
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ def install() -> None:
     experts = upstream.require(
         "megatron.core.transformer.moe.experts", ("gg.ops", "gg.assert_grouped_gemm_is_available", "GroupedMLP.forward")
     )
-    from megatron.pipeline.model import grouped_experts, weight_tasks
+    from megatron.pipeline.backward import grouped_experts, weight_tasks
 
     if hasattr(experts.GroupedMLP, "register_wgrad_accumulation_and_reduce_hooks"):
         return

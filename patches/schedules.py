@@ -10,15 +10,13 @@ and yet draws dropout masks, for the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import upstream
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-
-if TYPE_CHECKING:
-    from megatron.pipeline.record.recorder import Recorder
 
 _FUNCTIONS = (
     "forward_backward_no_pipelining",
@@ -38,6 +36,16 @@ _UPSTREAM = upstream.require(
     ),
 )
 _ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
+
+
+class Recorder(Protocol):
+    """What measures the passes of one iteration (``record/recorder.py``)."""
+
+    def measure(self, work: Pass) -> AbstractContextManager[object]:
+        """A context around one pass."""
+
+    def end(self) -> None:
+        """The iteration is over."""
 
 
 _TELL_LAYERS = _UPSTREAM.set_current_microbatch

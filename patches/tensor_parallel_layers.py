@@ -26,10 +26,11 @@ def install() -> None:
             "RowParallelLinear",
         ),
     )
-    from megatron.pipeline.model import split_linear, weight_tasks
+    from megatron.pipeline.backward import weight_tasks
+    from megatron.pipeline.backward.linear import SplitLinear
 
-    if layers.LinearWithGradAccumulationAndAsyncCommunication is split_linear.SplitLinear:
+    if layers.LinearWithGradAccumulationAndAsyncCommunication is SplitLinear:
         return
-    layers.LinearWithGradAccumulationAndAsyncCommunication = split_linear.SplitLinear  # type: ignore[attr-defined]
+    layers.LinearWithGradAccumulationAndAsyncCommunication = SplitLinear  # type: ignore[attr-defined]
     for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
         linear.register_wgrad_accumulation_and_reduce_hooks = weight_tasks.register_hook

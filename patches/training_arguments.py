@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 from argparse import ArgumentParser
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.pipeline.patches import upstream
-
-if TYPE_CHECKING:
-    from megatron.pipeline.launch.run import Run
+from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(run: Run) -> None:
+def install(hooks: Hooks) -> None:
     """Wrap both.
 
     Raises:
@@ -28,14 +26,14 @@ def install(run: Run) -> None:
     @functools.wraps(add)
     def with_ours(parser: ArgumentParser) -> ArgumentParser:
         parser = add(parser)
-        run.add_flags(parser)
+        hooks.add_flags(parser)
         return parser
 
     arguments.add_megatron_arguments = with_ours  # type: ignore[attr-defined]
 
     @functools.wraps(configure)
     def cut(args: Any, *rest: Any, **options: Any) -> Any:
-        return run.configure(configure, args, *rest, **options)
+        return hooks.configure(configure, args, *rest, **options)
 
     for module in upstream.importers(arguments, "core_transformer_config_from_args"):
         module.core_transformer_config_from_args = cut  # type: ignore[attr-defined]

@@ -7,15 +7,13 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.pipeline.patches import upstream
-
-if TYPE_CHECKING:
-    from megatron.pipeline.launch.run import Run
+from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(run: Run) -> None:
+def install(hooks: Hooks) -> None:
     """Wrap both.
 
     Raises:
@@ -26,12 +24,12 @@ def install(run: Run) -> None:
 
     @functools.wraps(validate)
     def validated(args: Any, *rest: Any, **options: Any) -> Any:
-        return run.validate(validate, args, *rest, **options)
+        return hooks.validate(validate, args, *rest, **options)
 
     @functools.wraps(complete)
     def completed(args: Any, *rest: Any, **options: Any) -> Any:
         result = complete(args, *rest, **options)
-        run.plan(args)
+        hooks.plan(args)
         return result
 
     initialize.validate_args = validated  # type: ignore[attr-defined]

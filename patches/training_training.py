@@ -8,15 +8,13 @@ last stage; after it, ``finalize_model_grads`` knows where the ends of the model
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.pipeline.patches import upstream
-
-if TYPE_CHECKING:
-    from megatron.pipeline.launch.run import Run
+from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(run: Run) -> None:
+def install(hooks: Hooks) -> None:
     """Wrap them.
 
     Raises:
@@ -30,15 +28,15 @@ def install(run: Run) -> None:
 
     @functools.wraps(get_model)
     def built(provider: Any, *rest: Any, **options: Any) -> Any:
-        return run.build(get_model, training, provider, *rest, **options)
+        return hooks.build(get_model, training, provider, *rest, **options)
 
     @functools.wraps(train)
     def trained(*rest: Any, **options: Any) -> Any:
-        return run.train(train, *rest, **options)
+        return hooks.train(train, *rest, **options)
 
     @functools.wraps(train_step)
     def stepped(*rest: Any, **options: Any) -> Any:
-        return run.step(train_step, training, *rest, **options)
+        return hooks.step(train_step, training, *rest, **options)
 
     for module in upstream.importers(training, "get_model"):
         module.get_model = built  # type: ignore[attr-defined]

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.pipeline.patches import upstream
-
-if TYPE_CHECKING:
-    from megatron.pipeline.launch.run import Run
+from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(run: Run) -> None:
+def install(hooks: Hooks) -> None:
     """Wrap both.
 
     Raises:
@@ -29,7 +27,7 @@ def install(run: Run) -> None:
 
     @functools.wraps(get_batch)
     def batch(data: Any, *rest: Any, **options: Any) -> Any:
-        if not run.shares_whole_batches:
+        if not hooks.shares_whole_batches:
             return get_batch(data, *rest, **options)
         if "mtp_on_this_rank" in inspect.signature(get_batch).parameters:
             return get_batch(data, mtp_on_this_rank=True)  # a rank for further tokens needs all of a batch, too
@@ -47,7 +45,7 @@ def install(run: Run) -> None:
 
     @functools.wraps(is_end)
     def needs_data(vp_stage: int | None) -> bool:
-        return run.needs_data(is_end, vp_stage)
+        return hooks.needs_data(is_end, vp_stage)
 
     for module in upstream.importers(utils, "is_first_or_last_pipeline_stage"):
         module.is_first_or_last_pipeline_stage = needs_data  # type: ignore[attr-defined]

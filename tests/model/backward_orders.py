@@ -13,7 +13,7 @@ def run_backwards(order: str, losses: Sequence[torch.Tensor], tasks_of_b: int) -
     Args:
         tasks_of_b: how many weight tasks every B is to leave.
     """
-    from megatron.pipeline.model.weight_tasks import WeightTask, deferring
+    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 
     tasks: dict[int, list[WeightTask]] = {number: [] for number in range(len(losses))}
     for step in order.split():

@@ -108,8 +108,8 @@ def deferred(flags: str) -> tuple[list[str], int, int, list[float]]:
     run = tiny_gpt.Run("zb-h1", pp=1, flags=tuple(flags.split()), microbatches=1)
     from megatron.core.utils import unwrap_model
 
+    from megatron.pipeline.backward.weight_tasks import deferring
     from megatron.pipeline.model.split_linear import split_weights
-    from megatron.pipeline.model.weight_tasks import deferring
 
     (model,) = run.chunks
     matrices = [weight for name, weight in model.named_parameters() if ".experts." in name]
@@ -139,7 +139,7 @@ def test_weight_gradients_of_experts_are_left_to_w(pool: Pool, kind: str) -> Non
 def without_tokens() -> list[Any]:
     """What a microbatch without tokens for this rank's experts leaves to W, and their gradients."""
     run = tiny_gpt.Run("zb-h1", pp=1, flags=tuple((EXPERTS + "--moe-grouped-gemm --bf16").split()))
-    from megatron.pipeline.model.weight_tasks import deferring
+    from megatron.pipeline.backward.weight_tasks import deferring
 
     experts = next(module for module in run.chunks[0].modules() if type(module).__name__ == "SeededGroupedExperts")
     run.chunks[0].zero_grad_buffer()

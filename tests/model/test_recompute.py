@@ -33,7 +33,7 @@ def what_ran(flags: tuple[str, ...]) -> tuple[set[int], set[int], int, int]:
     run: Any = tiny_gpt.Run("zb-h1", pp=2, microbatches=MICROBATCHES, flags=flags)
     from megatron.core.utils import unwrap_model
 
-    from megatron.pipeline.model.split_linear import WeightGradient
+    from megatron.pipeline.backward.linear import WeightGradient
 
     forwards: dict[tuple[bool, int], int] = {}
     gradients = {False: 0, True: 0}

@@ -96,7 +96,7 @@ def gradients_after_a_discarded_input(delayed: bool) -> list[float]:
     model = build(True, "ColumnParallelLinear", 1, {})
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
-    from megatron.pipeline.model.weight_tasks import WeightTask, deferring
+    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 
     tasks: list[WeightTask] = []
     for number in range(3):
@@ -122,7 +122,7 @@ def test_w_uses_an_input_that_b_recomputed(pool: Pool) -> None:
 def readiness() -> list[bool]:
     """Whether DDP has started to reduce the one bucket, after each pass of the last microbatch."""
     model = build(True, "ColumnParallelLinear", 1, {"overlap_grad_reduce": True})
-    from megatron.pipeline.model.weight_tasks import deferring
+    from megatron.pipeline.backward.weight_tasks import deferring
 
     started = []
     for _iteration in range(2):  # DDP learns in the first what to expect
@@ -165,8 +165,8 @@ def test_names_what_runs_fused(pool: Pool) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("main_dtype", ["float32", "same"])
 def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:
-    from megatron.pipeline.model.split_linear import WeightGradient
-    from megatron.pipeline.model.weight_tasks import prepare, register_hook
+    from megatron.pipeline.backward.linear import WeightGradient
+    from megatron.pipeline.backward.weight_tasks import prepare, register_hook
 
     kind = getattr(torch, dtype)
     generator = torch.Generator("cuda").manual_seed(1)
@@ -205,9 +205,10 @@ def unpatched() -> str:
     patches.install()
     from megatron.core.tensor_parallel import layers
 
+    from megatron.pipeline.backward import linear
     from megatron.pipeline.model import split_linear
 
-    layers.LinearWithGradAccumulationAndAsyncCommunication = split_linear.LinearWithGradAccumulationAndAsyncCommunication
+    layers.LinearWithGradAccumulationAndAsyncCommunication = linear.LinearWithGradAccumulationAndAsyncCommunication
     try:
         with pytest.raises(RuntimeError) as error:
             split_linear.split_weights(torch.nn.Linear(2, 2))

@@ -11,9 +11,9 @@ from model.backward_orders import run_backwards
 from packaging.version import Version
 from pool import Pool
 
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
-from megatron.pipeline.model.weight_tasks import WeightTask, deferring
 
 SIZE, MICROBATCHES = 8, 3
 OUTSIDE, IN_W, IN_B = "added outside of the module", "its gradient by W", "its gradient by B, as with FP8"

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron.pipeline.model.split_linear import WeightGradient
-from megatron.pipeline.model.weight_tasks import WeightTask, deferring, prepare, submit
+from megatron.pipeline.backward.linear import WeightGradient
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring, prepare, submit
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.handles import Hold

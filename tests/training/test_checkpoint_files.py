@@ -20,7 +20,6 @@ from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.schedule.core.placement import linear, v
 from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
-from megatron.pipeline.trainer.optimizer_state import allocate_state
 
 ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 SGD = {"wd_mult": 1.0, "lr": 1e-3, "momentum": 0.9}
@@ -191,9 +190,11 @@ def test_a_directory_that_must_not_be_read(tmp_path: Path, monkeypatch: pytest.M
 
 def test_the_state_made_for_a_save_is_that_of_no_step() -> None:
     """torch's SGD adds the weight decay to the gradient before its momentum sees it."""
+    from megatron.pipeline.patches.torch_optimizers import allocate_state
+
     weight = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([weight], lr=0.1, momentum=0.9, weight_decay=0.5)
-    allocate_state(SimpleNamespace(optimizer=inner, init_state_fn=None))  # type: ignore[arg-type]
+    allocate_state(SimpleNamespace(optimizer=inner, init_state_fn=None))
     assert inner.state[weight]["momentum_buffer"].tolist() == [0, 0, 0] and weight.tolist() == [1, 1, 1]
     assert (inner.param_groups[0]["lr"], inner.param_groups[0]["weight_decay"]) == (0.1, 0.5)
 

@@ -178,7 +178,7 @@ class Run:
         args.delay_wgrad_compute = True  # upstream's function copies it into the configuration of DDP
         training.Float16Module = low_precision
         try:
-            with language_module.ends_marked():
+            with language_module.boundary_weights_marked():
                 chunks = original(provide, *rest, **options)
         finally:
             args.delay_wgrad_compute = False

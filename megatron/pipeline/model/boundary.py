@@ -91,29 +91,5 @@ class Ends:
             torch.distributed.all_reduce(copies[0], group=self._group)
 
 
-def mark_ends(model: Any) -> None:
-    """Mark the weights at the ends of the model as upstream does; ``Ends.tie`` then makes tied copies equal.
-
-    What upstream's ``setup_embeddings_and_output_layer`` does as well is to talk to the rank where it takes the other copy to be.
-    """
-    ends = [model.embedding.word_embeddings.weight] if model.pre_process else []
-    if model.post_process and model.output_layer.weight is not None:
-        ends.append(model.output_layer.weight)
-    for weight in ends:
-        weight.is_embedding_or_output_parameter = True
-    if not model.share_embeddings_and_output_weights and not model.config.mtp_num_layers:
-        return
-    tied = model.shared_embedding_or_output_weight()
-    if tied is None:  # neither end is here
-        return
-    if model.pre_process and model.post_process:
-        tied.zero_out_wgrad = True
-        return
-    tied.shared_embedding = True
-    if not model.pre_process:
-        tied.data.fill_(0)
-        tied.shared = True
-
-
 def _tied(models: Sequence[Any]) -> bool:
     return any(model.share_embeddings_and_output_weights for model in models)

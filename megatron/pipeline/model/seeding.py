@@ -17,8 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import random as upstream_random
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
-
-from megatron.pipeline.model.boundary import mark_ends
+from megatron.pipeline.patches.language_module import mark_boundary_weights
 
 EMBEDDING = 0  # transformer layers count from 1, as megatron-core numbers them
 
@@ -96,7 +95,7 @@ class SeededGPTModel(GPTModel):
         self.seed = seed
 
     def setup_embeddings_and_output_layer(self) -> None:
-        mark_ends(self)
+        mark_boundary_weights(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.training and _uses_dropout(self.config):

@@ -20,7 +20,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
 
-from megatron.pipeline.model import weight_tasks
+from megatron.pipeline.backward import weight_tasks
 
 OLDEST = "2.8"
 

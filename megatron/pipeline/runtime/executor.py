@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.pipeline.model.weight_tasks import WeightTask, deferring
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Links, Tensors

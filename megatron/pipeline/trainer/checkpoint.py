@@ -37,7 +37,7 @@ from megatron.pipeline.trainer.checkpoint_files import (
     replaced,
     schedule_flags,
 )
-from megatron.pipeline.trainer.optimizer_state import allocate_state, load_state, sharded_state
+from megatron.pipeline.trainer.optimizer_state import load_state, sharded_state
 from megatron.pipeline.trainer.run_log import training_flops
 from megatron.pipeline.trainer.state import Training
 
@@ -86,8 +86,6 @@ def save(args: Namespace, training: Training) -> Path:
             _remove_leftovers(root)
             unfinished.mkdir(parents=True)
         torch.distributed.barrier()
-        if not args.no_save_optim:
-            allocate_state(training.optimizer)
         with _gathered_parameters(args, training):
             state = _sharded_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
             state |= _common_state(args, training)
@@ -138,8 +136,6 @@ def load(args: Namespace, training: Training) -> Path | None:
 
 def _load(args: Namespace, training: Training, path: Path) -> None:
     with_optimizer = not (args.finetune or args.no_load_optim)
-    if with_optimizer:
-        allocate_state(training.optimizer)
     with _gathered_parameters(args, training):
         wanted = _sharded_state(training, with_optimizer, is_loading=True)
         found = dist_checkpointing.load(wanted, str(path))

@@ -1,8 +1,7 @@
-"""The state of optimizers in checkpoints: what kind it is, and that of torch's own, which upstream only half supports.
+"""The state of optimizers in checkpoints: its tensors, its kind, and the flags that can go on with it.
 
-Upstream expects the fused optimizers of Transformer Engine or apex, which it looks after. Where neither is installed it
-falls back to torch's, whose state appears in the first step only. For the distributed optimizer see
-patches/distrib_optimizer.py.
+megatron-core supports torch's own optimizers only in part: see ``patches/torch_optimizers.py`` and, for the distributed
+optimizer, ``patches/distrib_optimizer.py``.
 """
 
 from __future__ import annotations
@@ -13,49 +12,21 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.pipeline.patches.torch_optimizers import WITH_STEPS, allocate_state
 
 from megatron.pipeline.optimizer.step_ahead import parts_of
 
-_WITH_STEPS = (torch.optim.Adam, torch.optim.AdamW)
-_TORCH_OPTIMIZERS = (*_WITH_STEPS, torch.optim.SGD)
 _OPTIMIZER, _DISTRIBUTED, _SIXTEEN_BITS = "--optimizer", "--use-distributed-optimizer", "--bf16 or --fp16"
 
 
-def allocate_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state of an optimizer that has taken no step, for a checkpoint to be loaded into, or to be saved.
-
-    Torch's optimizers make it in a step; this one changes nothing and is not counted.
-    """
-    for one in parts_of(optimizer):
-        inner = one.optimizer
-        if not is_torch(inner):
-            if inner is not None and one.init_state_fn is not None:
-                one.init_state_fn(inner, one.config)
-            continue
-        one.init_state_fn = lambda *_: None  # upstream has none for SGD, and what follows does its work for Adam
-        if inner.state:
-            continue
-        # Neither the rate may change a weight, nor the decay a state: torch's SGD adds it to the gradient.
-        given = [{name: group[name] for name in ("lr", "weight_decay")} for group in inner.param_groups]
-        for group in inner.param_groups:
-            group.update(lr=0.0, weight_decay=0.0)
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        inner.step()
-        inner.zero_grad(set_to_none=True)
-        for group, values in zip(inner.param_groups, given, strict=True):
-            group.update(values)
-        for state in inner.state.values():
-            if "step" in state:
-                state["step"].zero_()
-
-
 def sharded_state(optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]) -> Any:
-    """``optimizer.sharded_state_dict``, with the number of steps also where that is 0, which upstream leaves out."""
+    """``optimizer.sharded_state_dict``, of a state that exists and with a number of steps of 0, which upstream omits."""
+    for part in parts_of(optimizer):
+        allocate_state(part)
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     for one, own in zip(parts_of(optimizer), _by_part(state), strict=True):
         inner = own.get("optimizer", own)
-        if "state" in inner and type(one.optimizer) in _WITH_STEPS:
+        if "state" in inner and type(one.optimizer) in WITH_STEPS:
             inner["state"].setdefault("common_step", torch.tensor(0.0))
     return state
 
@@ -102,8 +73,3 @@ def has_state(args: Namespace, tensors: Iterable[str]) -> bool:
 def _by_part(state: dict[Any, Any]) -> list[dict[Any, Any]]:
     """The states of a chain's optimizers: experts have one of their own, and then they are by number."""
     return [one for _, one in sorted(state.items())] if all(isinstance(key, int) for key in state) else [state]
-
-
-def is_torch(optimizer: Any) -> bool:
-    """Whether it is one of torch's optimizers, and not a fused one."""
-    return type(optimizer) in _TORCH_OPTIMIZERS

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron.pipeline.model import weight_tasks
-from megatron.pipeline.model.sequence import gather, reduce_scatter
-from megatron.pipeline.model.split_linear import gradient_of, mark_accumulated
+from megatron.pipeline.backward import weight_tasks
+from megatron.pipeline.backward.linear import gradient_of, mark_accumulated
+from megatron.pipeline.dist.sequence import gather, reduce_scatter
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.shape.shards import Shards
 

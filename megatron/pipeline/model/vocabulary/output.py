@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.pipeline.model import sequence, weight_tasks
-from megatron.pipeline.model.split_linear import accumulate, gradient_of
+from megatron.pipeline.backward import weight_tasks
+from megatron.pipeline.backward.linear import accumulate, gradient_of
+from megatron.pipeline.dist import sequence
 from megatron.pipeline.model.vocabulary.input import locate
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, enlarged
 from megatron.pipeline.model.vocabulary.tied import TiedGradient

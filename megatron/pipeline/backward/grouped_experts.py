@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.model import weight_tasks
+from megatron.pipeline.backward import weight_tasks
 
 try:
     import grouped_gemm

@@ -1,0 +1,144 @@
+"""megatron-core's linears with a backward in two parts: B computes the input gradient, W the weight gradient.
+
+``SplitLinear`` replaces megatron-core's autograd function of ColumnParallelLinear, RowParallelLinear and the output layer
+(``patches/tensor_parallel_layers.py``). For a weight that ``model/split_linear.py`` has prepared, its backward submits a
+``WeightGradient`` task; for any other weight it is megatron-core's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import LinearWithGradAccumulationAndAsyncCommunication
+from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
+
+from megatron.pipeline.backward import weight_tasks
+from megatron.pipeline.dist import sequence
+
+try:
+    import fused_weight_gradient_mlp_cuda  # NVIDIA's apex; the apex on pip is another package
+except ImportError:
+    fused_weight_gradient_mlp_cuda = None
+
+
+class WeightGradient:
+    """The weight gradient of one linear for one microbatch, still to be computed. Holds what it needs, nothing else.
+
+    Under sequence parallelism the input is kept as this rank's shard; ``prefetch`` starts gathering the rest.
+    """
+
+    def __init__(
+        self,
+        weight: torch.nn.Parameter,
+        input: torch.Tensor,
+        grad_output: torch.Tensor,
+        gather_group: torch.distributed.ProcessGroup | None,
+    ) -> None:
+        self._weight = weight
+        self._input = input
+        self._grad_output = grad_output
+        self._gather_group = gather_group
+        self._gathered: torch.Tensor | None = None
+        self._gathering: sequence.Waitable | None = None
+
+    @property
+    def held(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._input, self._grad_output
+
+    def prefetch(self) -> None:
+        if self._gather_group is None or self._gathering is not None:
+            return
+        self._gathered, self._gathering = sequence.gather(self._input, self._gather_group)
+
+    def run(self) -> None:
+        """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and tell whoever waits for the weight."""
+        self.prefetch()
+        total_input = self._input
+        if self._gathering is not None:
+            self._gathering.wait()
+            assert self._gathered is not None
+            total_input = self._gathered
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
+        accumulate(self._weight, grad_output, total_input)
+        weight_tasks.notify(self._weight)
+
+
+def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+    """Add grad_output^T @ total_input to the weight's gradient: to ``main_grad`` in its precision, or to ``grad``.
+
+    Args:
+        weight: [outputs, inputs].
+        grad_output: [tokens, outputs].
+        total_input: [tokens, inputs].
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        gradient = grad_output.t().matmul(total_input)
+        weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        return
+    if not grad_output.is_cuda:
+        # The sum must round as megatron-core's own does there: a product, then an addition.
+        main_grad.add_(grad_output.t().matmul(total_input))
+    # Otherwise one kernel that accumulates in main_grad's precision, in place.
+    elif fused_weight_gradient_mlp_cuda is not None:
+        fused = (
+            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+            if main_grad.dtype == torch.float32
+            else fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16
+        )
+        fused(total_input, grad_output, main_grad)
+    elif main_grad.dtype == grad_output.dtype:
+        main_grad.addmm_(grad_output.t(), total_input)
+    else:
+        torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=main_grad.dtype, out=main_grad)
+    mark_accumulated(weight)
+
+
+def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
+    """What gradients are added to: ``main_grad``, or ``grad`` where there is no DDP."""
+    main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        return main_grad
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    return weight.grad
+
+
+def mark_accumulated(weight: torch.nn.Parameter) -> None:
+    """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
+    weight.grad = weight.new_zeros(1).expand(weight.shape)
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+
+class SplitLinear(torch.autograd.Function):
+    """megatron-core's linear with its weight gradient as a task. Same arguments, same numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.nn.Parameter, *rest: Any) -> torch.Tensor:
+        ctx.fused = weight_tasks.runs_fused(weight)
+        ctx.weight = weight  # the parameter itself: saved-tensor hooks would hand back a copy without its attributes
+        return LinearWithGradAccumulationAndAsyncCommunication.forward(ctx, input, weight, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input, _), weight = ctx.saved_tensors, ctx.weight
+        if not weight_tasks.is_prepared(weight) or ctx.grad_output_buffer is not None:
+            return LinearWithGradAccumulationAndAsyncCommunication.backward(ctx, grad_output)
+        task = WeightGradient(weight, input, grad_output, ctx.tp_group if ctx.sequence_parallel else None)
+        if not weight_tasks.is_deferred(ctx.fused):
+            task.prefetch()  # before the input gradient's product, which hides it
+
+        grad_input = grad_output.matmul(weight)
+        reduction: sequence.Waitable | None = None
+        if ctx.allreduce_dgrad:
+            reduction = torch.distributed.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
+        elif ctx.sequence_parallel:
+            grad_input, reduction = sequence.reduce_scatter(grad_input, ctx.tp_group)
+
+        # Behind the reduction: the weight gradient, or its bookkeeping, and the bias.
+        weight_tasks.submit(task, ctx.fused)
+        grad_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+        if reduction is not None:
+            reduction.wait()
+        return (grad_input, None, grad_bias, *(None for _ in ctx.needs_input_grad[3:]))

@@ -1,0 +1,53 @@
+"""The rooms of the package: what their table says is what import-linter checks, and planning starts without torch."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PIPELINE = ROOT / "megatron" / "pipeline"
+
+
+def layers(contract: str) -> list[str]:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [found] = [one for one in contracts if one["id"] == contract]
+    return [name for layer in found["layers"] for name in layer.split(" | ")]
+
+
+def test_the_table_of_rooms_is_the_contract() -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)/` ", section, re.MULTILINE) == layers("rooms")
+    [packages] = re.findall(r"The packages of `schedule/` follow the same order: (.+)\.", section)
+    assert re.findall(r"`(\w+)`", packages) == layers("schedule")
+
+
+def test_every_folder_is_in_a_contract() -> None:
+    """import-linter sees packages alone: a folder without ``__init__.py`` would escape it."""
+
+    def packages(folder: Path) -> set[str]:
+        return {part.name for part in folder.iterdir() if part.is_dir() and any(part.glob("*.py"))}
+
+    assert packages(PIPELINE) | {"patches"} == set(layers("rooms"))
+    assert packages(PIPELINE / "schedule") == set(layers("schedule"))
+    modules = [path for path in PIPELINE.rglob("*.py") if "__pycache__" not in path.parts]
+    assert not {path.parent for path in modules if not (path.parent / "__init__.py").exists()}
+
+
+@pytest.mark.parametrize("room", ["cli", "serve", "planning", "costmodel", "view", "shape", "schedule"])
+def test_no_module_of_a_room_imports_torch(room: str) -> None:
+    """At import time: a command of ``cli`` may import torch when it runs."""
+    code = (
+        f"import importlib, pkgutil, sys, megatron.pipeline.{room} as room\n"
+        "for module in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+        "        assert 'torch' not in sys.modules, module.name\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
