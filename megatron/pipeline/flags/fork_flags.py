@@ -233,7 +233,9 @@ def translate(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     for flag in left:
         needs = next(row.needs for row in _ROWS if flag in row.flags)
         replace([flag], "", f"it had no effect without {needs}")
-    needing: list[str] = [flag for flag in ("--enable-zb-runtime", "--enable-vocab-parallel", "--cpu-offload") if flag in line.old]
+    needing: list[str] = [
+        flag for flag in ("--enable-zb-runtime", "--enable-vocab-parallel", "--cpu-offload") if flag in line.old
+    ]
     if needing and not naming and _values(line.others, "--pipeline-schedule") is None:
         virtual = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
         schedule = "interleaved" if any(_values(line.others, flag) for flag in virtual) else "1f1b"
