@@ -123,7 +123,7 @@ class _Run:
         return self.arrival.get((kind, self.placement.stages[rank][work.chunk], work.microbatch), math.inf), work
 
     def _start(self, rank: int, work: Pass, now: float) -> None:
-        kind, microbatch, chunk = work
+        kind, microbatch, chunk, _ = work
         stage = self.placement.stages[rank][chunk]
         runs = self.backward[stage] if kind is Kind.B else (kind,)
         self.rows[rank] += [work if run is kind else Pass(run, microbatch, chunk) for run in runs]

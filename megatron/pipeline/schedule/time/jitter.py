@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.lanes import lanes, returning
+from megatron.pipeline.schedule.time.links import lane_rows
 from megatron.pipeline.schedule.time.replay import dependency_order
 from megatron.pipeline.schedule.time.simulate import check_stages, delay
 
@@ -76,18 +76,18 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
     if seed < 0:
         raise ValueError(f"a seed must be a whole number of at least 0, got {seed}")
     check_stages(schedule.placement, costs)
-    stages = costs.sliced(schedule.splits).stages
+    costs = costs.sliced(schedule.splits)
     durations: dict[tuple[Kind, int], Draws] = {}
     ends: dict[tuple[int, Pass], Draws] = {}  # of what ranks make for each other, until it is used; of a vocabulary many do
     free = np.zeros((schedule.ranks, draws))
     begins = np.zeros((schedule.ranks, draws))
-    copying = _Copies(schedule, costs.sliced(schedule.splits), draws)
+    copying = _Copies(schedule, costs, draws)
     for rank, slots in dependency_order(schedule):
         for slot in slots:
             work = schedule.passes[rank][slot]
             kind, stage = work.kind, schedule.placement.stage(rank, work.chunk)
             if (kind, stage) not in durations and not kind.is_copy:
-                seconds = float((costs.vocabulary if kind.is_of_vocabulary else stages[stage]).seconds(kind))
+                seconds = float(costs.seconds(kind, stage))
                 durations[kind, stage] = seconds * factors(kind, stage, schedule.slices, jitter, draws, seed)
             start = free[rank]
             for other, need in schedule.predecessors(rank, work):
@@ -115,20 +115,18 @@ class _Copies:
 
     def __init__(self, schedule: Schedule, costs: Costs, draws: int) -> None:
         self._seconds: dict[tuple[int, Pass], float] = {}
-        self._needed: list[dict[Pass, Pass]] = [{}] * schedule.ranks
         self._free = {(rank, kind): np.zeros(draws) for rank in range(schedule.ranks) for kind in COPY_KINDS}
         self._ends: dict[tuple[int, Pass], Draws] = {}
-        for rank in range(schedule.ranks if schedule.has_copies else 0):
-            lane = lanes(schedule, costs, rank)
-            self._needed[rank] = returning(schedule.passes[rank])
-            for row, seconds in ((lane.to_host, lane.seconds_to_host), (lane.to_device, lane.seconds_to_device)):
-                alone = zip(row, seconds, strict=True)
-                self._seconds |= {(rank, work): float(taken / costs.copies.slowest) for work, taken in alone}
+        self._rows = schedule.rows
+        for lane in lane_rows(schedule, costs):
+            for work, seconds in zip(lane.passes, lane.seconds, strict=True):
+                self._seconds[lane.rank, work] = float(seconds / costs.copies.slowest)
 
     def ready(self, rank: int, work: Pass, start: Draws) -> Draws:
         """When a pass that could start otherwise starts: once what it needs is back on the device."""
-        copy = self._needed[rank].get(work)
-        return start if copy is None else np.maximum(start, self._ends.pop((rank, copy)))
+        for copy in self._rows[rank].awaited.get(work, ()):
+            start = np.maximum(start, self._ends.pop((rank, copy)))
+        return start
 
     def ended(self, rank: int, work: Pass, end: Draws) -> None:
         """A pass has ended: a copy to host memory of what it keeps starts."""

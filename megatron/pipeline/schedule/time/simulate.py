@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import COPY_KINDS, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.kinds import COPY_LANES, needed_on_own_rank
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.lanes import BACK, beside_ranks, lanes, on_the_way
-from megatron.pipeline.schedule.time.replay import Replay, Rows, replay, rows_of
+from megatron.pipeline.schedule.time.lanes import on_the_way
+from megatron.pipeline.schedule.time.links import Rows, lane_rows, rows_of
+from megatron.pipeline.schedule.time.replay import Replay, replay
 
+R = Kind.R
 _ROUNDS = 20  # more than enough, unless passes wait for copies everywhere
 
 
@@ -30,53 +33,56 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     check_stages(schedule.placement, costs)
     costs = costs.sliced(schedule.splits)
+    if schedule.has_lanes:
+        return _with_lanes(schedule, costs)
     rows = rows_of(schedule, costs)
-    if schedule.has_copies:
-        return _with_copies(schedule, costs, rows)
-    return Timeline(tuple(map(_timed, rows.passes, *replay(schedule, rows)[1:])))
+    return Timeline(tuple(map(_timed, rows.works, *replay(schedule, rows)[1:])))
 
 
-def _timed(passes: Sequence[Pass], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
+def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
     # tuple.__new__ is what Timed(work, start, end) calls, and saves a call in Python for each of some hundred thousand passes.
-    return tuple(map(tuple.__new__, repeat(Timed), zip(passes, starts, ends, strict=True)))
+    return tuple(map(tuple.__new__, repeat(Timed), zip(works, starts, ends, strict=True)))
 
 
-def _with_copies(schedule: Schedule, costs: Costs, plain: Rows) -> Timeline:
-    """With a row for every copy lane behind those of the ranks."""
+def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
+    """With a row for every lane behind those of the ranks."""
     ranks = schedule.ranks
-    beside = [lanes(schedule, costs, rank) for rank in range(ranks)]
-    rows = beside_ranks(schedule, plain, beside)
-    own: list[list[float] | None] = [None] * ranks
-    alone = [seconds for rank in beside for seconds in (rank.seconds_to_host, rank.seconds_to_device)]
-    run = replay(schedule, rows, [*own, *alone])
-    if costs.copies.disturb_each_other:
+    lanes = lane_rows(schedule, costs)
+    rows = rows_of(schedule, costs, lanes)
+    alone = [lane.seconds for lane in lanes]
+    copying = [at for at, lane in enumerate(lanes) if lane.lane in COPY_LANES]
+    run = replay(schedule, rows, [*repeat(None, ranks), *alone])
+    if costs.copies.disturb_each_other and copying:
         # How long copies take depends on when they start, and when they start, where passes wait for them, on how long others
         # took. Copies that keep nothing waiting, as is planned for, are settled after the first round.
         for _ in range(_ROUNDS):
-            queues = [
-                list(zip(ready, seconds, strict=True)) for ready, seconds in zip(_ready(rows, run, ranks), alone, strict=True)
-            ]
-            found = [[end - start for start, end in lane] for lane in on_the_way(queues, costs.copies)]
-            before, run = run, replay(schedule, rows, [*own, *found])
+            ready = list(_ready(schedule, rows, run))
+            queues = [list(zip(ready[at], alone[at], strict=True)) for at in copying]
+            taken = list(alone)
+            for at, times in zip(copying, on_the_way(queues, costs.copies), strict=True):
+                taken[at] = [end - start for start, end in times]
+            before, run = run, replay(schedule, rows, [*repeat(None, ranks), *taken])
             if all(
                 math.isclose(end, other, rel_tol=1e-9)
                 for row, others in zip(run.ends, before.ends, strict=True)
                 for end, other in zip(row, others, strict=True)
             ):
                 break
-    timed = list(map(_timed, rows.passes, *run[1:]))
-    computed = tuple(tuple(one for one in row if one.work.kind is not BACK) for row in timed[:ranks])
-    copies = (sorted(chain(*timed[at : at + 2]), key=lambda one: one.start) for at in range(ranks, 3 * ranks, 2))
-    return Timeline(computed, tuple(map(tuple, copies)))
+    timed = list(map(_timed, rows.works, *run[1:]))
+    computed = tuple(tuple(one for one in row if one.work is not None) for row in timed[:ranks])
+    on_lanes: list[list[Timed]] = [[] for _ in range(ranks)]
+    for lane, row in zip(lanes, timed[ranks:], strict=True):
+        on_lanes[lane.rank] += row
+    return Timeline(computed, tuple(tuple(sorted(row, key=lambda one: one.start)) for row in on_lanes))
 
 
-def _ready(rows: Rows, run: Replay, ranks: int) -> Iterator[list[float]]:
-    """From when on every copy may start, by lane: once its F has ended, or its place in the row has been reached."""
-    for rank in range(ranks):
-        ends = dict(zip(rows.passes[rank], run.ends[rank], strict=True))
-        to_host, to_device = rows.passes[ranks + 2 * rank : ranks + 2 * rank + 2]
-        yield [ends[work._replace(kind=Kind.F)] for work in to_host]
-        yield [ends[work] for work in to_device]
+def _ready(schedule: Schedule, rows: Rows, run: Replay) -> Iterator[list[float]]:
+    """From when on every pass on a lane may start, by lane: once what it needs has ended, or its place in the row is reached."""
+    for lane in rows.lanes:
+        ends = dict(zip(rows.works[lane.rank], run.ends[lane.rank], strict=True))
+        yield [
+            ends[work if work.kind.row.starts else work._replace(kind=needed_on_own_rank(work.kind)[0])] for work in lane.passes
+        ]
 
 
 def delay(schedule: Schedule, costs: Costs, rank: int, work: Pass, other: int, need: Pass) -> float:
@@ -117,24 +123,21 @@ def activation_profile(schedule: Schedule, timeline: Timeline, costs: Costs) -> 
 def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
     check_stages(schedule.placement, costs)
-    stages = costs.sliced(schedule.splits).stages
-    table = {
-        (stage, kind, recomputed): cost.allocated(kind, recomputed)
-        for stage, cost in enumerate(stages)
-        for kind in (*STAGE_KINDS, *COPY_KINDS)
-        for recomputed in (False, True)
-    }
-    if schedule.vocabulary:
-        for kind, stage in itertools.product(VOCABULARY_KINDS, range(len(stages))):
-            table[stage, kind, False] = table[stage, kind, True] = costs.vocabulary.allocated(kind)
+    costs = costs.sliced(schedule.splits)
     changes: list[list[float]] = []
-    for rank, passes in enumerate(schedule.passes):
-        mine = schedule.placement.stages[rank]
-        recomputed = {(work.microbatch, work.chunk) for work in passes if work.kind is Kind.R}
+    for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
+        table = {
+            (kind, chunk, recomputed): costs.allocated(kind, stage, recomputed)
+            for chunk, stage in enumerate(stages)
+            for kind in row.kinds
+            for recomputed in (False, True)
+        }
+        again = {(microbatch, chunk) for kind, microbatch, chunk, _ in row.passes if kind is R} if R in row.kinds else ()
+        parts = row.parts if row.is_divided else None
         changes.append(
-            [table[mine[work.chunk], work.kind, (work.microbatch, work.chunk) in recomputed] for work in passes]
-            if recomputed
-            else [table[mine[work.chunk], work.kind, False] for work in passes]
+            [table[kind, chunk, (microbatch, chunk) in again] for kind, microbatch, chunk, _ in row.passes]
+            if parts is None
+            else [table[work.kind, work.chunk, (work.microbatch, work.chunk) in again] / parts(work) for work in row.passes]
         )
     return changes
 
