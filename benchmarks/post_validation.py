@@ -31,7 +31,7 @@ from rich.table import Table
 from sleeping import Sleeper
 
 from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
-from megatron.pipeline.runtime.forward_backward import Verdict
+from megatron.pipeline.runtime.iteration import Verdict
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import simulate

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.offloaded import TOKENS, PoisonedPool, Poisoning, Unawaited, counted_by, move, same, stores, train
+from runtime.conftest import Observing
+from runtime.offloaded import TOKENS, PoisonedPool, Poisoning, Unawaited, move, same, stores, train
 
-from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload import activations
 from megatron.pipeline.runtime.offload.activations import Store
 from megatron.pipeline.runtime.offload.host_memory import HostPool
@@ -72,7 +72,7 @@ def test_sizes_that_vary_are_allocated_once(model: torch.nn.Sequential, lanes: T
 
 @pytest.mark.parametrize("when", ["before the copy", "during the copy", "never copied", "small"])
 def test_a_change_in_place_is_an_error(lanes: ThreadLanes, when: str) -> None:
-    store = Store(lanes, HostPool(None, pinned=False), set(), lambda _: [], 10**6 if when == "small" else 0)
+    store = Store(lanes, HostPool(None, pinned=False), set(), 10**6 if when == "small" else 0)
     x = torch.randn(1000, requires_grad=True)
     with store.capture():
         y = x.exp()
@@ -90,7 +90,7 @@ def test_a_change_in_place_is_an_error(lanes: ThreadLanes, when: str) -> None:
 
 
 def test_backward_of_what_is_away_is_an_assertion(lanes: ThreadLanes) -> None:
-    store = Store(lanes, HostPool(None, pinned=False), set(), lambda _: [], 0)
+    store = Store(lanes, HostPool(None, pinned=False), set(), 0)
     x = torch.randn(1000, requires_grad=True)
     with store.capture():
         y = x.exp().sum()
@@ -107,9 +107,9 @@ def test_backward_of_what_is_away_is_an_assertion(lanes: ThreadLanes) -> None:
     y.backward()
 
 
-def test_what_stays_is_what_it_was(lanes: ThreadLanes) -> None:
+def test_what_stays_is_what_it_was(lanes: ThreadLanes, observing: Observing) -> None:
     """Sparse tensors, subclasses, complex conjugates, parameters."""
-    meter = ActivationMeter([])
+    meter = observing([])
     weight = torch.nn.Parameter(torch.randn(8, 8))
     saved: list[Any] = [
         weight,
@@ -117,7 +117,7 @@ def test_what_stays_is_what_it_was(lanes: ThreadLanes) -> None:
         torch.randn(8, 8).as_subclass(Subclass),
         torch.randn(8, 8, dtype=torch.complex64).conj(),
     ]
-    store = Store(lanes, HostPool(None, pinned=False), set(), counted_by(meter), 0)
+    store = Store(lanes, HostPool(None, pinned=False), set(), 0)
 
     class Save(torch.autograd.Function):
         @staticmethod
@@ -147,7 +147,7 @@ class Subclass(torch.Tensor):
 def test_what_is_discarded_and_made_again_stays(lanes: ThreadLanes) -> None:
     """As by megatron-core's CheckpointWithoutOutput: a storage is emptied once it is saved, and filled before its backward."""
     weight = torch.randn(64, 64, requires_grad=True)
-    store = Store(lanes, HostPool(None, pinned=False), frozenset(), lambda _: [], smallest=1)
+    store = Store(lanes, HostPool(None, pinned=False), frozenset(), smallest=1)
     with store.capture():
         hidden = torch.randn(64, 64) @ weight
         middle = torch.tanh(hidden)

@@ -25,18 +25,19 @@ _Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
 _PINGS = 5  # that count, after one that opens the connection
 
 
-def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report, hop: float = 0.0) -> Costs:
+def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -> Costs:
     """The costs of every stage, for one microbatch: medians over its passes.
 
     A schedule that fuses every backward tells only their sum: half of it counts as B and half as W, and nothing as freed
     before W.
 
     Args:
-        schedule: of the reports' iterations; which number of microbatches it has does not matter.
         timed: for the seconds.
-        counted: for the bytes.
+        counted: for the bytes. All reports are of schedules on one placement, with one number of slices; how many
+            microbatches each has does not matter.
         hop: seconds.
     """
+    schedule = counted.schedule
     samples: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for report in timed:
         for rank, record in enumerate(report.ranks):
@@ -118,7 +119,7 @@ def _ask(links: Links, peer: int) -> list[float]:
         _send(links, message, peer, links.blank(message.flow))
         links.wait(answer)
         seconds.append((_now() - began) / 2)
-        links.finish(message)
+        links.finish(message, peer)
     return seconds[1:]
 
 
@@ -130,7 +131,7 @@ def _answer(links: Links, peer: int) -> None:
         if answer is not back[-1]:
             _receive(links, there[number + 1], peer)
         _send(links, answer, peer, tensors)
-        links.finish(answer)
+        links.finish(answer, peer)
 
 
 def _messages() -> tuple[list[Message], list[Message]]:

@@ -56,8 +56,8 @@ class Unmeasured:
     def reach(self, _: Pass) -> None:
         """Nothing to take note of."""
 
-    def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
-        return []
+    def observing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def end(self, _: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """Nothing to end."""
@@ -113,9 +113,9 @@ class Recorder:
         now = self._mark()
         self._passes.append((copy, now, now, self._held()))
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """Count tensors that outlive their pass, until the returned objects die."""
-        return [self._meter.hold(tensor) for tensor in tensors] if self._meter else []
+    def observing(self) -> AbstractContextManager[None]:
+        """A context in which tensors that outlive their pass are counted (see ``memory.hold``)."""
+        return self._meter.observing() if self._meter else nullcontext()
 
     def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation.

@@ -15,7 +15,9 @@ import torch
 
 from megatron.pipeline.dist.device import beside, this_device
 from megatron.pipeline.record.recorder import Record, Waited
-from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.lower.program import Copy, Program, Send, Wait, pass_of
 
@@ -24,9 +26,15 @@ _NONE = -1.0  # in place of a message: no more waits
 
 @dataclass(frozen=True)
 class Report:
-    """What one iteration did, over the ranks of one pipeline."""
+    """What one iteration did, over the ranks of one pipeline.
+
+    Attributes:
+        ranks: their records.
+        schedule: that they ran.
+    """
 
     ranks: tuple[Record, ...]
+    schedule: Schedule
 
     @property
     def timeline(self) -> Timeline:
@@ -135,12 +143,15 @@ class RecordFormat:
         )
 
 
-def start_gathering(record: Record, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup) -> PendingReport:
+def start_gathering(
+    record: Record, schedule: Schedule, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup
+) -> PendingReport:
     """Send what this rank did and post the receipt of what the others do; a collective that waits for nobody.
 
     Args:
         record: of this rank.
-        formats: of all ranks, for the programs that the recorded iteration ran.
+        schedule: of the recorded iteration.
+        formats: of all ranks, for the programs of that schedule.
         group: the pipeline's; all ranks start gathering at the same place among its collectives.
     """
     length = max(one.length for one in formats)
@@ -155,13 +166,20 @@ def start_gathering(record: Record, formats: Sequence[RecordFormat], group: torc
         with beside(device):
             request.wait()
             rows = [numbers.tolist() for numbers in everyone]
-        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)))
+        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)), schedule)
 
     return PendingReport(receive)
 
 
-def gather_objects(record: Record, group: torch.distributed.ProcessGroup) -> PendingReport:
-    """The same where no rank knows the others' programs, as under megatron-core's own schedules; waits for all ranks."""
+def gather_objects(record: Record, name: str, placement: Placement, group: torch.distributed.ProcessGroup) -> PendingReport:
+    """The same where no rank knows the others' programs, as under megatron-core's own schedules; waits for all ranks.
+
+    Args:
+        name, placement: of the schedule, whose passes are those that the ranks have recorded.
+    """
     everyone: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(everyone, record, group=group)
-    return PendingReport(lambda: Report(tuple(everyone)))
+    rows = tuple(tuple(timed.work for timed in one.passes) for one in everyone)
+    microbatches = sum(work.kind is Kind.F and work.chunk == 0 for work in rows[0])
+    schedule = Schedule(name, placement, microbatches, rows)
+    return PendingReport(lambda: Report(tuple(everyone), schedule))

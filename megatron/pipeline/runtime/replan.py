@@ -105,7 +105,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
 
 def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
     """What the ranks agree that passes and hops cost. Collective over the world."""
-    mine = cost_profile.measured_costs(pipeline.schedule_of(counted), timed, counted)
+    mine = cost_profile.measured_costs(timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     hops = cost_profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
     costs = cost_profile.agree(mine, hops)

@@ -30,7 +30,7 @@ from megatron.pipeline.optimizer.policy import Observation, Policy
 from megatron.pipeline.optimizer.snapshot import Keep
 from megatron.pipeline.optimizer.step_ahead import Outcome, StepAhead, clips, snapshot_of
 from megatron.pipeline.record.report import PendingReport
-from megatron.pipeline.runtime.forward_backward import Verdict
+from megatron.pipeline.runtime.iteration import Verdict
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.trainer.data import Batch, check_finite, forward_step
 from megatron.pipeline.trainer.metrics import Step

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.runtime.offload.handles import Block, Hold, Stays, View, unpack
+from megatron.pipeline.record.memory import hold
+from megatron.pipeline.runtime.offload.handles import Block, KeptOnDevice, OffloadedView, unpack
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
 from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
 
@@ -42,23 +43,21 @@ class Store:
         lanes, pool: of this rank, for all stores.
         parameters: addresses of the storages that are left alone, as for an ``ActivationMeter``: of parameters, and of
             whatever else stays on the device anyhow.
-        hold: ``Recorder.hold``, which counts bytes on the device.
         smallest: bytes below which a storage is left alone.
 
     Attributes:
         bytes: that move, once ``start_offload`` has been called.
     """
 
-    def __init__(self, lanes: Lanes, pool: HostPool, parameters: Set[int], hold: Hold, smallest: int) -> None:
+    def __init__(self, lanes: Lanes, pool: HostPool, parameters: Set[int], smallest: int) -> None:
         self._lanes = lanes
         self._pool = pool
         self._parameters = parameters
-        self._hold = hold
         self._smallest = smallest
         self._where = _Where.HERE
         self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, while here
-        self._views: list[weakref.ref[View]] = []
-        self._adopted: list[tuple[torch.Tensor, View]] = []
+        self._views: list[weakref.ref[OffloadedView]] = []
+        self._adopted: list[tuple[torch.Tensor, OffloadedView]] = []
         self._moving: list[Block] = []  # what a copy reads or writes must live
         self._arriving: list[torch.Tensor] = []
         self._arena: Arena | None = None
@@ -133,7 +132,7 @@ class Store:
             sources = [self._in_arena(block) for block in self._moving]
             self._tickets.append(self._lanes.to_device(list(zip(sources, self._arriving, strict=True))))
         for block, arriving in zip(self._moving, self._arriving, strict=True):
-            block.held = self._hold([arriving])
+            block.held = hold([arriving])
         self._where = _Where.RETURNING
 
     def finish_reload(self) -> None:
@@ -171,8 +170,8 @@ class Store:
         assert self._arena is not None
         return self._arena.bytes[block.start : block.start + block.nbytes]
 
-    def _pack(self, tensor: torch.Tensor) -> Stays | View:
-        return self._view(tensor) if self._moves(tensor) else Stays(tensor, self._hold)
+    def _pack(self, tensor: torch.Tensor) -> KeptOnDevice | OffloadedView:
+        return self._view(tensor) if self._moves(tensor) else KeptOnDevice(tensor)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._lanes.device:
@@ -182,12 +181,12 @@ class Store:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= max(self._smallest, 1) and storage.data_ptr() not in self._parameters
 
-    def _view(self, tensor: torch.Tensor) -> View:
+    def _view(self, tensor: torch.Tensor) -> OffloadedView:
         address = tensor.untyped_storage().data_ptr()
         block = self._blocks.get(address)
         if block is None:
-            block = self._blocks[address] = Block(tensor, self._hold)
-        view = View(tensor, block)
+            block = self._blocks[address] = Block(tensor)
+        view = OffloadedView(tensor, block)
         self._views.append(weakref.ref(view))
         return view
 

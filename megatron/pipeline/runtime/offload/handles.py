@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-Hold = Callable[[Iterable[torch.Tensor]], list[Any]]  # Recorder.hold: counts bytes on the device while what it returns lives
+from megatron.pipeline.record.memory import hold
 
 
 class Block:
@@ -15,10 +14,10 @@ class Block:
 
     __slots__ = ("__weakref__", "_bytes", "held", "nbytes", "start")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._bytes: torch.Tensor | None = whole
-        self.held = hold([whole])
+        self.held: list[Any] = hold([whole])  # counts the bytes on the device
         self.nbytes = whole.numel()
         self.start = 0  # in the arena
 
@@ -44,7 +43,7 @@ class Block:
         return self._bytes
 
 
-class View:
+class OffloadedView:
     """A tensor whose storage moves: what autograd holds in its place."""
 
     __slots__ = ("__weakref__", "_dtype", "_geometry", "_stale", "_tensor", "_version", "block")
@@ -74,12 +73,12 @@ class View:
         return torch.empty(0, dtype=self._dtype, device=there.device).set_(there.untyped_storage(), *self._geometry)
 
 
-class Stays:
+class KeptOnDevice:
     """A tensor that is left on the device, counted while autograd holds this."""
 
     __slots__ = ("_held", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version
         self._held = hold([tensor]) if _has_memory(tensor) else []
@@ -88,7 +87,7 @@ class Stays:
         return _unchanged(self._tensor, self._version)
 
 
-def unpack(saved: Stays | View) -> torch.Tensor:
+def unpack(saved: KeptOnDevice | OffloadedView) -> torch.Tensor:
     return saved.unpack()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.offload.activations import Store
-from megatron.pipeline.runtime.offload.handles import Hold
 from megatron.pipeline.runtime.offload.host_memory import HostPool
 from megatron.pipeline.runtime.offload.lanes import Lanes, lanes_for
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -50,28 +49,21 @@ class Offloading:
     def pool(self) -> HostPool:
         return HostPool(self.settings.host_limit, pinned=self._device.type == "cuda")
 
-    def iteration(self, program: Program, staying: Iterable[torch.Tensor], hold: Hold) -> InFlight:
+    def iteration(self, program: Program, staying: Iterable[torch.Tensor]) -> InFlight:
         """The stores of one iteration.
 
         Args:
             staying: parameters, buffers and whatever else stays on the device.
-            hold: ``Recorder.hold``.
         """
-        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying), hold)
+        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying))
 
 
 class InFlight:
     """What is offloaded in one iteration, by microbatch and chunk: everything that a program says about copies."""
 
-    @classmethod
-    def of_nothing(cls) -> InFlight:
-        """For a program without copies."""
-        return cls(Offloading(Settings(), torch.device("cpu")), (), frozenset(), lambda _: [])
-
-    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int], hold: Hold) -> None:
+    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int]) -> None:
         self._offloading = offloading
         self._staying = staying
-        self._hold = hold
         self._moved = {one.work[1:] for one in program if isinstance(one, Copy)}
         self._stores: dict[tuple[int, int], Store] = {}
         self._ended: dict[tuple[int, int], Store] = {}
@@ -81,7 +73,7 @@ class InFlight:
         if work[1:] not in self._moved:
             return nullcontext()
         pool, settings = self._offloading.pool, self._offloading.settings
-        store = Store(self._offloading.lanes, pool, self._staying, self._hold, settings.smallest)
+        store = Store(self._offloading.lanes, pool, self._staying, settings.smallest)
         self._stores[work[1:]] = store
         return store.capture() if keeps_graph else nullcontext()
 
