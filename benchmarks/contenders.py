@@ -22,7 +22,7 @@ from megatron.pipeline import patches
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.iteration import Iteration, Plan, Verdict
+from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.runtime.p2p import Channels
 from megatron.pipeline.runtime.pipeline import STOCK
@@ -234,8 +234,8 @@ class Ours:
         )
         self.model = megatron.stages(self.schedule.placement, costs, vocabulary)
 
-    def iterate(self, settle: Callable[[], Verdict] | None = None) -> None:
-        self._megatron.run(lambda **keywords: self._iteration(settle=settle).run(Call(**keywords)), self.model)
+    def iterate(self, resolve: Callable[[], ValidationResult] | None = None) -> None:
+        self._megatron.run(lambda **keywords: self._iteration(resolve=resolve).run(Call(**keywords)), self.model)
 
 
 class Stock:

@@ -56,7 +56,7 @@ from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule import families
@@ -159,8 +159,8 @@ class Layers:
         return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
 
 
-class NoOthers(Links):
-    """Links to ranks that are not there: every message arrives when it is waited for, in memory of its own."""
+class NoOthers(Transport):
+    """Transport to ranks that are not there: every message arrives when it is waited for, in memory of its own."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self._hidden = hidden.detach()
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0, help="of --pp, the one whose program runs")
     parser.add_argument("--iterations", type=int, default=10, help="of each mode, that count")
-    parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's lanes")
+    parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's streams")
     options = parser.parse_args()
     if options.device == "cpu" and cuda:
         parser.error(

@@ -10,7 +10,7 @@ import torch
 from runtime.offloaded import Layer
 
 from megatron.pipeline.record.memory import ActivationMeter
-from megatron.pipeline.runtime.offload.lanes import ThreadLanes
+from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams
 
 Observing = Callable[[Iterable[torch.Tensor]], ActivationMeter]
 
@@ -22,8 +22,8 @@ def model() -> torch.nn.Sequential:
 
 
 @pytest.fixture
-def lanes() -> Iterator[ThreadLanes]:
-    some = ThreadLanes()
+def streams() -> Iterator[ThreadCopyStreams]:
+    some = ThreadCopyStreams()
     yield some
     some.close()
 

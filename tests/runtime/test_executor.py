@@ -11,7 +11,7 @@ from pool import Pool
 
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.executor import Executor, Handlers
-from megatron.pipeline.runtime.p2p import Channels, Links, Tensors
+from megatron.pipeline.runtime.p2p import Channels, Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -95,9 +95,9 @@ def run_graph(posting: str) -> tuple[list[float], int]:
     rank, world = torch.distributed.get_rank(), torch.distributed.group.WORLD
     assert world is not None
     shapes = {flow: [(2, WIDTH)] for flow in Flow}
-    links = Links(Channels.open(world, False), shapes, torch.float64, torch.device("cpu"), Posting(posting))
+    transport = Transport(Channels.open(world, False), shapes, torch.float64, torch.device("cpu"), Posting(posting))
     program, stages = program_of(rank), TinyStages(rank)
-    executor = Executor(program, wiring(program, rank, [rank]), StagePasses(stages, program).handlers, links, Unmeasured())
+    executor = Executor(program, wiring(program, rank, [rank]), StagePasses(stages, program).handlers, transport, Unmeasured())
     executor.begin()
     executor.finish()
     return torch.cat([parameter.grad.flatten() for parameter in stages.layer.parameters()]).tolist(), stages.released  # type: ignore
@@ -136,13 +136,13 @@ def test_a_kind_needs_one_handler() -> None:
     sums = Collective(Exchange.STATISTICS, 0)
     program = (Compute(Pass(Kind.S, 0)), Join(sums), Compute(Pass(Kind.T, 1)), Wait(sums))
     handlers = Handlers({Kind.S: handler}).joined(Handlers({Kind.T: handler}, {Exchange.STATISTICS: Beside()}))
-    executor = Executor(program, wiring(program, 0, [0]), handlers, NoLinks(), Unmeasured())
+    executor = Executor(program, wiring(program, 0, [0]), handlers, NoTransport(), Unmeasured())
     executor.begin()
     executor.finish()
     assert done == ["S0.0", f"start {sums}", "T1.0", f"finish {sums}"]
 
 
-class NoLinks(Links):
+class NoTransport(Transport):
     """For a rank that is alone."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What one iteration of one rank did: when each pass ran, what was waited for, and how many activation bytes were held."""
+"""The record of one iteration on one rank: when each pass ran, each wait, and how many activation bytes were held."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Record:
 
 
 class Unmeasured:
-    """Stands where a ``Recorder`` could, and measures nothing."""
+    """A ``Recorder`` that measures nothing."""
 
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
@@ -109,7 +109,7 @@ class Recorder:
         self._waits.append((message, start, self._mark()))
 
     def reach(self, copy: Pass) -> None:
-        """Take note of the place of a copy among the passes, and of what is held there."""
+        """Record the place of a copy among the passes, and the bytes held there."""
         now = self._mark()
         self._passes.append((copy, now, now, self._held()))
 
@@ -164,7 +164,7 @@ class Recorder:
 
 
 def _reached_now() -> torch.cuda.Event:
-    """An event of this moment, whatever the GPU still has to compute: the clock that events are read on, beside the host's."""
+    """An event of this moment, on an idle stream: it relates the clock of events to the host's."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.Stream())
     event.synchronize()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
-from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.lower.posting import starts_posted
@@ -75,7 +75,7 @@ class Executor:
     Args:
         program, wiring: this rank's.
         handlers: run its passes, copies and collectives.
-        links: carries the messages.
+        transport: carries the messages.
         recorder: measures the passes, or does not.
         around: a context for every pass, such as the one that lets DDP reduce gradients.
 
@@ -89,12 +89,12 @@ class Executor:
         program: Program,
         wiring: Wiring,
         handlers: Handlers,
-        links: Links,
+        transport: Transport,
         recorder: Recorder | Unmeasured,
         around: Callable[[Pass], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.program = program
-        self.links = links
+        self.transport = transport
         self._wiring = wiring
         self._handlers = handlers
         self._recorder = recorder
@@ -114,21 +114,21 @@ class Executor:
     def finish(self) -> None:
         """Run what follows the validation."""
         self._go_on()
-        self.links.start()
-        for sending in self.links.unsent():
+        self.transport.start()
+        for sending in self.transport.unsent():
             self._at(sending)
             with self._recorder.wait(sending.message):
-                self.links.finish(sending.message, sending.peer)
+                self.transport.finish(sending.message, sending.peer)
         self.position = None
 
     def abandon(self) -> None:
         """Let go of what has begun. All ranks of the pipeline do so: for every message that was sent a receive is posted."""
         for message in self._posted:
             self._at(Wait(message))
-            self.links.wait(message)
-        for sending in self.links.unsent():
+            self.transport.wait(message)
+        for sending in self.transport.unsent():
             self._at(sending)
-            self.links.finish(sending.message, sending.peer)
+            self.transport.finish(sending.message, sending.peer)
         for abandon in self._handlers.abandon:
             abandon()
         self._posted.clear()
@@ -137,23 +137,23 @@ class Executor:
         self.position = None
 
     def _go_on(self) -> None:
-        handlers, links, recorder = self._handlers, self.links, self._recorder
+        handlers, transport, recorder = self._handlers, self.transport, self._recorder
         for operation in self._operations:
             self._at(operation)
             if starts_posted(operation):
-                links.start()
+                transport.start()
             match operation:
                 case Receive(message, peer):
-                    links.receive(message, peer)
+                    transport.receive(message, peer)
                     self._posted[message] = None
                 case Wait(Message() as message):
                     with recorder.wait(message):
-                        self._received[message] = links.wait(message)
+                        self._received[message] = transport.wait(message)
                     del self._posted[message]
                 case Compute(work):
                     with self._around(work), recorder.measure(work):
                         self._compute(work)
-                    links.sweep()
+                    transport.sweep()
                 case Send(message, peer):
                     self._send(message, peer)
                 case Join(collective):
@@ -184,7 +184,7 @@ class Executor:
         taken, made = self._wiring.takes.get(work, ()), self._wiring.makes.get(work, ())
         received = {peer: self._take(message, peer) for message, peer in taken}
         for message, peer in self._wiring.answers.get(work, ()):
-            self.links.finish(message, peer)  # its answer is here, so it has been received: this only takes note of it
+            self.transport.finish(message, peer)  # its answer is here, so it has been received: this only takes note of it
         outputs = self._handlers.passes[work.kind](work, received, tuple(peer for _, peer in made))
         for message, peer in made:
             self._made[message, peer] = outputs[peer]
@@ -202,7 +202,7 @@ class Executor:
 
     def _send(self, message: Message, peer: int) -> None:
         tensors = self._made.pop((message, peer))
-        self.links.send(message, peer, tensors, when_sent=lambda: self._gone(message, tensors))
+        self.transport.send(message, peer, tensors, when_sent=lambda: self._gone(message, tensors))
 
     def _gone(self, message: Message, tensors: Tensors) -> None:
         """A rank has got a message."""

@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
 from megatron.pipeline.runtime.model_stages import ModelStages, per_chunk
 from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading
-from megatron.pipeline.runtime.p2p import Channels, Links
+from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.rewind import Rewind
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.vocabulary import Groups
@@ -36,12 +36,12 @@ from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Program
 
 
-class Verdict(Enum):
-    """What becomes of an iteration whose first forwards ran before the optimizer step before it was known to stand."""
+class ValidationResult(Enum):
+    """Whether the optimizer step before an iteration is kept. The first forwards of the iteration ran before that was known."""
 
-    GO_ON = auto()  # it stands
-    AGAIN = auto()  # it has been undone or redone, and parameters are others: forwards start anew
-    STOP = auto()  # training ends before this iteration
+    ACCEPTED = auto()  # the step is kept
+    ROLLED_BACK = auto()  # the step has been undone, and perhaps taken again with other gradients: forwards start anew
+    STOPPED = auto()  # training ends before this iteration
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Iteration:
         channels: for messages.
         record: makes what measures the passes, or does not.
         posting: how sends and receives are started.
-        settle: called where the program validates, if the optimizer step before this iteration is not known to stand: makes
-            parameters and gradients what the rest of the iteration needs, and says what becomes of its start. All ranks of
-            the pipeline must get the same verdict.
+        resolve: called where the program validates, if the optimizer step before this iteration has yet to be accepted: brings
+            parameters and gradients into the state that the rest of the iteration needs, and returns what became of the step.
+            All ranks of the pipeline must get the same result.
         groups: of the vocabulary's collectives; None for plans without any.
         offloading: moves what the plan copies to host memory; None for plans without copies.
 
@@ -99,7 +99,7 @@ class Iteration:
         channels: Channels,
         record: Callable[[], Recorder | Unmeasured] = Unmeasured,
         posting: Posting = Posting.SINGLE,
-        settle: Callable[[], Verdict] | None = None,
+        resolve: Callable[[], ValidationResult] | None = None,
         groups: Groups | None = None,
         offloading: Offloading | None = None,
     ) -> None:
@@ -107,7 +107,7 @@ class Iteration:
         self._channels = channels
         self._record = record
         self._posting = posting
-        self._settle = settle
+        self._resolve = resolve
         self._groups = groups
         self._offloading = offloading
         self.executor: Executor | None = None
@@ -129,19 +129,19 @@ class Iteration:
         reduces_late = config.grad_sync_func is not None and rank != 0
         sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
         with _timed(config):
-            if self._settle is None:
+            if self._resolve is None:
                 attempt = self._begin(call, call.iterators, sync)
             else:
                 rewind = Rewind(call.chunks, call.iterators)
                 attempt = self._begin(call, rewind.iterators, sync)
-                verdict = self._settle()
-                if verdict is not Verdict.GO_ON:
+                verdict = self._resolve()
+                if verdict is not ValidationResult.ACCEPTED:
                     attempt.executor.abandon()
                     rewind.rewind()
                 rewind.forget()
-                if verdict is Verdict.STOP:
+                if verdict is ValidationResult.STOPPED:
                     return []
-                if verdict is Verdict.AGAIN:
+                if verdict is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
             assert self.recorder is not None
             with sync, self.recorder.observing():
@@ -172,8 +172,8 @@ class Iteration:
             handlers = handlers.joined(stages.handlers)
         dtype = config.pipeline_dtype or config.params_dtype
         device = next(call.chunks[0].parameters()).device
-        links = Links(self._channels, call.shapes(plan.schedule.splits), dtype, device, self._posting)
-        self.executor = executor = Executor(program, plan.wiring(rank), handlers, links, self.recorder, sync.around)
+        transport = Transport(self._channels, call.shapes(plan.schedule.splits), dtype, device, self._posting)
+        self.executor = executor = Executor(program, plan.wiring(rank), handlers, transport, self.recorder, sync.around)
         self.attempts += 1
         with self.recorder.observing():
             executor.begin()

@@ -83,7 +83,7 @@ class _Receiving:
     headers: list[torch.Tensor]
 
 
-class Links:
+class Transport:
     """Posts sends and receives without blocking, and keeps their tensors until they are done. One iteration owns it.
 
     Where posting is batched nothing moves before ``start``, which must come before anything is waited for.

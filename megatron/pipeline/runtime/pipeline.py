@@ -17,9 +17,9 @@ from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.iteration import Iteration, Plan, Verdict
+from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.runtime.p2p import Channels, Links
+from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
@@ -93,7 +93,7 @@ class Pipeline:
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
-        self._settle: Callable[[], Verdict] | None = None  # see validating
+        self._resolve: Callable[[], ValidationResult] | None = None  # see validating
         # Of the last iteration that trained: what measured it, and its plan; no plan under megatron-core's own schedule.
         self._measured: tuple[Recorder, Plan | None] | None = None
         if self._from_file and self._from_file.vocabulary:
@@ -131,13 +131,13 @@ class Pipeline:
         return not self.is_stock and self._from_file is None
 
     @property
-    def links(self) -> Links | None:
+    def transport(self) -> Transport | None:
         """What carried the messages of the last iteration; None before the first, and under megatron-core's own schedule."""
-        return self._iteration.executor.links if self._iteration and self._iteration.executor else None
+        return self._iteration.executor.transport if self._iteration and self._iteration.executor else None
 
     @cached_property
     def offloading(self) -> Offloading:
-        """This rank's copy lanes and host memory."""
+        """This rank's copy streams and host memory."""
         return Offloading(self.settings, this_device())
 
     @property
@@ -196,24 +196,24 @@ class Pipeline:
             self._channels_of(call.pipeline, call.config.variable_seq_lengths),
             record,
             self._posting,
-            self._settle,
+            self._resolve,
             self._groups_of(call.pipeline) if plan.schedule.vocabulary else None,
             self.offloading if plan.schedule.has_copies else None,
         )
         return self._iteration.run(call)
 
     @contextmanager
-    def validating(self, settle: Callable[[], Verdict]) -> Iterator[None]:
-        """Iterations in here begin before the optimizer step before them is known to stand.
+    def validating(self, resolve: Callable[[], ValidationResult]) -> Iterator[None]:
+        """Iterations in this context begin before the optimizer step before them has been accepted.
 
         Args:
-            settle: called once, where the program validates: see ``forward_backward.run``.
+            resolve: called once, where the program validates: see ``Iteration``.
         """
-        self._settle = settle
+        self._resolve = resolve
         try:
             yield
         finally:
-            self._settle = None
+            self._resolve = None
 
     @property
     def situation(self) -> Situation:

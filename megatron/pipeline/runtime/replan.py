@@ -24,6 +24,7 @@ from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
+from megatron.pipeline.runtime.ping import ping
 from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
@@ -107,7 +108,7 @@ def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
     """What the ranks agree that passes and hops cost. Collective over the world."""
     mine = cost_profile.measured_costs(timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    hops = cost_profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
+    hops = ping(pipeline.transport, rank, pipeline.placement) if pipeline.transport else []
     costs = cost_profile.agree(mine, hops)
     if not pipeline.offloads:
         return costs
@@ -116,7 +117,7 @@ def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
 
 
 def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, Any]:
-    """The schedules as JSON, or why there are none: whatever happens in here, training goes on."""
+    """The schedules as JSON, or why there are none. An error in here does not stop training."""
     began = time.monotonic()
     try:
         schedules = pipeline.plan_again(costs, limit)

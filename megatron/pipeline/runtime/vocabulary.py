@@ -18,7 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
-from megatron.pipeline.dist.device import beside
+from megatron.pipeline.dist.device import side_stream
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.vocabulary.input import complete_embedding
 from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
@@ -35,7 +35,7 @@ from megatron.pipeline.schedule.lower.program import Collective, Exchange
 
 @dataclass(frozen=True)
 class Groups:
-    """Who takes part in collectives. They have communicators of their own, so that they wait for no other communication.
+    """The ranks of the vocabulary's collectives. These groups are used for nothing else: collectives wait for no other traffic.
 
     Attributes:
         pipeline: the ranks of a pipeline, in its order.
@@ -144,7 +144,7 @@ class VocabularyPasses:
         self.num_tokens: torch.Tensor | int = 0
 
     def run(self, work: Pass, *_: Any) -> dict[int, Tensors]:
-        """One pass of the shard, which makes nothing for another rank's passes: collectives carry it."""
+        """Run one pass of the shard. It makes no messages: collectives carry its results."""
         match work.kind:
             case Kind.IF:
                 read = self._microbatches[work.microbatch] = self._read()
@@ -201,11 +201,11 @@ class VocabularyPasses:
         self._works[collective] = work
 
     def finish(self, collective: Collective) -> None:
-        """Go on once a collective that was joined is over; on a GPU, have the passes wait for it."""
+        """Wait for a collective; on a GPU the stream of the passes waits, not the host."""
         self._works.pop(collective).wait()
         one = self._microbatches.get(collective.microbatch)
         if one is None:
-            return  # this rank only gave, and has done with the microbatch
+            return  # this rank only contributed, and has finished the microbatch
         match collective.exchange:
             case Exchange.EMBEDDING:
                 if self._first and one.embedding is not None:
@@ -213,7 +213,7 @@ class VocabularyPasses:
                 else:
                     one.embedding = None
             case Exchange.STATISTICS:
-                self._settle(one)
+                self._compute_losses(one)
                 if self._call.forward_only:
                     del self._microbatches[collective.microbatch]
             case Exchange.GRADIENT if not self._last:
@@ -221,7 +221,7 @@ class VocabularyPasses:
                 self._end(collective.microbatch)
 
     def abandon(self) -> None:
-        """Let go of everything, once what has been joined is over."""
+        """Wait for the collectives under way, and let go of everything."""
         for work in self._works.values():
             work.wait()
         self._works.clear()
@@ -255,7 +255,7 @@ class VocabularyPasses:
         assert one.gradient is not None
         gradient = complete_gradient(one.gradient, self._tensor, self._config.sequence_parallel)
         if self._one_barrier:
-            self._settle(one)
+            self._compute_losses(one)
             assert one.weights is not None
             parts = self._tensor.size() if self._config.sequence_parallel else 1
             gradient = weigh(gradient, one.weights, self._tensor.rank() if parts > 1 else 0, parts)
@@ -273,8 +273,8 @@ class VocabularyPasses:
             raise ValueError("with vocabulary parallelism the forward step has to give the model labels, on every rank")
         return _Microbatch(batch, inputs["input_ids"], inputs["labels"], loss)
 
-    def _settle(self, one: _Microbatch) -> None:
-        """Find the losses of a microbatch, and what each token weighs; once."""
+    def _compute_losses(self, one: _Microbatch) -> None:
+        """Compute the losses of a microbatch and the weight of each token, once."""
         if one.statistics is not None:
             return
         one.statistics = statistics = self._join_statistics(one)
@@ -307,29 +307,29 @@ class VocabularyPasses:
         return Statistics(one.gathered, shard.loss, (batch, sequence), shard.shards.total_counted)
 
     def _gradient_ready(self, one: _Microbatch, microbatch: int) -> AbstractContextManager[Any]:
-        """Make this shard's part of the gradient by the last stage's output; returns a context in which it is there.
+        """Make this shard's part of the gradient by the last stage's output; returns a context in which it has been computed.
 
-        T has made it, or it is made now, of what S has made and of all shards' statistics: on a GPU beside the passes.
+        T has made it; or it is made here, from what S has made and the statistics of all shards, on a GPU on a side stream.
         """
         if not self._one_barrier:
             return nullcontext()
         assert one.part is not None and one.gathered is not None
         statistics = self._works[Collective(Exchange.STATISTICS, microbatch)]  # T, which waits for it, comes later
         device = one.gathered.device
-        with beside(device):
+        with side_stream(device):
             statistics.wait()
             if device.type == "cuda":
                 for tensor in (one.gathered, one.part.statistics, *one.part.held):
                     tensor.record_stream(torch.cuda.current_stream())
                 one.gradient = one.part.input_gradient(self._join_statistics(one))
             else:
-                self._settle(one)
+                self._compute_losses(one)
                 assert one.statistics is not None
                 one.gradient = one.part.input_gradient(one.statistics)
         if device.type == "cuda":
             one.gradient.record_stream(torch.cuda.current_stream())
         one.held = hold(one.part.held)
-        return beside(device)
+        return side_stream(device)
 
     @property
     def _scatters(self) -> bool:

@@ -1,4 +1,4 @@
-"""What one microbatch holds on one chunk between forward and backward, and its way to host memory and back."""
+"""The activations of one microbatch on one chunk between forward and backward, and their copies to host memory and back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megatron.pipeline.record.memory import hold
+from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
 from megatron.pipeline.runtime.offload.handles import Block, KeptOnDevice, OffloadedView, unpack
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
-from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
 
 _ALIGNMENT = 512  # bytes, of every storage in an arena
 
@@ -32,25 +32,23 @@ class _Where(Enum):
 class Store:
     """The activations of one microbatch on one chunk, in one iteration.
 
-    What a forward saves for its backward is known by its storage: a storage moves as a whole and once, however many tensors
-    view it, and all of them lie in one arena. The methods are called in this order, ``capture`` and ``adopt`` any number of
-    times; where nothing is to be moved, they do nothing.
+    A storage moves as a whole and once, however many tensors view it, and all storages lie in one arena. The methods are called
+    in this order, ``capture`` and ``adopt`` any number of times; where nothing is to be moved, they do nothing.
 
-    What autograd holds are handles. They alone keep the memory, before it leaves and after it is back: what a forward drops
-    does not travel, and what a backward frees is free.
+    Autograd holds handles instead of tensors. They alone keep the memory, before it leaves and after it is back: a tensor that
+    a forward drops is not copied, and one that a backward frees is freed.
 
     Args:
-        lanes, pool: of this rank, for all stores.
-        parameters: addresses of the storages that are left alone, as for an ``ActivationMeter``: of parameters, and of
-            whatever else stays on the device anyhow.
+        streams, pool: of this rank, for all stores.
+        parameters: addresses of the storages that stay on the device in any case: those of parameters and buffers.
         smallest: bytes below which a storage is left alone.
 
     Attributes:
         bytes: that move, once ``start_offload`` has been called.
     """
 
-    def __init__(self, lanes: Lanes, pool: HostPool, parameters: Set[int], smallest: int) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: CopyStreams, pool: HostPool, parameters: Set[int], smallest: int) -> None:
+        self._streams = streams
         self._pool = pool
         self._parameters = parameters
         self._smallest = smallest
@@ -58,7 +56,7 @@ class Store:
         self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, while here
         self._views: list[weakref.ref[OffloadedView]] = []
         self._adopted: list[tuple[torch.Tensor, OffloadedView]] = []
-        self._moving: list[Block] = []  # what a copy reads or writes must live
+        self._moving: list[Block] = []  # kept alive for the copy that reads or writes them
         self._arriving: list[torch.Tensor] = []
         self._arena: Arena | None = None
         self._tickets: list[Ticket] = []
@@ -71,14 +69,14 @@ class Store:
         return tuple(ticket.times for ticket in self._tickets)
 
     def capture(self) -> AbstractContextManager[None]:
-        """A context for a forward, in which what autograd saves is taken note of."""
+        """A context for a forward: autograd then saves handles instead of tensors."""
         self._expect(_Where.HERE)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def adopt(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Move tensors as well that the caller keeps, such as a stage's inputs: leaves of a graph.
+        """Also move tensors that the caller keeps, such as a stage's inputs: leaves of a graph.
 
-        While away they have their shape but no memory. Once they are back they are counted until they die.
+        While offloaded they have their shape but no memory. Once they are back they are counted until they die.
         """
         self._expect(_Where.HERE)
         for tensor in tensors:
@@ -86,13 +84,13 @@ class Store:
                 self._adopted.append((tensor, self._view(tensor)))
 
     def start_offload(self) -> None:
-        """Start copying to host memory what has been computed by now.
+        """Start copying the activations to host memory.
 
         Raises:
             RuntimeError: there is not enough host memory.
         """
         self._expect(_Where.HERE)
-        # What has been discarded since it was saved, to be made again before backward reads it, stays what it is.
+        # A storage that has been emptied since it was saved is filled again before backward reads it, and does not move.
         blocks = [block for block in self._blocks.values() if block.is_whole]
         total = 0
         for block in blocks:
@@ -100,13 +98,13 @@ class Store:
             total += -(-block.nbytes // _ALIGNMENT) * _ALIGNMENT
         if blocks:
             self._arena = self._pool.take(total)
-            self._tickets.append(self._lanes.to_host([(block.there(), self._in_arena(block)) for block in blocks]))
+            self._tickets.append(self._streams.to_host([(block.there(), self._in_arena(block)) for block in blocks]))
         self.bytes = sum(block.nbytes for block in blocks)
         self._moving = blocks
         self._where = _Where.LEAVING
 
     def finish_offload(self) -> None:
-        """Wait for the copy and let go of the memory on the device."""
+        """Wait for the copy and free the memory on the device."""
         self._expect(_Where.LEAVING)
         if self._moving:
             self._tickets[-1].wait()
@@ -124,19 +122,19 @@ class Store:
         self._where = _Where.AWAY
 
     def start_reload(self) -> None:
-        """Allocate memory on the device, for as much as is still needed, and start copying back."""
+        """Allocate memory on the device for what is still needed, and start copying back."""
         self._expect(_Where.AWAY)
         self._moving = [block for block in self._blocks.values() if block.is_away]
-        self._arriving = [_blank(block.nbytes, self._lanes.device) for block in self._moving]
+        self._arriving = [_blank(block.nbytes, self._streams.device) for block in self._moving]
         if self._moving:
             sources = [self._in_arena(block) for block in self._moving]
-            self._tickets.append(self._lanes.to_device(list(zip(sources, self._arriving, strict=True))))
+            self._tickets.append(self._streams.to_device(list(zip(sources, self._arriving, strict=True))))
         for block, arriving in zip(self._moving, self._arriving, strict=True):
             block.held = hold([arriving])
         self._where = _Where.RETURNING
 
     def finish_reload(self) -> None:
-        """Wait for the copy; from here on backward finds everything. Nothing of it is kept by the store."""
+        """Wait for the copy; the backward may run from here on. The store keeps nothing."""
         self._expect(_Where.RETURNING)
         if self._moving:
             self._tickets[-1].wait()
@@ -149,7 +147,7 @@ class Store:
         self._where = _Where.BACK
 
     def abandon(self) -> None:
-        """Give the iteration up, at any moment: wait for copies under way and give the host memory back."""
+        """Give up the iteration, at any moment: wait for copies under way and return the host memory."""
         try:
             if self._moving:
                 self._tickets[-1].wait()
@@ -174,7 +172,7 @@ class Store:
         return self._view(tensor) if self._moves(tensor) else KeptOnDevice(tensor)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._lanes.device:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._streams.device:
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False

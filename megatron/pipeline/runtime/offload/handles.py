@@ -1,4 +1,4 @@
-"""What autograd holds in place of the tensors that it saved, while their memory comes and goes."""
+"""The handles that autograd holds in place of the tensors that it saved, while their memory is moved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.pipeline.record.memory import hold
 
 
 class Block:
-    """One storage. Whoever holds this holds its memory on the device, while it is there."""
+    """One storage. An object that holds this keeps the storage's memory on the device, while it is there."""
 
     __slots__ = ("__weakref__", "_bytes", "held", "nbytes", "start")
 
@@ -44,7 +44,7 @@ class Block:
 
 
 class OffloadedView:
-    """A tensor whose storage moves: what autograd holds in its place."""
+    """The handle of a tensor whose storage moves."""
 
     __slots__ = ("__weakref__", "_dtype", "_geometry", "_stale", "_tensor", "_version", "block")
 
@@ -58,7 +58,7 @@ class OffloadedView:
         self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def leave(self) -> None:
-        """The storage has been copied. What has changed the tensor by now may be in the copy."""
+        """The storage has been copied. If the tensor has changed by now, the copy may have the change."""
         assert self._tensor is not None
         self._stale = self._tensor._version != self._version
         self._tensor = None
@@ -74,7 +74,7 @@ class OffloadedView:
 
 
 class KeptOnDevice:
-    """A tensor that is left on the device, counted while autograd holds this."""
+    """The handle of a tensor that is not moved; it is counted while autograd holds this."""
 
     __slots__ = ("_held", "_tensor", "_version")
 
@@ -92,7 +92,7 @@ def unpack(saved: KeptOnDevice | OffloadedView) -> torch.Tensor:
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Autograd leaves this check to whoever has hooks."""
+    """With hooks, autograd leaves this check to them."""
     if tensor._version != version:
         raise _changed(tensor.shape)
     return tensor

@@ -1,4 +1,4 @@
-"""What one rank offloads with: for all iterations its lanes and host memory, for each iteration the stores that are in flight."""
+"""Offloading on one rank: copy streams and host memory for all iterations, and the stores of each iteration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.offload.activations import Store
+from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, copy_streams_for
 from megatron.pipeline.runtime.offload.host_memory import HostPool
-from megatron.pipeline.runtime.offload.lanes import Lanes, lanes_for
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.lower.program import Copy, Program
 
@@ -35,15 +35,15 @@ class Settings:
 
 
 class Offloading:
-    """The lanes and the host memory of one rank, made when they are first needed, and kept."""
+    """The copy streams and the host memory of one rank, made when they are first needed, and kept."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings = settings
         self._device = device
 
     @cached_property
-    def lanes(self) -> Lanes:
-        return lanes_for(self._device, self.settings.bandwidth, self.settings.bandwidth)
+    def copy_streams(self) -> CopyStreams:
+        return copy_streams_for(self._device, self.settings.bandwidth, self.settings.bandwidth)
 
     @cached_property
     def pool(self) -> HostPool:
@@ -53,13 +53,13 @@ class Offloading:
         """The stores of one iteration.
 
         Args:
-            staying: parameters, buffers and whatever else stays on the device.
+            staying: tensors that stay on the device, such as parameters and buffers.
         """
         return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying))
 
 
 class InFlight:
-    """What is offloaded in one iteration, by microbatch and chunk: everything that a program says about copies."""
+    """The stores of one iteration, by microbatch and chunk, and the copies that its program starts and waits for."""
 
     def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int]) -> None:
         self._offloading = offloading
@@ -69,16 +69,16 @@ class InFlight:
         self._ended: dict[tuple[int, int], Store] = {}
 
     def capturing(self, work: Pass, keeps_graph: bool) -> AbstractContextManager[None]:
-        """The context of a forward. One that will be recomputed keeps nothing but its inputs."""
+        """The context of a forward. A forward that will be recomputed keeps only its inputs."""
         if work[1:] not in self._moved:
             return nullcontext()
         pool, settings = self._offloading.pool, self._offloading.settings
-        store = Store(self._offloading.lanes, pool, self._staying, settings.smallest)
+        store = Store(self._offloading.copy_streams, pool, self._staying, settings.smallest)
         self._stores[work[1:]] = store
         return store.capture() if keeps_graph else nullcontext()
 
     def adopt(self, work: Pass, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Tensors that the executor keeps between a forward and its backward move as well."""
+        """Also move tensors that are kept between a forward and its backward."""
         if work[1:] in self._stores:
             self._stores[work[1:]].adopt(tensors)
 
@@ -96,7 +96,7 @@ class InFlight:
             store.finish_reload()
 
     def abandon(self) -> None:
-        """Give the iteration up."""
+        """Give up the iteration."""
         for store in self._stores.values():
             store.abandon()
         self._stores.clear()
