@@ -39,7 +39,7 @@ class Situation:
         process: pipeline rank, device, host and process, to find the rank by.
     """
 
-    place: str
+    place: str = "the steps around the pipeline"
     progress: tuple[int, ...] = ()
     in_iteration: bool = False
     waits_for: int | None = None
@@ -61,7 +61,7 @@ class Situation:
         """
         place, peer, together = " ".join([type(position).__name__, *map(str, position[:1])]), None, False
         if isinstance(position, Validate):
-            place = "Validate, which waits for the verdict on the last optimizer step"
+            place = "Validate, which waits until the last optimizer step is accepted"
         elif isinstance(position, (Join, Wait)) and isinstance(position[0], Collective):
             together = True
         elif isinstance(position, Wait) and isinstance(position.message, Message):
@@ -177,14 +177,14 @@ def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagno
     together = {rank for rank in ranks if rank not in silent and situations[rank].waits_for_all}
     blocked = together | {rank for rank in ranks if rank not in silent and situations[rank].waits_for is not None}
     candidates = next(
-        found
-        for found in (
+        ranks_of_kind
+        for ranks_of_kind in (
             set(silent),
             {rank for rank in ends - blocked if situations[rank].in_iteration},
             ends & blocked,  # where a chain ends in a rank that waits, it has come back to it
             ends,
         )
-        if found
+        if ranks_of_kind
     )
     waiting = {
         rank: {

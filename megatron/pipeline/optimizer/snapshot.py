@@ -65,7 +65,7 @@ class Snapshot:
             self._copied = self._stream.record_event()
 
     def take_early(self) -> None:
-        """Copy now, while the backwards before the next step run, if that is how copies are made."""
+        """Copy now, while the backwards before the next step run, if copies are kept on the host."""
         if self._keep is Keep.HOST:
             self.take()
 

@@ -75,7 +75,7 @@ def clips(limit: float, norm: float) -> bool:
 
 
 class StepAhead:
-    """One step of an optimizer, taken when this is made. Gradients must stay as they are until it is resolved.
+    """One step of an optimizer, taken on construction. Gradients must stay as they are until it is resolved.
 
     Args:
         optimizer: megatron-core's, with float32 or mixed precision, distributed or not, or a chain of such.
@@ -106,8 +106,8 @@ class StepAhead:
         norms = [reduction.wait()[0] ** 0.5 for reduction in self._norms]
         if any(infinite):
             self._roll_back()
-            for part, before, found in zip(self._parts, self._scales, infinite, strict=True):
-                if found:
+            for part, before, overflowed in zip(self._parts, self._scales, infinite, strict=True):
+                if overflowed:
                     part.grad_scaler.load_state_dict(before)
                     part.grad_scaler.update(True)
             self._show_parameters()

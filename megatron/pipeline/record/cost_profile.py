@@ -93,7 +93,7 @@ def agree(costs: Costs, hops: Sequence[float]) -> Costs:
     everyone: list[tuple[Costs, Sequence[float]]] = [(costs, hops)] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (costs, hops))
     stages = zip(*(one.stages for one, _ in everyone), strict=True)
-    all_hops = [seconds for _, found in everyone for seconds in found]
+    all_hops = [seconds for _, measured in everyone for seconds in measured]
     shards = _median(one.vocabulary for one, _ in everyone)
     return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards, costs.copies)
 

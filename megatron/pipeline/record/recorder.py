@@ -83,7 +83,7 @@ class Recorder:
         self._on_gpu = torch.cuda.is_available()
         self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
         self._peak = 0
-        self._epoch: float | None = None  # the moment of the first event, once it has been found
+        self._epoch: float | None = None  # the moment of the first event, once it is known
         if self._on_gpu:
             self._first = self._last = self._mark()
             self._allocated = torch.cuda.memory_allocated()

@@ -51,7 +51,7 @@ class Handlers:
     Attributes:
         passes: compute passes, by their kind.
         background: what runs while passes do, by the kind of a copy or the exchange of a collective.
-        release: called with what a forward has made, once every rank that needs it has it: its data is not needed any more.
+        release: called with the outputs of a forward once every rank that needs them has them: frees their data.
         abandon: called to let go of what is kept from one pass to another, when an iteration is given up.
     """
 
@@ -67,7 +67,7 @@ class Handlers:
 
 
 class Executor:
-    """One iteration of one rank, in two parts; it holds what is in flight, and lets go of all of it by the end.
+    """One iteration of one rank, in two parts. It holds the tensors in flight, and none of them in the end.
 
     ``begin`` runs what may come before the optimizer step of the iteration before is known to be accepted. Then either
     ``finish`` runs the rest, or ``abandon`` leaves nothing of the iteration behind.
@@ -81,7 +81,7 @@ class Executor:
 
     Attributes:
         position: the operation that this rank is in, for a report of a hang; None before the first and after the last.
-        begun: how many operations have begun, which tells two that look alike apart.
+        begun: how many operations have begun; it distinguishes operations that look alike.
     """
 
     def __init__(

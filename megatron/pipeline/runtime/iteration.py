@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
-from megatron.pipeline.record.report import RecordFormat
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
@@ -40,28 +40,21 @@ class ValidationResult(Enum):
     """Whether the optimizer step before an iteration is kept. The first forwards of the iteration ran before that was known."""
 
     ACCEPTED = auto()  # the step is kept
-    ROLLED_BACK = auto()  # the step has been undone, and perhaps taken again with other gradients: forwards start anew
+    ROLLED_BACK = auto()  # the step has been undone, or taken again with clipped gradients: forwards start anew
     STOPPED = auto()  # training ends before this iteration
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A schedule that has been verified, with its programs."""
 
     schedule: Schedule
     programs: tuple[Program, ...]
-    _wirings: dict[int, Wiring] = field(default_factory=dict, compare=False, repr=False)
 
-    def wiring(self, rank: int) -> Wiring:
-        """What the passes of a rank take and make."""
-        if rank not in self._wirings:
-            self._wirings[rank] = wiring(self.programs[rank], rank, self.schedule.placement.stages[rank])
-        return self._wirings[rank]
 
-    @cached_property
-    def record_formats(self) -> tuple[RecordFormat, ...]:
-        """How ranks send each other what they did in an iteration."""
-        return tuple(map(RecordFormat, self.programs))
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _wiring(plan: Plan, rank: int) -> Wiring:
+    return wiring(plan.programs[rank], rank, plan.schedule.placement.stages[rank])
 
 
 class _Attempt(NamedTuple):
@@ -134,14 +127,14 @@ class Iteration:
             else:
                 rewind = Rewind(call.chunks, call.iterators)
                 attempt = self._begin(call, rewind.iterators, sync)
-                verdict = self._resolve()
-                if verdict is not ValidationResult.ACCEPTED:
+                result = self._resolve()
+                if result is not ValidationResult.ACCEPTED:
                     attempt.executor.abandon()
                     rewind.rewind()
                 rewind.forget()
-                if verdict is ValidationResult.STOPPED:
+                if result is ValidationResult.STOPPED:
                     return []
-                if verdict is ValidationResult.ROLLED_BACK:
+                if result is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
             assert self.recorder is not None
             with sync, self.recorder.observing():
@@ -173,11 +166,24 @@ class Iteration:
         dtype = config.pipeline_dtype or config.params_dtype
         device = next(call.chunks[0].parameters()).device
         transport = Transport(self._channels, call.shapes(plan.schedule.splits), dtype, device, self._posting)
-        self.executor = executor = Executor(program, plan.wiring(rank), handlers, transport, self.recorder, sync.around)
+        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around)
         self.attempts += 1
         with self.recorder.observing():
             executor.begin()
         return _Attempt(stages, offloaded, executor, embedding)
+
+    def situation(self, iterations: int) -> Situation:
+        """Where this rank is, for a report of a failure. May be called from another thread.
+
+        Args:
+            iterations: how many have begun.
+        """
+        executor = self.executor
+        position = executor.position if executor else None
+        progress = iterations, self.attempts, executor.begun if executor else 0
+        if executor is None or position is None:
+            return Situation(progress=progress)
+        return Situation.in_program(executor.program, position, executor.begun, progress, self._channels.ranks.__getitem__)
 
     @property
     def _holds_output(self) -> bool:

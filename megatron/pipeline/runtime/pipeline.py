@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
-from megatron.pipeline.record.report import PendingReport, Report, gather_objects, start_gathering
+from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
@@ -217,16 +217,8 @@ class Pipeline:
 
     @property
     def situation(self) -> Situation:
-        """Where this rank is, for a report of a failure. Called from other threads."""
-        iteration = self._iteration
-        executor = iteration.executor if iteration else None
-        position = executor.position if executor else None
-        progress = self._iterations, iteration.attempts if iteration else 0, executor.begun if executor else 0
-        if executor is None or position is None:
-            return Situation("the steps around the pipeline", progress)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        to_world = partial(torch.distributed.get_global_rank, group)
-        return Situation.in_program(executor.program, position, executor.begun, progress, to_world)
+        """Where this rank is, for a report of a failure. May be called from another thread."""
+        return self._iteration.situation(self._iterations) if self._iteration else Situation()
 
     def report(self) -> Report | None:
         """What the last training iteration did, on all ranks of the pipeline: ``start_report``, and the wait for it."""
@@ -247,7 +239,7 @@ class Pipeline:
         (recorder, plan), group = self._measured, parallel_state.get_pipeline_model_parallel_group()
         if plan is None:
             return gather_objects(recorder.record(), self.name, self.placement, group)
-        return start_gathering(recorder.record(), plan.schedule, plan.record_formats, group)
+        return start_gathering(recorder.record(), plan.schedule, _record_formats(plan), group)
 
     def slowdown(self, report: Report) -> float | None:
         """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""
@@ -391,6 +383,12 @@ class Pipeline:
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same schedule
 def _simulated_span(schedule: Schedule, costs: Costs) -> float:
     return simulate(schedule, costs).span
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _record_formats(plan: Plan) -> tuple[RecordFormat, ...]:
+    """How ranks send each other what they did in an iteration."""
+    return tuple(map(RecordFormat, plan.programs))
 
 
 def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, posting: Posting, forward_only: bool = False) -> Plan:

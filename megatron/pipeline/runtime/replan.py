@@ -40,7 +40,7 @@ Steps: TypeAlias = Generator[list[str], Report, None]
 
 
 def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write: Callable[[str], Path | None]) -> Steps:
-    """Profile a pipeline's first iterations, plan its schedules again at the costs found, and run those from then on.
+    """Profile a pipeline's first iterations, plan its schedules again at the measured costs, and run those from then on.
 
     One step per iteration, on all ranks of the world together (some steps are collective): ``next`` before the first
     iteration, then ``send`` with the report of every training iteration, which returns lines for the log. It is over

@@ -87,10 +87,10 @@ class _Microbatch:
         batch: what the user's forward step read.
         tokens, labels: [b, s].
         loss: the user's loss function.
-        embedding: IF's part, then on the first stage the sum of all.
+        embedding: IF's part, then on the first stage the sum over all ranks.
         caught: on the first stage, the gradient by that sum once there is one.
         output: of the last stage.
-        part, held: what S has made, and what counts its bytes.
+        part, held: the result of S, and its tensors as the meter counts them.
         gathered: the statistics of all shards.
         weights: [b, s], the derivative of the training's loss by each token's.
         gradient: by the last stage's output: this shard's part, then on the last stage the sum.
@@ -193,7 +193,7 @@ class VocabularyPasses:
                 work = torch.distributed.all_gather(parts, statistics, group=self._groups.shards, async_op=True)
             case Exchange.GRADIENT:
                 with self._gradient_ready(one, collective.microbatch):
-                    assert one.gradient is not None, "S or T has made what it is made of"
+                    assert one.gradient is not None, "S or T has run"
                     work = torch.distributed.reduce(one.gradient, last, group=pipeline, async_op=True)
             case Exchange.EMBEDDING_GRADIENT:
                 one.embedding_gradient = one.caught[0].contiguous() if one.caught else self._blank_embedding(one)

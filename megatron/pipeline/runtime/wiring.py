@@ -22,7 +22,7 @@ class Wiring(NamedTuple):
     Attributes:
         takes: messages that a pass needs.
         makes: messages that a pass makes. Those to several ranks may have the same name.
-        answers: messages, made by a forward before it, that have arrived by the time that a backward has what it takes.
+        answers: messages of the forward before a backward. They have been received once the backward has its gradients.
     """
 
     takes: Mapping[Pass, Ends]

@@ -1,7 +1,7 @@
 """Training iterations: forwards and backwards under the schedule, the optimizer's step, the next learning rate.
 
 With ``--post-validation`` a step may be taken ahead of the verdict on its gradients. It is then open while the next iteration
-begins, and is resolved, and told of, where that iteration's program validates.
+begins, and is resolved, and reported, where that iteration's program validates.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Open:
         report: what was measured.
         agreed: over the world: terminated, late, bytes of the copy, seconds and wasted seconds per microbatch (see
             ``Observation``).
-        before: whether the step before was ahead, and stood; None where this iteration's time tells nothing of that.
+        before: whether the step before was ahead, and accepted; None where the time of this iteration does not depend on that.
     """
 
     ahead: bool
@@ -170,8 +170,8 @@ class Iterations:
             self._copied = copied
             size = f"{copied / 2**20:.4g} MiB on the largest rank"
             lines.append(f" post-validation: the copy that can undo a step takes {size} ({self._args.post_validation_copy})")
-        stood = outcome.successful and not clips(self._args.clip_grad, norm or 0.0)
-        self._last, self._wasted = (done.ended, (done.ahead, stood)), wasted
+        accepted = outcome.successful and not clips(self._args.clip_grad, norm or 0.0)
+        self._last, self._wasted = (done.ended, (done.ahead, accepted)), wasted
         step = Step(
             iteration=self._training.iteration,
             consumed_samples=self._training.consumed_samples,

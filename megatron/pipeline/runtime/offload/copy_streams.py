@@ -183,7 +183,7 @@ class _Direction:
         except BaseException as error:
             done.set_exception(error)
         else:
-            pairs.clear()  # before anybody learns that the copies are over, and looks at what memory is left
+            pairs.clear()  # before ``wait`` returns: nothing is held by then
             done.set_result(times)
         return True
 

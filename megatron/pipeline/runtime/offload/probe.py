@@ -1,5 +1,4 @@
-"""How fast activations get to host memory and back on this machine: measured copies, alone, both ways at once, and with the
-neighbours at once."""
+"""The speed of copies to host memory and back on this machine: measured alone, in both directions, and on all ranks at once."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.schedule.core.costs import CopyCosts
 
-# Copies are planned to take so much longer than measured: a pass that waits for one costs more than a bit of memory.
+# Copies are planned to take longer than measured, by this factor: a pass that waits for a copy costs more than some memory.
 MARGIN = 1.1
 
 _BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of one copy: a GPU's stream gets up to speed, a CPU's does not take long
@@ -29,7 +28,7 @@ class Speeds:
     Attributes:
         host: the machine that the rank runs on.
         pipeline_rank: of the rank.
-        alone: with nothing else on the way but the same of ranks with the same pipeline rank.
+        alone: while only ranks with the same pipeline rank copy, in the same direction.
         both: with the other direction at the same time.
         together: with all other ranks in the same direction at the same time.
     """
@@ -50,12 +49,12 @@ def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_rank
         if turn == pipeline_rank:
             alone = probe.to_host(), probe.to_device()
             both = probe.both()
-    found = []
+    crowded = []
     for one_way in (probe.to_host, probe.to_device):
         torch.distributed.barrier()
-        found.append(one_way())
+        crowded.append(one_way())
     torch.distributed.barrier()
-    mine = Speeds(host, pipeline_rank, alone, both, (found[0], found[1]))
+    mine = Speeds(host, pipeline_rank, alone, both, (crowded[0], crowded[1]))
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     return agreed(everyone)
