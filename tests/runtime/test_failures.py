@@ -18,8 +18,8 @@ from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pipeline.health.heartbeat import Board
-from megatron.pipeline.health.progress import Situation, View, diagnose, list_ranks
+from megatron.pipeline.health.heartbeat import Heartbeat
+from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, list_ranks
 from megatron.pipeline.health.watchdog import Watchdog, in_words
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
@@ -180,7 +180,7 @@ def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
     assert "Pipeline stopped" not in stderr
 
 
-def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Board]:
+def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
     """Of all ranks, in this process."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -188,7 +188,7 @@ def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Board
     made = []
     for rank in range(ranks):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        made.append(Board(OUTSIDE.to_text, interval=0.01, timeout=5.0))
+        made.append(Heartbeat(OUTSIDE.to_text, interval=0.01, timeout=5.0))
     return made
 
 
@@ -235,8 +235,8 @@ def test_some_rank_prints_the_verdict(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(time, "sleep", lambda seconds: done.append(capsys.readouterr().err))
     watchdog = Watchdog(lambda: OUTSIDE)
-    watchdog._board = one
-    monkeypatch.setattr(watchdog._view, "silent", lambda seconds: silent)
+    watchdog._heartbeat = one
+    monkeypatch.setattr(watchdog._seen, "silent", lambda seconds: silent)
     with pytest.raises(SystemExit):
         watchdog._end("global rank 0 is stuck")
     assert done == [""] * waits_before + ["Pipeline stopped: global rank 0 is stuck\n" * prints, 1]
@@ -317,7 +317,7 @@ def test_situation_in_a_program() -> None:
 
 
 def test_what_is_seen_of_others_does_not_age_while_this_process_sleeps() -> None:
-    view = View(2, longest_gap=1.0)
+    view = RanksSeen(2, longest_gap=1.0)
 
     def look(now: float, beats: tuple[int, int], progress: int) -> None:
         others = Situation("Compute", (progress,))

@@ -9,7 +9,7 @@ import tiny_gpt
 import torch
 from pool import Pool
 
-from megatron.pipeline.runtime.vocabulary import noting
+from megatron.pipeline.runtime.model_stages import noting
 
 EXACT = 1e-5  # relative: the softmax's sums, and the gradients', are made of shards
 WHOLE = pytest.mark.whole
