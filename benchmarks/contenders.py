@@ -25,10 +25,10 @@ from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.runtime.p2p import Channels
-from megatron.pipeline.runtime.pipeline import STOCK
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.core.problem import Objective

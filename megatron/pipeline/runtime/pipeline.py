@@ -23,6 +23,7 @@ from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
@@ -34,7 +35,6 @@ from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
-STOCK = "stock"
 ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller, by so much
 _FILE = "file:"
 
