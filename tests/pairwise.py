@@ -44,14 +44,19 @@ def rows(columns: Columns, never: Collection[frozenset[Value]]) -> list[Row]:
     return found
 
 
-def covering(found: Sequence[Row], never: Collection[Value]) -> list[int]:
-    """The numbers of a few rows that together have every value that any row without one of ``never`` has."""
+def covering(found: Sequence[Row], never: Collection[Value], costs: Sequence[float]) -> list[int]:
+    """The numbers of a few cheap rows that together have every value that any row without one of ``never`` has."""
     possible = {number: set(row.items()) for number, row in enumerate(found) if not set(row.items()) & set(never)}
-    missing = set[Value]().union(*possible.values())
-    chosen: list[int] = []
+    every = set[Value]().union(*possible.values())
+    missing, chosen = set(every), set[int]()
     while missing:
-        chosen.append(max(possible, key=lambda number: len(possible[number] & missing)))
-        missing -= possible[chosen[-1]]
+        best = max(possible, key=lambda number: len(possible[number] & missing) ** 2 / costs[number])
+        chosen.add(best)
+        missing -= possible[best]
+    for number in sorted(chosen, key=lambda number: -costs[number]):  # one that later ones have made superfluous
+        others = set[Value]().union(*(possible[other] for other in chosen - {number}))
+        if others == every:
+            chosen.remove(number)
     return sorted(chosen)
 
 
