@@ -58,6 +58,11 @@ def place(stderr: str, rank: int) -> str:
     return stderr.partition(f"\n    global rank {rank} was in ")[2].partition("\n")[0]
 
 
+def whole(*values: str | int) -> object:
+    """How another of the four cases ends, which test_diagnosis and the tests of views and boards have in parts."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "failing", "message"),
@@ -65,12 +70,12 @@ def place(stderr: str, rank: int) -> str:
         ("raise", 2, r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
         # Of a silent rank only what it said last is known.
         ("stop", 0, r"global rank 0 is silent: killed, stopped or cut off. It was last in .*"),
-        (
+        whole(
             "stop",
             2,
             r"global rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
         ),
-        ("kill", 2, r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        whole("kill", 2, r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
         (
             "stuck",
             2,
@@ -103,10 +108,6 @@ def test_one_verdict_names_the_culprit(tmp_path: Path, how: str, failing: int, m
         assert place(stderr, 0)
 
 
-def whole(*values: str) -> object:
-    return pytest.param(*values, marks=pytest.mark.whole)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "vocabulary", "message"),
@@ -116,7 +117,7 @@ def whole(*values: str) -> object:
             "2",
             r"rank 2 failed in Compute S3.0 after iteration 1: RuntimeError: .*DefaultCPUAllocator: can't allocate.*",
         ),
-        (
+        whole(
             "stop",
             "1",
             r"rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
@@ -140,7 +141,7 @@ def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: s
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("kill", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        whole("kill", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
         (
             "poor",
             r"rank 2 failed in Copy D2H\d\.\d after iteration 1: RuntimeError: offloaded activations need .* of host memory on "
