@@ -54,8 +54,8 @@ class StagePasses:
         computed = (operation.work for operation in program if isinstance(operation, Compute))
         self._recomputed = {work[1:] for work in computed if work.kind is Kind.R}
         # By microbatch and chunk: what came from each rank, the inputs, and the outputs.
-        self._graphs: dict[tuple[int, int], tuple[Mapping[int, Tensors], Tensors, Tensors]] = {}
-        self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
+        self._graphs: dict[tuple[int, int, int], tuple[Mapping[int, Tensors], Tensors, Tensors]] = {}
+        self._weights: dict[tuple[int, int, int], list[tuple[WeightTask, list[Any]]]] = {}
 
     @property
     def handlers(self) -> Handlers:
