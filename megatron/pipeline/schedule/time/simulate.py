@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -12,10 +11,9 @@ from megatron.pipeline.schedule.core.passes import COPY_KINDS, STAGE_KINDS, VOCA
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.lanes import BACK, beside_ranks, lanes, on_the_way
-from megatron.pipeline.schedule.time.replay import Replay, Rows, replay, rows_of
-
-_ROUNDS = 20  # more than enough, unless passes wait for copies everywhere
+from megatron.pipeline.schedule.time.clock import Clock
+from megatron.pipeline.schedule.time.lanes import BACK, switches, with_lanes
+from megatron.pipeline.schedule.time.replay import replay, results_at_start, rows_of
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -30,9 +28,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     check_stages(schedule.placement, costs)
     costs = costs.sliced(schedule.splits)
-    rows = rows_of(schedule, costs)
     if schedule.has_copies:
-        return _with_copies(schedule, costs, rows)
+        return _with_copies(schedule, costs)
+    rows = rows_of(schedule, costs)
     return Timeline(tuple(map(_timed, rows.passes, *replay(schedule, rows)[1:])))
 
 
@@ -41,55 +39,20 @@ def _timed(passes: Sequence[Pass], starts: Sequence[float], ends: Sequence[float
     return tuple(map(tuple.__new__, repeat(Timed), zip(passes, starts, ends, strict=True)))
 
 
-def _with_copies(schedule: Schedule, costs: Costs, plain: Rows) -> Timeline:
-    """With a row for every copy lane behind those of the ranks."""
+def _with_copies(schedule: Schedule, costs: Costs) -> Timeline:
+    """With a row for every copy stream behind those of the ranks."""
     ranks = schedule.ranks
-    beside = [lanes(schedule, costs, rank) for rank in range(ranks)]
-    rows = beside_ranks(schedule, plain, beside)
-    own: list[list[float] | None] = [None] * ranks
-    alone = [seconds for rank in beside for seconds in (rank.seconds_to_host, rank.seconds_to_device)]
-    run = replay(schedule, rows, [*own, *alone])
+    rows, copy_seconds = with_lanes(schedule, costs)
+    seconds = [*[None] * ranks, *copy_seconds]
+    starts, ends = replay(schedule, rows, seconds)[1:]
     if costs.copies.disturb_each_other:
-        # How long copies take depends on when they start, and when they start, where passes wait for them, on how long others
-        # took. Copies that keep nothing waiting, as is planned for, are settled after the first round.
-        for _ in range(_ROUNDS):
-            queues = [
-                list(zip(ready, seconds, strict=True)) for ready, seconds in zip(_ready(rows, run, ranks), alone, strict=True)
-            ]
-            found = [[end - start for start, end in lane] for lane in on_the_way(queues, costs.copies)]
-            before, run = run, replay(schedule, rows, [*own, *found])
-            if all(
-                math.isclose(end, other, rel_tol=1e-9)
-                for row, others in zip(run.ends, before.ends, strict=True)
-                for end, other in zip(row, others, strict=True)
-            ):
-                break
-    timed = list(map(_timed, rows.passes, *run[1:]))
+        clock = Clock(ranks, rows, results_at_start(schedule, rows), seconds, switches(ranks, costs.copies))
+        clock.follow(rows.passes)
+        starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
+    timed = list(map(_timed, rows.passes, starts, ends))
     computed = tuple(tuple(one for one in row if one.work.kind is not BACK) for row in timed[:ranks])
     copies = (sorted(chain(*timed[at : at + 2]), key=lambda one: one.start) for at in range(ranks, 3 * ranks, 2))
     return Timeline(computed, tuple(map(tuple, copies)))
-
-
-def _ready(rows: Rows, run: Replay, ranks: int) -> Iterator[list[float]]:
-    """From when on every copy may start, by lane: once its F has ended, or its place in the row has been reached."""
-    for rank in range(ranks):
-        ends = dict(zip(rows.passes[rank], run.ends[rank], strict=True))
-        to_host, to_device = rows.passes[ranks + 2 * rank : ranks + 2 * rank + 2]
-        yield [ends[work._replace(kind=Kind.F)] for work in to_host]
-        yield [ends[work] for work in to_device]
-
-
-def delay(schedule: Schedule, costs: Costs, rank: int, work: Pass, other: int, need: Pass) -> float:
-    """How long after ``need`` ended on another rank, or this one, it has arrived where ``work`` needs it.
-
-    What all ranks have a part in takes a collective, and with one barrier the gradient two: S's parts have to be weighed against
-    each other before they are summed.
-    """
-    if need.kind.is_of_vocabulary:
-        return costs.exchange * (2 if need.kind is Kind.S and work.kind.sends_gradient else 1)
-    if other == rank:
-        return 0
-    return costs.exchange if work.kind.is_of_vocabulary else costs.hop
 
 
 def activation_peaks(schedule: Schedule, costs: Costs) -> list[float]:
