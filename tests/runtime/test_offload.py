@@ -73,12 +73,12 @@ def moving_all(schedule: Schedule) -> Schedule:
     needed. That it pays does not matter here."""
 
     def row(passes: tuple[Pass, ...]) -> list[Pass]:
-        again = {work[1:] for work in passes if work.kind is Kind.R}
+        again = {work[1:3] for work in passes if work.kind is Kind.R}
         found: list[Pass] = []
         leaving: list[Pass] = []
         for work in passes:
-            if work.kind is Kind.R or (work.kind in (Kind.B, Kind.BW) and work[1:] not in again):
-                if leaving and leaving[0][1:] == work[1:]:
+            if work.kind is Kind.R or (work.kind in (Kind.B, Kind.BW) and work[1:3] not in again):
+                if leaving and leaving[0][1:3] == work[1:3]:
                     found.append(leaving.pop())
                 at = len(found) if found[-1].kind.is_copy else len(found) - 1
                 found.insert(at, work._replace(kind=Kind.H2D))

@@ -20,8 +20,8 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.jitter import expected
-from megatron.pipeline.schedule.time.lanes import lanes, returning, switches
-from megatron.pipeline.schedule.time.replay import Link, Rows
+from megatron.pipeline.schedule.time.lanes import switches
+from megatron.pipeline.schedule.time.links import Link, Rows, lane_rows
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import without_copies
@@ -37,7 +37,7 @@ def on_the_way(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts
     made_at = [None] * most + [ready for queue in queues for ready, _ in [*queue, *[(0, 0)] * (most - len(queue))]]
     links = [[{Kind.H2D: Link(0, number, 0, 0)}] for number in [*[0] * ranks, *first]]
     seconds = [None] * ranks + [[alone for _, alone in queue] for queue in queues]
-    clock = Clock(ranks, Rows(passes, links, len(made_at)), made_at, seconds, switches(ranks, costs))
+    clock = Clock(ranks, Rows(passes, passes, links, len(made_at), [], []), made_at, seconds, switches(ranks, costs))
     clock.follow(passes)
     return [
         list(zip(starts.values(), ends.values(), strict=True))
@@ -149,16 +149,16 @@ def test_copies_of_what_runs_again_are_of_its_checkpoint_and_r_waits() -> None:
     stage = replace(STAGE, recompute=1, checkpoint=0.5)
     schedule = Schedule("own", linear(1), 2, parse("F0 F1 D2H0 H2D0 R0 BW0 R1 BW1"))
     costs = Costs((stage,), copies=CopyCosts(1, 2))
-    assert lanes(schedule, costs, 0)[2:] == ([0.5], [1.0])
-    assert returning(schedule.passes[0]) == {Pass(Kind.R, 0): Pass(Kind.H2D, 0)}
+    assert [lane.seconds for lane in lane_rows(schedule, costs)] == [[0.5], [1.0]]
+    assert schedule.rows[0].awaited == {Pass(Kind.R, 0): [Pass(Kind.H2D, 0)]}
     assert next(timed for timed in simulate(schedule, costs).ranks[0] if timed.work.kind is Kind.R).start == 3
 
 
 def check(schedule: Schedule, costs: Costs, timeline: Timeline) -> None:
     """No copy before its F or its place, no pass before what it needs is back, and one copy at a time on a lane."""
     slack = 1e-6
-    for passes, row, copies in zip(schedule.passes, timeline.ranks, timeline.copies, strict=True):
-        assert sorted(one.work for one in copies) == sorted(work for work in passes if work.kind.is_copy)
+    for own, row, copies in zip(schedule.rows, timeline.ranks, timeline.copies, strict=True):
+        assert sorted(one.work for one in copies) == sorted(work for work in own.passes if work.kind.is_copy)
         at = {one.work: one for one in row}
         for copy in copies:
             work, place = copy.work, at[copy.work]
@@ -167,7 +167,7 @@ def check(schedule: Schedule, costs: Costs, timeline: Timeline) -> None:
             else:
                 assert place.start <= copy.start + slack
         back = {one.work: one.end for one in copies}
-        assert all(back[copy] <= at[work].start + slack for work, copy in returning(passes).items())
+        assert all(back[copy] <= at[work].start + slack for work, copies in own.awaited.items() for copy in copies)
         for kind in (Kind.D2H, Kind.H2D):
             lane = [one for one in copies if one.work.kind is kind]
             assert all(one.end <= after.start + slack for one, after in pairwise(lane))

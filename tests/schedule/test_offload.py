@@ -210,7 +210,7 @@ def test_what_runs_again_moves_its_checkpoint() -> None:
     schedule = offload(plain, costs, FULL)
     verify(schedule)
     assert moved(schedule, costs)[0] and max(moved(schedule, costs)) <= 2
-    for work, after in itertools.pairwise([work for work in schedule.passes[0] if work[1:] == (3, 0)]):
+    for work, after in itertools.pairwise([work for work in schedule.passes[0] if work[1:3] == (3, 0)]):
         assert (work.kind, after.kind) != (Kind.R, Kind.H2D), "R needs it"
 
 

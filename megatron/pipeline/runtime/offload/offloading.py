@@ -72,35 +72,35 @@ class InFlight:
         self._offloading = offloading
         self._staying = staying
         self._hold = hold
-        self._moved = {one.work[1:] for one in program if isinstance(one, Copy)}
+        self._moved = {one.work[1:3] for one in program if isinstance(one, Copy)}
         self._stores: dict[tuple[int, int], Store] = {}
         self._ended: dict[tuple[int, int], Store] = {}
 
     def capturing(self, work: Pass, keeps_graph: bool) -> AbstractContextManager[None]:
         """The context of a forward. One that will be recomputed keeps nothing but its inputs."""
-        if work[1:] not in self._moved:
+        if work[1:3] not in self._moved:
             return nullcontext()
         pool, settings = self._offloading.pool, self._offloading.settings
         store = Store(self._offloading.lanes, pool, self._staying, self._hold, settings.smallest)
-        self._stores[work[1:]] = store
+        self._stores[work[1:3]] = store
         return store.capture() if keeps_graph else nullcontext()
 
     def adopt(self, work: Pass, tensors: Iterable[torch.Tensor | None]) -> None:
         """Tensors that the executor keeps between a forward and its backward move as well."""
-        if work[1:] in self._stores:
-            self._stores[work[1:]].adopt(tensors)
+        if work[1:3] in self._stores:
+            self._stores[work[1:3]].adopt(tensors)
 
     def start(self, copy: Pass) -> None:
         """Raises: RuntimeError: there is not enough host memory."""
-        store = self._stores[copy[1:]]
+        store = self._stores[copy[1:3]]
         store.start_offload() if copy.kind is Kind.D2H else store.start_reload()
 
     def finish(self, copy: Pass) -> None:
         """Go on once a copy has ended; on a GPU without the host."""
         if copy.kind is Kind.D2H:
-            self._stores[copy[1:]].finish_offload()
+            self._stores[copy[1:3]].finish_offload()
         else:
-            store = self._ended[copy[1:]] = self._stores.pop(copy[1:])
+            store = self._ended[copy[1:3]] = self._stores.pop(copy[1:3])
             store.finish_reload()
 
     def abandon(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Set
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 
@@ -38,20 +39,16 @@ class StageCosts:
     checkpoint: float = 0.0
     movable: float | None = None
 
+    def value(self, name: str) -> float:
+        """A cost by name; where it is None, what follows from the others."""
+        value = getattr(self, name)
+        if value is None:
+            return self.backward + self.weight if name == "fused" else self.activation
+        return value  # type: ignore[no-any-return]
+
     def seconds(self, kind: Kind) -> float:
-        match kind:
-            case Kind.F:
-                return self.forward
-            case Kind.R:
-                return self.recompute
-            case Kind.B:
-                return self.backward
-            case Kind.W:
-                return self.weight
-            case Kind.BW:
-                return self.backward + self.weight if self.fused is None else self.fused
-            case _:
-                raise AssertionError(f"{kind} is of no stage")
+        """Seconds of a pass of the stage."""
+        return self.value(kind.row.seconds)
 
     def allocated(self, kind: Kind, recomputed: bool = False) -> float:
         """Activation memory that a pass allocates (positive) or frees (negative) by its end.
@@ -59,27 +56,15 @@ class StageCosts:
         Args:
             recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
         """
-        match kind:
-            case Kind.F:
-                return self.checkpoint if recomputed else self.activation
-            case Kind.R:
-                return self.activation - self.checkpoint
-            case Kind.B:
-                return self.retained - self.activation
-            case Kind.W:
-                return -self.retained
-            case Kind.BW:
-                return -self.activation
-            case Kind.D2H | Kind.H2D:
-                return self.moved(recomputed) * (-1 if kind is Kind.D2H else 1)
-            case _:
-                raise AssertionError(f"{kind} is of no stage")
+        row = kind.row
+        allocates, frees = row.allocates, row.frees
+        if recomputed and row.recomputed:
+            allocates, frees = allocates and row.recomputed, frees and row.recomputed
+        return (self.value(allocates) if allocates else 0) - (self.value(frees) if frees else 0)
 
     def moved(self, recomputed: bool = False) -> float:
         """How much a copy to host memory takes away from the device, and the copy back brings."""
-        if recomputed:
-            return self.checkpoint
-        return self.activation if self.movable is None else self.movable
+        return self.allocated(Kind.H2D, recomputed)
 
     @property
     def total(self) -> float:
@@ -88,8 +73,8 @@ class StageCosts:
 
     def share(self, parts: int) -> StageCosts:
         """The costs of one of ``parts`` equal parts."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return StageCosts(*(None if value is None else value / parts for value in values))  # type: ignore[arg-type]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value / parts for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)
@@ -110,11 +95,12 @@ class VocabularyCosts:
     exchange: float | None = None
 
     def seconds(self, kind: Kind) -> float:
-        return float(getattr(self, kind))
+        """Seconds of a pass of the vocabulary."""
+        return float(getattr(self, kind.row.seconds))
 
     def allocated(self, kind: Kind) -> float:
         """Activation memory that a pass allocates (positive) or frees (negative) by its end."""
-        return self.activation if kind is Kind.S else -self.activation if kind is Kind.T else 0.0
+        return self.activation * ((kind.row.allocates is not None) - (kind.row.frees is not None))
 
     @property
     def total(self) -> float:
@@ -154,10 +140,6 @@ class CopyCosts:
                     f"{name} of the copies is a share of a direction's speed, {least:g} (they take turns) to 1 (they do not "
                     f"disturb each other), got {getattr(self, name)}"
                 )
-
-    def seconds(self, kind: Kind) -> float:
-        """For one unit of memory, with nothing else on the way."""
-        return self.to_host if kind is Kind.D2H else self.to_device
 
     @property
     def slowest(self) -> float:
@@ -215,13 +197,24 @@ class Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
         return self if splits == 1 else replace(self, stages=tuple(stage.share(splits) for stage in self.stages))
 
-    def copy_seconds(self, stage: int, kind: Kind, recomputed: bool = False) -> float:
-        """Seconds of a D2H or H2D with nothing else on the way.
+    def seconds(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
+        """Seconds of a pass; of a copy, with no other copy at the same time.
 
         Args:
+            stage: where it runs; passes of the vocabulary take the same on every rank.
             recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
         """
-        return self.stages[stage].moved(recomputed) * self.copies.seconds(kind)
+        if kind.row.copy:
+            return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
+        return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
+
+    def allocated(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
+        """Activation memory that a pass on a stage allocates (positive) or frees (negative) by its end."""
+        return self.vocabulary.allocated(kind) if kind.row.shard else self.stages[stage].allocated(kind, recomputed)
+
+    def slowest(self, lane: Lane) -> float:
+        """The share of its speed that a pass on a lane keeps whatever other lanes do."""
+        return self.copies.slowest if lane in COPY_LANES else 1.0
 
     def k(self, recomputed: Set[int] = frozenset()) -> float:
         """What copying all activations to host memory and back takes, over what passes do (Wan et al., "PipeOffload", section 3).

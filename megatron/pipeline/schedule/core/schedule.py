@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING, Lane, Source, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 
-# Of what IF makes a rank holds that of at most so many microbatches, and so it should of what waits for T and IB.
-MOST_WAITING = 2
+__all__ = ["MOST_WAITING", "RankPasses", "Schedule", "ScheduleError"]
 
 
 @dataclass(frozen=True)
@@ -51,82 +52,56 @@ class Schedule:
         return range(self.placement.replica(self.placement.stage(rank, chunk)), self.slices, self.placement.replicas)
 
     def predecessors(self, rank: int, work: Pass) -> Iterator[tuple[int, Pass]]:
-        """The passes whose results ``work`` needs, as (rank, pass).
+        """The passes whose results ``work`` needs, as (rank, pass); the table of kinds says which."""
+        return ((other, need) for other, need, _ in self.arrivals(rank, work))
 
-        F needs the previous stage's F; B and BW need their own F, or R where there is one, and the next stage's B or BW;
-        R needs its own F; W needs its own B. D2H needs its own F, H2D that D2H, and R, or B where there is none, that H2D. That
-        slices of one microbatch need each other follows from their order.
+    def arrivals(self, rank: int, work: Pass) -> Iterator[tuple[int, Pass, Source | None]]:
+        """The passes whose results ``work`` needs, as (rank, pass), and how they arrive: None for parts of a divided pass.
 
-        With a spread vocabulary the first F needs IF of all ranks, S the last F, T the S of all ranks, the last B all S (one
-        barrier) or all T (two), and IB the first B. IF needs that the parts of ``MOST_WAITING`` microbatches earlier are gone.
+        That slices of one microbatch need each other follows from their order.
         """
-        stage = self.placement.stage(rank, work.chunk)
-        microbatch = work.microbatch
-        if work.kind is Kind.F:
-            if not self.placement.is_first(stage):
-                before, chunk = self.placement.home(stage - 1)
-                yield before, Pass(Kind.F, microbatch, chunk)
-            elif self.vocabulary:
-                yield from self._everywhere(Kind.IF, microbatch)
-        elif work.kind.is_of_vocabulary:
-            yield from self._shard_predecessors(work)
-        elif work.kind is Kind.W:
-            yield rank, Pass(Kind.B, microbatch, work.chunk)
-        elif work.kind is Kind.H2D:
-            yield rank, Pass(Kind.D2H, microbatch, work.chunk)
-        elif work.kind in (Kind.R, Kind.D2H):
-            yield rank, Pass(self._kept_by(rank, work) if work.kind is Kind.R else Kind.F, microbatch, work.chunk)
-        else:
-            kept = Kind.R if self.recomputes(rank, work) else self._kept_by(rank, work)
-            yield rank, Pass(kept, microbatch, work.chunk)
-            if not self.placement.is_last(stage):
-                after, chunk = self.placement.home(stage + 1)
-                yield after, Pass(self.backward_kind(after, microbatch, chunk), microbatch, chunk)
-            elif self.vocabulary:
-                yield from self._everywhere(Kind.S if self.vocabulary is Vocabulary.ONE_BARRIER else Kind.T, microbatch)
+        kind, microbatch, chunk, part = work
+        row = self.rows[rank]
+        if not part:
+            for source in self.sources[kind, rank, chunk]:
+                number = microbatch - source.need.delay
+                if number >= 0:
+                    for other, its_chunk in source.homes:
+                        yield other, self.rows[other].first_of(source.kinds, number, its_chunk), source
+        for before in row.parts_before(work):
+            yield rank, before, None
 
-    def _shard_predecessors(self, work: Pass) -> Iterator[tuple[int, Pass]]:
-        """Of a pass of the vocabulary."""
-        microbatch = work.microbatch
-        match work.kind:
-            case Kind.S:
-                last, chunk = self.placement.home(self.placement.last_stage)
-                yield last, Pass(Kind.F, microbatch, chunk)
-            case Kind.T:
-                yield from self._everywhere(Kind.S, microbatch)
-            case Kind.IF if microbatch >= MOST_WAITING:
-                yield from self._everywhere(Kind.IF, microbatch - MOST_WAITING)
-            case Kind.IB:
-                first, chunk = self.placement.home(0)
-                yield first, Pass(self.backward_kind(first, microbatch, chunk), microbatch, chunk)
+    @cached_property
+    def sources(self) -> Sources:
+        """What passes of a kind need on a rank and chunk, and where that runs."""
+        return sources(self.placement, self.vocabulary)
 
-    def _everywhere(self, kind: Kind, microbatch: int) -> Iterator[tuple[int, Pass]]:
-        return ((rank, Pass(kind, microbatch)) for rank in range(self.ranks))
+    @cached_property
+    def rows(self) -> tuple[RankPasses, ...]:
+        """The passes of every rank, to look them up."""
+        return tuple(map(RankPasses, self.passes))
 
     def backward_kind(self, rank: int, microbatch: int, chunk: int) -> Kind:
         """Whether this rank runs the backward of (microbatch, chunk) fused (BW) or split (B and W)."""
-        return Kind.BW if Pass(Kind.BW, microbatch, chunk) in self._pass_sets[rank] else Kind.B
+        return self.rows[rank].first_of((Kind.BW, Kind.B), microbatch, chunk).kind
 
     def recomputes(self, rank: int, work: Pass) -> bool:
         """Whether this rank runs R for the microbatch and chunk of a pass."""
-        return Pass(Kind.R, work.microbatch, work.chunk) in self._pass_sets[rank]
+        return self.rows[rank].has(Kind.R, work)
 
     def offloads(self, rank: int, work: Pass) -> bool:
         """Whether this rank copies what F keeps of the microbatch and chunk of a pass to host memory, and back."""
-        return Pass(Kind.D2H, work.microbatch, work.chunk) in self._pass_sets[rank]
+        return self.rows[rank].has(Kind.D2H, work)
+
+    @cached_property
+    def has_lanes(self) -> bool:
+        """Whether any pass runs on a lane, concurrently with what its rank computes."""
+        return any(kind.is_concurrent for row in self.rows for kind in row.kinds)
 
     @cached_property
     def has_copies(self) -> bool:
         """Whether any rank offloads anything."""
-        return any(work.kind.is_copy for passes in self.passes for work in passes)
-
-    def _kept_by(self, rank: int, work: Pass) -> Kind:
-        """What leaves on the device what F has kept for later."""
-        return Kind.H2D if self.offloads(rank, work) else Kind.F
-
-    @cached_property
-    def _pass_sets(self) -> tuple[frozenset[Pass], ...]:
-        return tuple(frozenset(passes) for passes in self.passes)
+        return any(kind.is_copy for row in self.rows for kind in row.kinds)
 
     def forward_only(self) -> Schedule:
         """The same schedule with its forwards alone, for evaluation: dropping passes that they do not need keeps it valid."""
@@ -188,6 +163,120 @@ class Schedule:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
         order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
         return cls(str(name), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
+
+
+class RankPasses:
+    """The passes of one rank, to look them up."""
+
+    def __init__(self, passes: tuple[Pass, ...]) -> None:
+        self.passes = passes
+        self.kinds = frozenset(map(_KIND, passes))
+
+    @cached_property
+    def all(self) -> frozenset[Pass]:
+        """The passes."""
+        return frozenset(self.passes)
+
+    @cached_property
+    def is_divided(self) -> bool:
+        """Whether any pass runs in several parts."""
+        return any(map(_PART, self.passes))
+
+    @cached_property
+    def _dividers(self) -> dict[Kind, list[Kind]]:
+        """By kind, those that run between its parts."""
+        found: dict[Kind, list[Kind]] = {}
+        for kind in self.kinds:
+            if kind.row.inside:
+                found.setdefault(Kind(kind.row.inside), []).append(kind)
+        return found
+
+    def has(self, kind: Kind, work: Pass) -> bool:
+        """Whether there is a pass of a kind, of the microbatch and chunk of another pass."""
+        return kind in self.kinds and (kind, work.microbatch, work.chunk, 0) in self.all
+
+    def first_of(self, kinds: Sequence[Kind], microbatch: int, chunk: int) -> Pass:
+        """The pass of the first kind that this rank runs for a microbatch and chunk, of the last kind if it runs none; its last
+        part."""
+        for kind in kinds:
+            if kind in self.kinds and (kind is kinds[-1] or (kind, microbatch, chunk, 0) in self.all):
+                break
+        return self.last_part(kind, microbatch, chunk) if self.is_divided else Pass(kind, microbatch, chunk)
+
+    def last_part(self, kind: Kind, microbatch: int, chunk: int) -> Pass:
+        """The last part of a pass."""
+        part = 0
+        while (kind, microbatch, chunk, part + 1) in self.all:
+            part += 1
+        return Pass(kind, microbatch, chunk, part)
+
+    def parts_before(self, work: Pass) -> Iterator[Pass]:
+        """Parts of a divided pass, and what divides it, that must come before a pass."""
+        kind, microbatch, chunk, part = work
+        if kind.row.inside:
+            yield Pass(Kind(kind.row.inside), microbatch, chunk, part)
+        elif part:
+            between = [Pass(one, microbatch, chunk, part - 1) for one in self._dividers.get(kind, ())]
+            yield from between or [work._replace(part=part - 1)]
+
+    def parts(self, work: Pass) -> int:
+        """In how many parts a pass runs."""
+        return self.last_part(*work[:3]).part + 1 if self.is_divided else 1
+
+    def on_lane(self, lane: Lane) -> tuple[Pass, ...]:
+        """The passes of a lane in the order in which they run there: that of their places, or, where they start as soon as they
+        can, of what they need."""
+        placed = (work for work in self.passes if work.kind.row.lane is lane and work.kind.row.starts)
+        early = (one for work in self.passes for one in self.started_by(work) if one.kind.row.lane is lane)
+        return (*placed, *early)
+
+    def started_by(self, work: Pass) -> Iterator[Pass]:
+        """The passes on lanes that start as soon as a pass has ended, which they need."""
+        for kind in self._early:
+            if work.kind in needed_on_own_rank(kind) and self.has(kind, work):
+                yield work._replace(kind=kind)
+
+    @cached_property
+    def _early(self) -> list[Kind]:
+        return [kind for kind in self.kinds if kind.is_concurrent and not kind.row.starts]
+
+    @cached_property
+    def awaited(self) -> dict[Pass, list[Pass]]:
+        """For every pass that waits for passes on lanes which the rank has started, these."""
+        started = {kind for kind in self.kinds if kind.row.starts_on_lane}
+        found: dict[Pass, list[Pass]] = {}
+        for work in self.passes if started else ():
+            if not work.kind.is_concurrent:
+                needs = list(self.parts_before(work))
+                if not work.part and (kinds := needed_on_own_rank(work.kind)):
+                    needs.append(self.first_of(kinds, work.microbatch, work.chunk))
+                if mine := [need for need in needs if need.kind in started]:
+                    found[work] = mine
+        return found
+
+    def first_before_its_need(self) -> tuple[Pass, Pass] | None:
+        """The first pass that runs before what it needs of the same microbatch and chunk on this rank, and what that is."""
+        own = {kind: tuple(one for one in needs if one in self.kinds) or needs[-1:]
+               for kind in self.kinds if (needs := needed_on_own_rank(kind))}  # fmt: skip
+        seen: set[tuple[Kind, int, int, int]] = set()
+        for work in self.passes:
+            kind, microbatch, chunk, part = work
+            if kind in own and not part:
+                kinds = own[kind]
+                if len(kinds) == 1 and not self.is_divided:
+                    if (kinds[0], microbatch, chunk, 0) not in seen:
+                        return work, Pass(kinds[0], microbatch, chunk)
+                elif (need := self.first_of(kinds, microbatch, chunk)) not in seen:
+                    return work, need
+            if part or kind.row.inside:
+                for need in self.parts_before(work):
+                    if need not in seen:
+                        return work, need
+            seen.add(work)
+        return None
+
+
+_KIND, _PART = itemgetter(0), itemgetter(3)
 
 
 class ScheduleError(ValueError):

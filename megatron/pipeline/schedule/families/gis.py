@@ -26,7 +26,8 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
 from megatron.pipeline.schedule.time.clock import Clock
-from megatron.pipeline.schedule.time.replay import results_at_start, rows_of
+from megatron.pipeline.schedule.time.links import rows_of
+from megatron.pipeline.schedule.time.replay import results_at_start
 from megatron.pipeline.schedule.time.simulate import simulate
 
 F, R, B, W, BW = Kind.F, Kind.R, Kind.B, Kind.W, Kind.BW
@@ -79,7 +80,7 @@ class _Choices:
         items = list(chunk_by_chunk(problem.microbatches, group, chunks))
         self.forwards = [Pass(F, *item) for item in items]
         self.backwards = [Pass(B, microbatch, chunks - 1 - chunk) for microbatch, chunk in items]
-        self.own_forwards = [Pass(F, *item) for _, *item in self.backwards]  # what these need on their own rank
+        self.own_forwards = [work._replace(kind=F) for work in self.backwards]  # what these need on their own rank
         self.backward_kinds = [
             (R,) * (stage in problem.recompute) + (BW if stage in problem.fused else B,)
             for stage in range(len(problem.costs.stages))
@@ -89,7 +90,7 @@ class _Choices:
         self.due: list[deque[Pass]] = [deque() for _ in range(ranks)]
         schedule = Schedule("gis", self.placement, problem.microbatches, ((),) * ranks)
         rows = rows_of(schedule, problem.costs)
-        self.clock = Clock(ranks, rows, results_at_start(schedule, rows))
+        self.clock = Clock(ranks, rows, results_at_start(rows))
 
     def order(self) -> Order:
         self.clock.run(self._choose)
@@ -107,7 +108,7 @@ class _Choices:
         if work is not None and backward <= now:
             self.ran[B][rank] += 1
             kinds = self.backward_kinds[self.placement.stages[rank][work.chunk]]
-            _, microbatch, chunk = work
+            _, microbatch, chunk, _ = work
             if kinds[-1] is B:
                 due.append(Pass(W, microbatch, chunk))
             return [Pass(kind, microbatch, chunk) for kind in kinds]

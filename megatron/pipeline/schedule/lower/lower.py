@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import Need, Where, kinds_of
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.schedule import MOST_WAITING, Schedule
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.program import (
     Collective,
@@ -27,7 +28,6 @@ from megatron.pipeline.schedule.lower.program import (
     Validate,
     Wait,
 )
-from megatron.pipeline.schedule.time.lanes import returning
 from megatron.pipeline.schedule.time.replay import dependency_order
 from megatron.pipeline.schedule.time.simulate import simulate
 
@@ -77,23 +77,21 @@ def communications(schedule: Schedule) -> Iterator[Transfer | Gathering]:
     Raises:
         ValueError: the schedule cannot finish.
     """
-    slots: list[dict[tuple[Kind, int, int], int]] = [
-        {work: slot for slot, work in enumerate(passes)} for passes in schedule.passes
-    ]
-    leaving = _links(schedule.placement)
+    slots: list[dict[Pass, int]] = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
+    leaving = _links(schedule)
     gathered = _Parts(schedule)
     for rank, run in dependency_order(schedule):
-        passes, links = schedule.passes[rank], leaving[rank]
+        row, links = schedule.rows[rank], leaving[rank]
         for slot in run:
-            kind, microbatch, chunk = passes[slot]
-            if (link := links[chunk].get(kind)) is not None:
-                flow, stage, receiver, its_chunk, kinds = link
-                for its_kind in kinds:
-                    consumer = slots[receiver].get((its_kind, microbatch, its_chunk))
+            work = row.passes[slot]
+            kind, microbatch, chunk, part = work
+            if (link := links.get((kind, chunk))) is not None and not (row.is_divided and part < row.parts(work) - 1):
+                for its_kind in link.kinds:
+                    consumer = slots[link.receiver].get(Pass(its_kind, microbatch, link.chunk))
                     if consumer is not None:
-                        yield Transfer(Message(flow, microbatch, stage), rank, slot, receiver, consumer)
+                        yield Transfer(Message(link.flow, microbatch, link.stage), rank, slot, link.receiver, consumer)
             if schedule.vocabulary:
-                yield from gathered.made(rank, passes[slot])
+                yield from gathered.made(rank, work)
 
 
 class _Parts:
@@ -119,33 +117,30 @@ def gatherings(schedule: Schedule) -> Iterator[Gathering]:
     """Every collective of a schedule with a spread vocabulary, by microbatch; those of its backwards only where it has any."""
     if not schedule.vocabulary:
         return
-    placement, ranks = schedule.placement, range(schedule.ranks)
-    (first, first_chunk), (last, last_chunk) = placement.home(0), placement.home(placement.last_stage)
-    trains = any(not work.kind.is_forward for work in schedule.passes[0])
-
-    def everywhere(kind: Kind, but: int | None = None) -> tuple[tuple[int, Pass], ...]:
-        return tuple((rank, Pass(kind, microbatch)) for rank in ranks if rank != but)
-
-    for microbatch in range(schedule.microbatches):
-        inside, outside = ((first, Pass(Kind.F, microbatch, first_chunk)), (last, Pass(Kind.F, microbatch, last_chunk)))
-        later = microbatch + MOST_WAITING  # needs the room that the parts take
-        freed = [(rank, Pass(Kind.IF, later)) for rank in ranks if rank != first and later < schedule.microbatches]
-        yield Gathering(Collective(Exchange.EMBEDDING, microbatch), everywhere(Kind.IF), (inside, *freed))
-        yield Gathering(Collective(Exchange.OUTPUT, microbatch), (outside,), everywhere(Kind.S, but=last))
-        statistics = Collective(Exchange.STATISTICS, microbatch)
-        yield Gathering(statistics, everywhere(Kind.S), everywhere(Kind.T) if trains else ())
-        if not trains:
-            continue
-        back, front = (
-            (rank, Pass(schedule.backward_kind(rank, microbatch, chunk), microbatch, chunk))
-            for rank, chunk in ((last, last_chunk), (first, first_chunk))
-        )
-        gradient = Collective(Exchange.GRADIENT, microbatch)
-        if schedule.vocabulary is Vocabulary.ONE_BARRIER:
-            yield Gathering(gradient, everywhere(Kind.S), (back,), after=statistics)
-        else:
-            yield Gathering(gradient, everywhere(Kind.T), (back,))
-        yield Gathering(Collective(Exchange.EMBEDDING_GRADIENT, microbatch), (front,), everywhere(Kind.IB, but=first))
+    placement, rows = schedule.placement, schedule.rows
+    homes = {
+        Where.FIRST: [placement.home(0)],
+        Where.LAST: [placement.home(placement.last_stage)],
+        Where.ALL: [(rank, 0) for rank in range(schedule.ranks)],
+    }
+    uses: dict[Exchange, list[tuple[Kind, Need]]] = {exchange: [] for exchange in Exchange}
+    for kind in Kind:
+        for need in kind.row.needs:
+            if need.exchange and schedule.vocabulary in (need.modes or Vocabulary):
+                uses[need.exchange].append((kind, need))
+    for microbatch, (exchange, users) in itertools.product(range(schedule.microbatches), uses.items()):
+        _, need = users[0]
+        makes = kinds_of(need)
+        producers = tuple((rank, rows[rank].first_of(makes, microbatch, chunk)) for rank, chunk in homes[need.where])
+        consumers: dict[int, Pass] = {}  # the first on every rank
+        for kind, its_need in users:
+            for rank, chunk in homes[its_need.on or Where.ALL]:
+                work = Pass(kind, microbatch + its_need.delay, chunk)
+                if work in rows[rank].all and [rank] != [maker for maker, _ in producers]:
+                    consumers.setdefault(rank, work)
+        if all(work in rows[rank].all for rank, work in producers) and (consumers or not need.after):
+            after = Collective(need.after, microbatch) if need.after else None
+            yield Gathering(Collective(exchange, microbatch), producers, tuple(consumers.items()), after)
 
 
 def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
@@ -211,7 +206,6 @@ class _Rows:
         self._programs: list[list[Operation]] = [[] for _ in self.slots]
         self._waits: list[dict[int, Wait]] = [{} for _ in self.slots]  # before which slot
         self._reached = [0] * schedule.ranks
-        self._returning = [returning(passes) for passes in schedule.passes]
         self._unowed: list[dict[Exchange, deque[Collective]]] = [{} for _ in self.slots]  # joined, and not waited for
 
     def compute(self, rank: int, slot: int) -> None:
@@ -225,16 +219,13 @@ class _Rows:
 
     def _operations(self, rank: int, work: Pass) -> Iterator[Operation]:
         """What stands for a pass in a program."""
-        if work.kind is Kind.D2H:
-            yield Wait(work)
-        elif work.kind is Kind.H2D:
-            yield Copy(work)
-        else:
-            if work in self._returning[rank]:
-                yield Wait(self._returning[rank][work])
-            yield Compute(work)
-            if work.kind is Kind.F and self._schedule.offloads(rank, work):
-                yield Copy(work._replace(kind=Kind.D2H))
+        row = self._schedule.rows[rank]
+        if work.kind.is_concurrent:
+            yield Copy(work) if work.kind.row.starts else Wait(work)
+            return
+        yield from map(Wait, row.awaited.get(work, ()))
+        yield Compute(work)
+        yield from map(Copy, row.started_by(work))
 
     def communicate(self, moment: float, one: Transfer | Gathering) -> None:
         if isinstance(one, Transfer):
@@ -301,16 +292,20 @@ class _Link(NamedTuple):
     stage: int
     receiver: int
     chunk: int  # on the receiver
-    kinds: tuple[Kind, ...]  # of passes that need it there, of which a microbatch has one
+    kinds: list[Kind]  # of passes that need it there, of which a microbatch has one
 
 
-def _links(placement: Placement) -> list[list[dict[Kind, _Link]]]:
-    """The links of every rank and chunk, by the kind of the passes."""
-    links: list[list[dict[Kind, _Link]]] = [[{} for _ in row] for row in placement.stages]
-    for stage in range(placement.last_stage):
-        (rank, chunk), (after, its_chunk) = placement.home(stage), placement.home(stage + 1)
-        if rank != after and not placement.is_last(stage):
-            links[rank][chunk][Kind.F] = _Link(Flow.ACTIVATION, stage, after, its_chunk, (Kind.F,))
-            for kind in (Kind.B, Kind.BW):
-                links[after][its_chunk][kind] = _Link(Flow.GRADIENT, stage + 1, rank, chunk, (Kind.B, Kind.BW))
+def _links(schedule: Schedule) -> list[dict[tuple[Kind, int], _Link]]:
+    """The links of every rank, by the kind and the chunk of the passes that send."""
+    placement = schedule.placement
+    links: list[dict[tuple[Kind, int], _Link]] = [{} for _ in schedule.rows]
+    for rank, row in enumerate(schedule.rows):
+        for kind, chunk in itertools.product(row.kinds, range(placement.chunks)):
+            for source in schedule.sources[kind, rank, chunk]:
+                if source.hops:
+                    ((sender, its_chunk),) = source.homes
+                    for sends in source.kinds:
+                        assert sends.row.sends is not None
+                        link = _Link(sends.row.sends, placement.stage(sender, its_chunk), rank, chunk, [])
+                        links[sender].setdefault((sends, its_chunk), link).kinds.append(kind)
     return links

@@ -5,17 +5,15 @@ Tensors between stages are named by the pass that made them, so sender and recei
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.kinds import Exchange, Flow
+from megatron.pipeline.schedule.core.passes import Pass
 
-
-class Flow(StrEnum):
-    """Which way a tensor travels through the model."""
-
-    ACTIVATION = "activation"  # F's output, to the next stage
-    GRADIENT = "gradient"  # B's input gradient, to the previous stage
+__all__ = [
+    "Collective", "Compute", "Copy", "Exchange", "Flow", "Join", "Message", "Operation", "Program", "Receive", "Send", "Validate",
+    "Wait", "describe", "pass_of",
+]  # fmt: skip
 
 
 class Message(NamedTuple):
@@ -27,16 +25,6 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.flow} of microbatch {self.microbatch} from stage {self.stage}"
-
-
-class Exchange(StrEnum):
-    """What all ranks of a pipeline do together for a spread vocabulary."""
-
-    EMBEDDING = "embedding"  # the sum of what IF looked up, for the first stage
-    OUTPUT = "output"  # of the last stage, for S
-    STATISTICS = "statistics"  # of S, for every rank: they make the softmax of a shard that of the whole vocabulary
-    GRADIENT = "output gradient"  # the sum of what S (one barrier) or T (two) made, for the last stage's backward
-    EMBEDDING_GRADIENT = "embedding gradient"  # of the first stage, for IB
 
 
 class Collective(NamedTuple):
@@ -79,15 +67,15 @@ class Join(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Start a copy to host memory (D2H) of what the pass before it keeps, or back (H2D) into device memory that is allocated
-    here. Does not block."""
+    """Start a pass on its lane, such as a copy to host memory (D2H) of what the pass before it keeps, or back (H2D) into device
+    memory that is allocated here. Does not block."""
 
     work: Pass
 
 
 class Wait(NamedTuple):
-    """Block until a tensor that was posted with ``Receive`` is here, a collective that was joined is over, or a copy that was
-    started has ended: then what it took to host memory is freed on the device."""
+    """Block until a tensor that was posted with ``Receive`` is here, a collective that was joined is over, or a pass that was
+    started on a lane has ended: what a copy took to host memory is then freed on the device."""
 
     message: Message | Collective | Pass
 
@@ -100,9 +88,11 @@ class Validate(NamedTuple):
 
 
 def pass_of(operation: Operation) -> Pass | None:
-    """The pass of the schedule that an operation stands for, if it does: computing, or the place of a copy in the row."""
+    """The pass of the schedule that an operation stands for, if any: it computes it, or has the place of a pass on a lane."""
     match operation:
-        case Compute(work) | Copy(Pass(Kind.H2D) as work) | Wait(Pass(Kind.D2H) as work):
+        case Compute(work):
+            return work
+        case Copy(work) | Wait(Pass() as work) if work.kind.row.starts is isinstance(operation, Copy):
             return work
         case _:
             return None

@@ -14,7 +14,7 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
-from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, first_before_its_need
+from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
 from megatron.pipeline.schedule.time.simulate import activation_changes
 
 # Found once: looking up Kind.F takes longer than everything else that is done with a pass.
@@ -68,7 +68,7 @@ def every_pass_is_known(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
-            kind, microbatch, chunk = work
+            kind, microbatch, chunk, _ = work
             if not 0 <= microbatch < slices:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
             if kind.is_of_vocabulary and (not schedule.vocabulary or chunk):
@@ -95,9 +95,9 @@ def no_pass_is_repeated(schedule: Schedule) -> None:
             if work in seen:
                 raise ScheduleError(f"rank {rank}: {work} runs twice; remove one")
             seen.add(work)
-        fused = {(microbatch, chunk) for kind, microbatch, chunk in passes if kind is BW}
+        fused = {(microbatch, chunk) for kind, microbatch, chunk, _ in passes if kind is BW}
         for work in passes if fused else ():
-            kind, microbatch, chunk = work
+            kind, microbatch, chunk, _ = work
             if (kind is B or kind is W) and (microbatch, chunk) in fused:
                 whole = Pass(BW, microbatch, chunk)
                 raise ScheduleError(f"rank {rank}: {work} runs again what {whole} does; keep either BW, or B and W")
@@ -108,7 +108,7 @@ def every_forward_is_there(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         present = set(passes)
         for microbatch, chunk in _items(schedule, rank):
-            if (F, microbatch, chunk) not in present:
+            if (F, microbatch, chunk, 0) not in present:
                 raise _missing(rank, F, microbatch, chunk)
 
 
@@ -117,9 +117,9 @@ def every_backward_is_whole(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         present = set(passes)
         for microbatch, chunk in _items(schedule, rank):
-            if (BW, microbatch, chunk) not in present:
+            if (BW, microbatch, chunk, 0) not in present:
                 for kind in (B, W):
-                    if (kind, microbatch, chunk) not in present:
+                    if (kind, microbatch, chunk, 0) not in present:
                         raise _missing(rank, kind, microbatch, chunk)
 
 
@@ -131,7 +131,7 @@ def the_vocabulary_is_whole(schedule: Schedule, forward_only: bool) -> None:
         present = set(passes)
         for microbatch in range(schedule.microbatches):
             for kind in (IF, S) if forward_only else (IF, S, T, IB):
-                if (kind, microbatch, 0) not in present:
+                if (kind, microbatch, 0, 0) not in present:
                     raise _missing(rank, kind, microbatch, 0)
 
 
@@ -140,8 +140,8 @@ def every_copy_has_its_other_half(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         copies = [work for work in passes if work.kind.is_copy]
         present = set(copies)
-        for kind, microbatch, chunk in copies:
-            if (H2D if kind is D2H else D2H, microbatch, chunk) not in present:
+        for kind, microbatch, chunk, _ in copies:
+            if (H2D if kind is D2H else D2H, microbatch, chunk, 0) not in present:
                 raise _missing(rank, H2D if kind is D2H else D2H, microbatch, chunk)
 
 
@@ -156,8 +156,8 @@ def only_forwards(schedule: Schedule) -> None:
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
     """On its rank, F runs before B or BW of the same microbatch and chunk, R (if there is one) between them, B before W, and S
     before T. Where there are copies D2H follows F, H2D follows D2H, and R, or B or BW without one, follows H2D."""
-    for rank, passes in enumerate(schedule.passes):
-        if (misplaced := first_before_its_need(passes)) is not None:
+    for rank, row in enumerate(schedule.rows):
+        if (misplaced := row.first_before_its_need()) is not None:
             work, needed = misplaced
             raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
 
@@ -171,13 +171,13 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
     """
     splits = schedule.splits
     for rank, passes in enumerate(schedule.passes):
-        last: dict[tuple[str, int], tuple[int, Pass]] = {}
+        last: dict[tuple[str, int, int], tuple[int, Pass]] = {}
         for work in passes:
-            kind, place, chunk = work
+            kind, place, chunk, part = work
             if splits > 1 and kind is not F:
                 place += splits - 1 - 2 * (place % splits)
-            for kinds in _LINES[kind]:
-                before, other = last.get((kinds, chunk), (-1, work))
+            for kinds in kind.row.in_order:
+                before, other = last.get((kinds, chunk, part), (-1, work))
                 if place < before:
                     whole = "order" if splits == 1 else "order, and the slices of one microbatch must be in reverse"
                     if kind is F:
@@ -185,12 +185,7 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
                     raise ScheduleError(
                         f"rank {rank}: {work} runs after {other}; {kinds} of one chunk must be in microbatch {whole}"
                     )
-                last[kinds, chunk] = place, work
-
-
-_LINES = {F: ("F",), R: ("R",), B: ("B and BW",), W: ("W and BW",), BW: ("B and BW", "W and BW"), D2H: (), H2D: ()} | {
-    kind: (str(kind),) for kind in (S, T, IF, IB)
-}
+                last[kinds, chunk, part] = place, work
 
 
 def dependencies_can_be_met(schedule: Schedule) -> None:

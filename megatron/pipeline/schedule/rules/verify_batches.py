@@ -6,7 +6,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import ScheduleError
 from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS, starts_posted
@@ -129,10 +128,10 @@ class _Replay:
                 self._start(rank)
                 batch = unfinished[0] if unfinished[0].left else unfinished.popleft()
         elif kind is Compute:
-            (kind_of_pass, microbatch, chunk) = operation.work
-            if kind_of_pass is Kind.B or kind_of_pass is Kind.BW:
-                stage = self._placement.stage(rank, chunk)
-                batch = self._sending[rank].get(Message(Flow.ACTIVATION, microbatch, stage))
+            work = operation.work
+            if work.kind.sends_gradient:
+                stage = self._placement.stage(rank, work.chunk)
+                batch = self._sending[rank].get(Message(Flow.ACTIVATION, work.microbatch, stage))
         elif kind is Wait:
             batch = self._receiving[rank].get(operation.message)
         elif kind is Join:

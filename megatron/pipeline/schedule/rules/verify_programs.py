@@ -27,7 +27,6 @@ from megatron.pipeline.schedule.lower.program import (
     pass_of,
 )
 from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
-from megatron.pipeline.schedule.time.lanes import returning
 
 _Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
 _Item = TypeVar("_Item", Pass, Operation)
@@ -69,8 +68,7 @@ def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Progra
     """A copy to host memory starts after its F and before it is waited for, one back starts after that, and is waited for before
     what needs it; each once, and no others are there. Those to host memory start in the order of their F."""
     for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
-        needed = returning(passes)
-        by_copy = {copy: work for work, copy in needed.items()}
+        by_copy = {copy: work for work, copies in schedule.rows[rank].awaited.items() for copy in copies}
         planned = {work for work in passes if work.kind.is_copy}
         places: dict[tuple[type[Operation], Pass], int] = {}
         for place, operation in enumerate(program):

@@ -188,7 +188,7 @@ class Instance:
                 return None
             stages = placement.stages[rank]
             order[rank, : len(row)] = [
-                (slots[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk in row
+                (slots[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk, _ in row
             ]
         return self.replay(order)
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.lanes import with_lanes
-from megatron.pipeline.schedule.time.replay import Rows, replay, rows_of
+from megatron.pipeline.schedule.time.links import Rows, rows_of
+from megatron.pipeline.schedule.time.replay import replay
 from megatron.pipeline.schedule.time.simulate import check_stages
 
 Draws: TypeAlias = NDArray[np.float64]  # one number for each draw
@@ -78,14 +78,14 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
         raise ValueError(f"a seed must be a whole number of at least 0, got {seed}")
     check_stages(schedule.placement, costs)
     costs = costs.sliced(schedule.splits)
-    rows, copies = with_lanes(schedule, costs) if schedule.has_copies else (rows_of(schedule, costs), [])
+    rows = rows_of(schedule, costs, with_lanes=schedule.has_lanes)
     durations = _drawn(schedule, rows, jitter, draws, seed)
     spans, makespans = np.zeros(draws), np.zeros(draws)
     busy = [rank for rank, passes in enumerate(schedule.passes) if passes]
     for first in range(0, draws if busy else 0, _AT_ONCE):
         some = slice(first, first + _AT_ONCE)
         seconds: list[list[Any]] = [[each if isinstance(each, int) else each[some] for each in row] for row in durations]
-        seconds += [[float(alone / costs.copies.slowest) for alone in row] for row in copies]
+        seconds += [[float(alone / costs.slowest(lane.lane)) for alone in lane.seconds] for lane in rows.lanes]
         _, starts, ends = replay(schedule, rows, seconds, np.maximum)
         begins, free = np.zeros((2, len(busy), len(spans[some])))
         for at, rank in enumerate(busy):
@@ -98,16 +98,20 @@ def _drawn(schedule: Schedule, rows: Rows, jitter: float, draws: int, seed: int)
     """The durations of every rank's passes, by slot; 0 for what is no work of the rank."""
     tables: dict[tuple[Kind, int], Draws] = {}  # by kind and stage: of all its microbatches
 
-    def duration(rank: int, work: Pass) -> Draws | int:
+    def duration(rank: int, work: Pass, kind: Kind) -> Draws | int:
         seconds = rows.links[rank][work.chunk][work.kind].seconds
         if not seconds:
             return 0
-        key = work.kind, schedule.placement.stage(rank, work.chunk)
-        if key not in tables:
-            tables[key] = float(seconds) * factors(*key, schedule.slices, jitter, draws, seed)
-        return tables[key][work.microbatch]
+        stage = schedule.placement.stage(rank, work.chunk)
+        if (work.kind, stage) not in tables:
+            tables[work.kind, stage] = float(seconds) * factors(kind, stage, schedule.slices, jitter, draws, seed)
+        return tables[work.kind, stage][work.microbatch]
 
-    return [[duration(rank, work) for work in rows.passes[rank]] for rank in range(schedule.ranks)]
+    return [
+        [0 if work is None else duration(rank, key, work.kind) for key, work in zip(keys, works, strict=True)]
+        for rank, (keys, works) in enumerate(zip(rows.passes, rows.works, strict=True))
+        if rank < schedule.ranks
+    ]
 
 
 def factors(kind: Kind, stage: int, microbatches: int, jitter: float, draws: int, seed: int) -> NDArray[np.float64]:

@@ -7,49 +7,7 @@ one switch), all that are on the way go on at the speeds that ``CopyCosts`` says
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.replay import Link, Numbers, Rows, rows_of
-
-F, R, B, BW, D2H, H2D = Kind.F, Kind.R, Kind.B, Kind.BW, Kind.D2H, Kind.H2D
-
-
-class Lanes(NamedTuple):
-    """The copies of one rank, each lane in its order, with the seconds that each takes alone on the way."""
-
-    to_host: tuple[Pass, ...]
-    to_device: tuple[Pass, ...]
-    seconds_to_host: list[float]
-    seconds_to_device: list[float]
-
-
-def lanes(schedule: Schedule, costs: Costs, rank: int) -> Lanes:
-    """The lanes of a rank: copies to the host in the order of their F, copies to the device in that of the row."""
-    passes, stages = schedule.passes[rank], schedule.placement.stages[rank]
-    away = {(work.microbatch, work.chunk) for work in passes if work.kind is D2H}
-    again = {(work.microbatch, work.chunk) for work in passes if work.kind is R}
-    to_host = tuple(Pass(D2H, work.microbatch, work.chunk) for work in passes if work.kind is F and work[1:] in away)
-    to_device = tuple(work for work in passes if work.kind is H2D)
-
-    def seconds(row: Sequence[Pass]) -> list[float]:
-        return [costs.copy_seconds(stages[work.chunk], work.kind, work[1:] in again) for work in row]
-
-    return Lanes(to_host, to_device, seconds(to_host), seconds(to_device))
-
-
-def returning(passes: Sequence[Pass]) -> dict[Pass, Pass]:
-    """For every pass of a row that waits for a copy to the device, that copy: R, or B or BW where there is no R."""
-    again = {(microbatch, chunk) for kind, microbatch, chunk in passes if kind is R}
-    back = {work[1:]: work for work in passes if work.kind is H2D}
-    return {
-        work: back[work[1:]]
-        for work in passes
-        if work[1:] in back and (work.kind is R or (work.kind in (B, BW) and work[1:] not in again))
-    }
+from megatron.pipeline.schedule.core.costs import CopyCosts
 
 
 class Switch:
@@ -87,34 +45,3 @@ def switches(ranks: int, costs: CopyCosts) -> dict[int, Switch]:
     firsts = [ranks + lane // (2 * costs.switch) * 2 * costs.switch for lane in range(2 * ranks)]
     by_first = {first: Switch(costs, first) for first in firsts}
     return {ranks + lane: by_first[first] for lane, first in enumerate(firsts)}
-
-
-BACK: Any = "back"  # in place of a kind: the wait for a copy to the device
-
-
-def with_lanes(schedule: Schedule, costs: Costs) -> tuple[Rows, list[list[float]]]:
-    """The rows of ranks that wait for their copies, then those of every rank's copies; and the seconds of the latter, alone."""
-    numbers, plain = Numbers(schedule), rows_of(schedule, costs)
-    passes: list[Sequence[Pass]] = []
-    for row in schedule.passes:
-        waits = returning(row)
-        passes.append([each for work in row for each in ((work._replace(kind=BACK), work) if work in waits else (work,))])
-    links = []
-    for own, row_links in zip(schedule.placement.stages, plain.links, strict=True):
-        waiting = [
-            {
-                D2H: Link(numbers.nowhere, numbers.away[stage], 0, 0),
-                H2D: Link(numbers.called[stage], numbers.nothing, 0, 0),
-                BACK: Link(numbers.nowhere, numbers.back[stage], 0, 0),
-            }
-            for stage in own
-        ]
-        links.append([by_kind | more for by_kind, more in zip(row_links, waiting, strict=True)])
-    seconds: list[list[float]] = []
-    for rank, own in enumerate(schedule.placement.stages):
-        lane = lanes(schedule, costs, rank)
-        passes += lane.to_host, lane.to_device
-        seconds += lane.seconds_to_host, lane.seconds_to_device
-        links.append([{D2H: Link(numbers.away[stage], numbers.outputs[stage], 0, 0)} for stage in own])
-        links.append([{H2D: Link(numbers.back[stage], numbers.called[stage], 0, 0)} for stage in own])
-    return Rows(passes, links, numbers.count_with_lanes), seconds

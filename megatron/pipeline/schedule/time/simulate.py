@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import COPY_KINDS, STAGE_KINDS, VOCABULARY_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.clock import Clock
-from megatron.pipeline.schedule.time.lanes import BACK, switches, with_lanes
-from megatron.pipeline.schedule.time.replay import replay, results_at_start, rows_of
+from megatron.pipeline.schedule.time.lanes import switches
+from megatron.pipeline.schedule.time.links import rows_of
+from megatron.pipeline.schedule.time.replay import replay, results_at_start
+
+R = Kind.R
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
@@ -28,31 +31,33 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     check_stages(schedule.placement, costs)
     costs = costs.sliced(schedule.splits)
-    if schedule.has_copies:
-        return _with_copies(schedule, costs)
+    if schedule.has_lanes:
+        return _with_lanes(schedule, costs)
     rows = rows_of(schedule, costs)
-    return Timeline(tuple(map(_timed, rows.passes, *replay(schedule, rows)[1:])))
+    return Timeline(tuple(map(_timed, rows.works, *replay(schedule, rows)[1:])))
 
 
-def _timed(passes: Sequence[Pass], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
+def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
     # tuple.__new__ is what Timed(work, start, end) calls, and saves a call in Python for each of some hundred thousand passes.
-    return tuple(map(tuple.__new__, repeat(Timed), zip(passes, starts, ends, strict=True)))
+    return tuple(map(tuple.__new__, repeat(Timed), zip(works, starts, ends, strict=True)))
 
 
-def _with_copies(schedule: Schedule, costs: Costs) -> Timeline:
-    """With a row for every copy stream behind those of the ranks."""
+def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
+    """With a row for every lane behind those of the ranks."""
     ranks = schedule.ranks
-    rows, copy_seconds = with_lanes(schedule, costs)
-    seconds = [*[None] * ranks, *copy_seconds]
+    rows = rows_of(schedule, costs, with_lanes=True)
+    seconds = [*[None] * ranks, *(lane.seconds for lane in rows.lanes)]
     starts, ends = replay(schedule, rows, seconds)[1:]
-    if costs.copies.disturb_each_other:
-        clock = Clock(ranks, rows, results_at_start(schedule, rows), seconds, switches(ranks, costs.copies))
+    if schedule.has_copies and costs.copies.disturb_each_other:
+        clock = Clock(ranks, rows, results_at_start(rows), seconds, switches(ranks, costs.copies))
         clock.follow(rows.passes)
         starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
-    timed = list(map(_timed, rows.passes, starts, ends))
-    computed = tuple(tuple(one for one in row if one.work.kind is not BACK) for row in timed[:ranks])
-    copies = (sorted(chain(*timed[at : at + 2]), key=lambda one: one.start) for at in range(ranks, 3 * ranks, 2))
-    return Timeline(computed, tuple(map(tuple, copies)))
+    timed = list(map(_timed, rows.works, starts, ends))
+    computed = tuple(tuple(each for each in row if each.work is not None) for row in timed[:ranks])
+    on_lanes: list[list[Timed]] = [[] for _ in range(ranks)]
+    for lane, row in zip(rows.lanes, timed[ranks:], strict=True):
+        on_lanes[lane.rank] += row
+    return Timeline(computed, tuple(tuple(sorted(row, key=lambda each: each.start)) for row in on_lanes))
 
 
 def activation_peaks(schedule: Schedule, costs: Costs) -> list[float]:
@@ -80,24 +85,19 @@ def activation_profile(schedule: Schedule, timeline: Timeline, costs: Costs) -> 
 def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
     check_stages(schedule.placement, costs)
-    stages = costs.sliced(schedule.splits).stages
-    table = {
-        (stage, kind, recomputed): cost.allocated(kind, recomputed)
-        for stage, cost in enumerate(stages)
-        for kind in (*STAGE_KINDS, *COPY_KINDS)
-        for recomputed in (False, True)
-    }
-    if schedule.vocabulary:
-        for kind, stage in itertools.product(VOCABULARY_KINDS, range(len(stages))):
-            table[stage, kind, False] = table[stage, kind, True] = costs.vocabulary.allocated(kind)
+    costs = costs.sliced(schedule.splits)
     changes: list[list[float]] = []
-    for rank, passes in enumerate(schedule.passes):
-        mine = schedule.placement.stages[rank]
-        recomputed = {(work.microbatch, work.chunk) for work in passes if work.kind is Kind.R}
+    for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
+        table = {
+            (kind, chunk, recomputed): costs.allocated(kind, stage, recomputed)
+            for chunk, stage in enumerate(stages)
+            for kind in row.kinds
+            for recomputed in (False, True)
+        }
+        again = {(microbatch, chunk) for kind, microbatch, chunk, _ in row.passes if kind is R} if R in row.kinds else ()
+        own = [table[kind, chunk, (microbatch, chunk) in again] for kind, microbatch, chunk, _ in row.passes]
         changes.append(
-            [table[mine[work.chunk], work.kind, (work.microbatch, work.chunk) in recomputed] for work in passes]
-            if recomputed
-            else [table[mine[work.chunk], work.kind, False] for work in passes]
+            [change / row.parts(work) for work, change in zip(row.passes, own, strict=True)] if row.is_divided else own
         )
     return changes
 

@@ -25,7 +25,6 @@ from megatron.pipeline.schedule.core.problem import HostLimitTooLow
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed
 from megatron.pipeline.schedule.rules.verify import rounded_up
-from megatron.pipeline.schedule.time.lanes import returning
 from megatron.pipeline.schedule.time.simulate import activation_changes, simulate
 
 _TRIED = 48  # numbers of microbatches to offload, between none and all
@@ -91,15 +90,14 @@ def moved(schedule: Schedule, costs: Costs) -> list[float]:
 def host_peaks(schedule: Schedule, costs: Costs) -> list[float]:
     """The most that every rank has in host memory at once, from the start of a copy there to the end of the one back."""
     peaks = []
-    for passes, changes in zip(schedule.passes, activation_changes(schedule, costs), strict=True):
-        sizes = {work[1:]: change for work, change in zip(passes, changes, strict=True) if work.kind is Kind.H2D}
-        back = returning(passes)
+    for row, passes, changes in zip(schedule.rows, schedule.passes, activation_changes(schedule, costs), strict=True):
+        sizes = {work[1:3]: change for work, change in zip(passes, changes, strict=True) if work.kind is Kind.H2D}
         held = peak = 0.0
         for work in passes:
-            if work in back:
-                held -= sizes[work[1:]]
+            if work in row.awaited:
+                held -= sizes[work[1:3]]
             if work.kind is Kind.F:
-                held += sizes.get(work[1:], 0.0)
+                held += sizes.get(work[1:3], 0.0)
                 peak = max(peak, held)
         peaks.append(peak)
     return peaks
@@ -152,13 +150,13 @@ class Rank:
         self.during = np.maximum(levels, self._before[:-1])
         stages = schedule.placement.stages[rank]
         slots = {work: slot for slot, work in enumerate(self._passes)}
-        again = {work[1:] for work in self._passes if work.kind is Kind.R}
+        again = {work[1:3] for work in self._passes if work.kind is Kind.R}
         self.works: list[Pass] = []
         made, needed, sizes, taken = [], [], [], []
         for slot, work in enumerate(self._passes):
             if work.kind is not Kind.F:
                 continue
-            stage, recomputed = costs.stages[stages[work.chunk]], work[1:] in again
+            stage, recomputed = costs.stages[stages[work.chunk]], work[1:3] in again
             size = float(stage.moved(recomputed))
             kinds = (Kind.R,) if recomputed else (Kind.B, Kind.BW)
             after = next((slots[other] for kind in kinds if (other := work._replace(kind=kind)) in slots), None)
@@ -168,7 +166,7 @@ class Rank:
             made.append(slot)
             needed.append(after)
             sizes.append(size)
-            taken.append([costs.copy_seconds(stages[work.chunk], kind, recomputed) for kind in (Kind.D2H, Kind.H2D)])
+            taken.append([costs.seconds(kind, stages[work.chunk], recomputed) for kind in (Kind.D2H, Kind.H2D)])
         self.sizes: Floats = np.array(sizes, dtype=np.float64)
         self.made, self.needed = np.array(made, dtype=np.int64), np.array(needed, dtype=np.int64)
         seconds = np.array(taken, dtype=np.float64).reshape(-1, 2) / costs.copies.slowest

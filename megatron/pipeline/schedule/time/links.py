@@ -1,0 +1,207 @@
+"""What is replayed in simulated time: rows of passes, and what each pass waits for, makes and takes. The table of kinds says all.
+
+There is a row for every rank and, where passes run on lanes, one for every lane of a rank. In its rank's row such a pass takes no
+time: it stands for the moment at which the lane may start it, or at which the rank waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import (
+    COPY_LANES,
+    REMOTE,
+    STAGE_KINDS,
+    VOCABULARY_KINDS,
+    Lane,
+    Where,
+    needed_on_own_rank,
+)
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.schedule import RankPasses, Schedule
+
+
+class Link(NamedTuple):
+    """What the passes of one kind on one rank and chunk wait for and make.
+
+    What passes make for each other has numbers, one after another for the microbatches: ``made + microbatch`` is made, and
+    ``needed + microbatch`` is needed and arrives ``hop`` after it was made.
+    """
+
+    made: int
+    needed: int
+    hop: float
+    seconds: float
+    is_part: bool = False  # what is made is there once all ranks have made it
+
+
+class Rows(NamedTuple):
+    """What is replayed.
+
+    Attributes:
+        passes: of every row; in the place of its kind, a pass has the key of its link.
+        works: the passes that these stand for; None where a rank waits for its lane.
+        links: by row, chunk and key.
+        size: how many numbers there are for what passes make for each other.
+        ready: the numbers of what is there from the start.
+        lanes: the rows behind those of the ranks.
+    """
+
+    passes: Sequence[Sequence[Pass]]
+    works: Sequence[Sequence[Pass | None]]
+    links: list[list[dict[Any, Link]]]
+    size: int
+    ready: list[int]
+    lanes: list[LaneRow]
+
+
+class LaneRow(NamedTuple):
+    """The passes of one lane of a rank, in the order in which they run, with the seconds that each takes alone."""
+
+    rank: int
+    lane: Lane
+    passes: tuple[Pass, ...]
+    seconds: list[float]
+
+
+def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
+    """All lanes that a schedule uses: of copies both directions of every rank, then rank by rank the others."""
+    others = {kind.row.lane for row in schedule.rows for kind in row.kinds if kind.row.lane and not kind.is_copy}
+    return [
+        _lane_row(schedule, costs, rank, lane)
+        for lanes in (COPY_LANES if schedule.has_copies else (), sorted(others))
+        for rank in range(schedule.ranks)
+        for lane in lanes
+    ]
+
+
+def _lane_row(schedule: Schedule, costs: Costs, rank: int, lane: Lane) -> LaneRow:
+    row, stages = schedule.rows[rank], schedule.placement.stages[rank]
+    passes = row.on_lane(lane)
+    seconds = [costs.seconds(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
+    return LaneRow(rank, lane, passes, seconds)
+
+
+def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -> Rows:
+    """The rows of a schedule.
+
+    Args:
+        costs: without them nothing takes time.
+        with_lanes: whether lanes have rows. Without them passes on lanes take no time, and nothing waits for them.
+    """
+    lanes = lane_rows(schedule, costs) if costs and with_lanes else []
+    table = _Table(schedule, costs, bool(lanes))
+    passes, works = [], []
+    for row in schedule.rows:
+        keys, own = _keyed(row, row.passes, row.awaited if lanes else {})
+        passes.append(keys)
+        works.append(own)
+    for lane in lanes:
+        keys, own = _keyed(schedule.rows[lane.rank], lane.passes, {})
+        passes.append(keys)
+        works.append(own)
+    links = [table.of_rank(rank) for rank in range(schedule.ranks)] + [table.of_lane(lane) for lane in lanes]
+    return Rows(passes, works, links, table.size, table.ready, lanes)
+
+
+def _keyed(
+    row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Sequence[Pass]]
+) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
+    """The passes of a row with their keys, and as they are (None for a wait that stands before a pass)."""
+    if not awaited and not row.is_divided:
+        return passes, passes
+    keys: list[Pass] = []
+    works: list[Pass | None] = []
+    for work in passes:
+        for other in awaited.get(work, ()):
+            keys.append(Pass(_waiting(_key(row, other)), *other[1:]))
+            works.append(None)
+        keys.append(Pass(_key(row, work), *work[1:]) if row.is_divided else work)
+        works.append(work)
+    return keys, works
+
+
+def _key(row: RankPasses, work: Pass) -> Any:
+    """By what the link of a pass is found: its kind, and which of its parts it is."""
+    return (work.kind, work.part, row.parts(work)) if row.is_divided else work.kind
+
+
+def _waiting(key: Any) -> Any:
+    """By what the link of a wait for a pass is found."""
+    return "wait", key
+
+
+class _Table:
+    """The links of all rows, and the numbers of what passes make for each other.
+
+    Numbers are given out in runs, one per microbatch. Those of the first run are there from the start, for passes that wait for
+    nothing; no pass waits for those of the second run.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs | None, has_lanes: bool) -> None:
+        self._schedule, self._costs, self._has_lanes = schedule, costs, has_lanes
+        self._stages, self._slices = schedule.placement.stages, schedule.slices
+        self._begins: dict[Hashable, int] = {}
+        self._nothing, self._unused, self.size = 0, self._slices, 2 * self._slices
+        self.ready = list(range(self._slices))
+
+    def of_rank(self, rank: int) -> list[dict[Any, Link]]:
+        """By chunk and key, the links of a rank's row: of all kinds, for those who build one, and of the parts that it has."""
+        row = self._schedule.rows[rank]
+        kinds = {*STAGE_KINDS, *(VOCABULARY_KINDS if self._schedule.vocabulary else ()), *row.kinds}
+        links: list[dict[Any, Link]] = []
+        for chunk in range(len(self._stages[rank])):
+            links.append({kind: self._link(kind, rank, chunk) for kind in kinds})
+            links[-1] |= {_waiting(kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
+        for work in row.passes if row.is_divided else ():
+            key, own = _key(row, work), links[work.chunk]
+            if key not in own:
+                own[key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
+                own[_waiting(key)] = self._wait(work.kind, rank, work.chunk, work.part)
+        return links
+
+    def of_lane(self, lane: LaneRow) -> list[dict[Any, Link]]:
+        """By chunk and key, the links of a lane's row."""
+        row, links = self._schedule.rows[lane.rank], [dict[Any, Link]() for _ in self._stages[lane.rank]]
+        for work in lane.passes:
+            key, (kind, _, chunk, part) = _key(row, work), work
+            if key not in links[chunk]:
+                stage = self._stages[lane.rank][chunk]
+                done = self._number(("done", kind, part), stage)
+                name: Hashable = ("started", kind, part) if kind.row.starts else needed_on_own_rank(kind)
+                links[chunk][key] = Link(done, self._number(name, stage), 0, 0)
+        return links
+
+    def _wait(self, kind: Kind, rank: int, chunk: int, part: int = 0) -> Link:
+        """Of the wait for a pass that has been started on a lane."""
+        return Link(self._unused, self._number(("done", kind, part), self._stages[rank][chunk]), 0, 0)
+
+    def _link(self, kind: Kind, rank: int, chunk: int, part: int = 0, parts: int = 1) -> Link:
+        schedule, costs, stage = self._schedule, self._costs, self._stages[rank][chunk]
+        if kind.row.lane:
+            if not self._has_lanes:
+                return Link(self._unused, self._nothing, 0, 0)
+            if kind.row.starts:
+                return Link(self._number(("started", kind, part), stage), self._nothing, 0, 0)
+            return Link(self._unused, self._number(("done", kind, part), stage), 0, 0)
+        seconds = costs.seconds(kind, stage) / parts if costs and parts > 1 else costs.seconds(kind, stage) if costs else 0
+        made, needed, hop = self._unused, self._nothing, 0.0
+        if kind in REMOTE and part == parts - 1:
+            made = self._number(REMOTE[kind].kinds, None if kind.row.shard else stage, REMOTE[kind].ahead)
+        for source in schedule.sources[kind, rank, chunk] if not part else ():
+            if source.need.where is not Where.SAME:  # what precedes a pass on its own rank is never late
+                home, its_chunk = source.homes[0]
+                its_stage = None if source.need.where is Where.ALL else self._stages[home][its_chunk]
+                needed = self._number(source.kinds, its_stage, REMOTE[source.kinds[0]].ahead) - source.need.delay
+                hop = source.hops * costs.hop + source.exchanges * costs.exchange if costs else 0
+        return Link(made, needed, hop, seconds, is_part=kind.row.shard and kind in REMOTE)
+
+    def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
+        """Where the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the start."""
+        if (name, stage) not in self._begins:
+            self.ready += range(self.size, self.size + ahead)
+            self._begins[name, stage] = self.size + ahead
+            self.size += ahead + self._slices
+        return self._begins[name, stage]
