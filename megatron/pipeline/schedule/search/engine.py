@@ -6,7 +6,19 @@ The rules know five kinds of passes, in the order in which a microbatch meets th
 
 DOWN travels from the first stage to the last and UP back; the others stay on their stage. A problem read forwards in time
 has F as DOWN, R as MID, B (or BW) as UP and W as POST. Read backwards it has W as PRE, B (or BW) as DOWN, R as MID and F as
-UP: whatever plans the start of an iteration well can so plan its end.
+UP: so the code that plans the start of an iteration also plans its end.
+
+All functions here work on the arrays of one problem, with P ranks and S stages, in this order (``Instance.arrays``):
+
+    home                int[S], the rank of every stage
+    hops_down, hops_up  float[S], seconds from the stage before (behind) to this one; -1 where a model begins (ends)
+    counts              int[S], how many microbatches go through a stage
+    replica             int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica
+    replicas            how many models there are
+    seconds             float[5, S]
+    before              int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes
+    allocated           float[5, S], by a pass when it starts (positive) or ends (negative)
+    lengths             int[P], how many passes a rank has
 """
 
 from __future__ import annotations
@@ -39,9 +51,8 @@ SLACK = 1e-9  # sums of floats stray in the last bits
 
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    home: Array, hops_down: Array, hops_up: Array, counts: Array, replica: Array, replicas: int, seconds: Array, before: Array,
-    allocated: Array, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, ends: Array,
-    order: Array,
+    arrays: tuple[Any, ...], limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool,
+    ends: Array, order: Array,
 ) -> bool:  # fmt: skip
     """Fill ``ends`` and ``order`` by list scheduling; returns whether every pass was placed.
 
@@ -53,22 +64,18 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
     microbatch of all can go on everywhere.
 
     Args:
-        home: int[S], the rank of every stage.
-        hops_down, hops_up: float[S], from the stage before (behind) to this one; -1 where a model begins (ends).
-        counts: int[S], how many microbatches go through a stage.
-        replica: int[S], the model that a stage belongs to; its microbatch k is number ``k * replicas + replica``.
-        seconds: float[5, S].
-        before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
-        allocated: float[5, S], by a pass when it starts (positive) or ends (negative).
+        arrays: of the problem, as at the top of this file.
         limits: float[P].
         targets: float[5, S, M], priorities.
         caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
         window: seconds.
         in_order: whether the DOWN of a rank run in the order of their targets, so that none takes another one's memory.
-        ends: float[5, S, M], filled.
+        ends: float[5, S, M], filled; -1 for passes that were not placed.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
     """
+    home, hops_down, hops_up, counts, replica, replicas, seconds, before, allocated, _ = arrays
     ranks, stages = limits.shape[0], home.shape[0]
+    ends[:] = -1.0
     done = np.zeros((KINDS, stages), np.int64)
     length = np.zeros(ranks, np.int64)
     free = np.zeros(ranks)  # when the rank's last pass ends
@@ -120,7 +127,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                     own = index * replicas + replica[stage] == oldest
                     if takes + kept > room or (reserved if own else takes + reserved) > room:
                         continue
-                ready = _ready(kind, stage, index, hops_down, hops_up, before, done, ends)
+                ready = _arrival(kind, stage, index, hops_down, hops_up, before, ends)
                 if ready < 0:
                     continue
                 soonest = min(soonest, ready)
@@ -178,23 +185,21 @@ def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array
 
 
 @compiled
-def _ready(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, done: Array, ends: Array) -> float:
-    """When the inputs of a pass are there; -1 while that is not known."""
+def _arrival(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, ends: Array) -> float:
+    """When the inputs of a pass are there; -1 while that is not known: ``ends`` is -1 for passes without a time."""
     ready = 0.0
     previous = before[kind, stage]
     if previous >= 0:
-        if done[previous, stage] <= index:
-            return -1.0
         ready = ends[previous, stage, index]
+        if ready < 0:
+            return -1.0
     if kind == DOWN and hops_down[stage] >= 0:
-        if done[DOWN, stage - 1] <= index:
-            return -1.0
-        ready = max(ready, ends[DOWN, stage - 1, index] + hops_down[stage])
+        made, hop = ends[DOWN, stage - 1, index], hops_down[stage]
     elif kind == UP and hops_up[stage] >= 0:
-        if done[UP, stage + 1] <= index:
-            return -1.0
-        ready = max(ready, ends[UP, stage + 1, index] + hops_up[stage])
-    return ready
+        made, hop = ends[UP, stage + 1, index], hops_up[stage]
+    else:
+        return ready
+    return max(ready, made + hop) if made >= 0 else -1.0
 
 
 @compiled
@@ -217,13 +222,12 @@ def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocate
 
 
 @compiled
-def replay(
-    hops_down: Array, hops_up: Array, seconds: Array, before: Array, order: Array, lengths: Array, factors: Array, ends: Array
-) -> tuple[float, float]:
+def replay(arrays: tuple[Any, ...], order: Array, factors: Array, ends: Array) -> tuple[float, float]:
     """Fill ``ends`` with the earliest times at which the passes of an order end; returns (span, makespan), or -1 if stuck.
 
-    ``factors``, float[5, S, M], multiply ``seconds``; where there is but one, it is for all passes.
+    ``factors``, float[5, S, M], multiply the seconds; where there is but one, it is for all passes.
     """
+    _, hops_down, hops_up, _, _, _, seconds, before, _, lengths = arrays
     same = factors.size == 1
     firsts = np.zeros(lengths.shape[0])
     ranks = lengths.shape[0]
@@ -236,6 +240,7 @@ def replay(
         for rank in range(ranks):
             while position[rank] < lengths[rank]:
                 kind, stage, index = order[rank, position[rank]]
+                # ``_arrival``, written out: calls count references to the arrays, with which this loop takes 6 times as long.
                 start = free[rank]
                 if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
                     break

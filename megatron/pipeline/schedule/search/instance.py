@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,6 +108,14 @@ class Instance:
         """The same problem, read in the other direction of time."""
         return Instance(self.problem, not self.backwards)
 
+    @cached_property
+    def arrays(self) -> tuple[Any, ...]:
+        """What every compiled function works on: see ``engine``."""
+        return (
+            self.home, self.hops_down, self.hops_up, self.counts, self.replica, self.problem.placement.replicas, self.seconds,
+            self.before, self.allocated, self.lengths,
+        )  # fmt: skip
+
     @property
     def shape(self) -> tuple[int, int, int]:
         """Of arrays over all passes: kinds, stages, microbatches."""
@@ -115,21 +123,18 @@ class Instance:
 
     def construct(self, seed: Seed, limits: Array) -> Plan | None:
         """List scheduling; None if the limits leave no room for one microbatch."""
-        ends = np.zeros(self.shape)
         order = np.full((len(limits), int(self.lengths.max()), 3), -1, np.int32)
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
         placed = engine.construct(
-            self.home, self.hops_down, self.hops_up, self.counts, self.replica, self.problem.placement.replicas, self.seconds,
-            self.before, self.allocated, limits, seed.targets, caps, quotas, seed.window,
-            seed.in_order, ends, order,
-        )  # fmt: skip
+            self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, np.empty(self.shape), order
+        )
         return self.replay(order) if placed else None
 
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
-        ends = np.zeros(self.shape)
+        ends = np.empty(self.shape)
         span, makespan = self._times(order, np.ones((1, 1, 1)), ends)
         if span < 0:
             return None
@@ -140,7 +145,7 @@ class Instance:
         return Plan(value, span, makespan, order, ends)
 
     def _times(self, order: Array, factors: Array, ends: Array) -> tuple[float, float]:
-        return engine.replay(self.hops_down, self.hops_up, self.seconds, self.before, order, self.lengths, factors, ends)
+        return engine.replay(self.arrays, order, factors, ends)
 
     @cached_property
     def _draws(self) -> list[Array]:

@@ -6,6 +6,8 @@ leaves its middle alone. Qi et al., "Pipeline Parallelism with Controllable Memo
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array, compiled
@@ -28,10 +30,7 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     order, ends = plan.order.copy(), plan.ends.copy()
-    _squeeze(
-        instance.home, instance.hops_down, instance.hops_up, instance.seconds, instance.before, instance.allocated, limits,
-        order, instance.lengths, ends, np.argsort(_flat_starts(instance, plan), kind="stable"),
-    )  # fmt: skip
+    _squeeze(instance.arrays, limits, order, ends, np.argsort(_flat_starts(instance, plan), kind="stable"))
     squeezed = instance.replay(order)
     # Where times differ by more than a float can tell, a pass may have moved before one that it needs.
     return squeezed if squeezed is not None and squeezed.value <= plan.value else plan
@@ -46,10 +45,10 @@ def _flat_starts(instance: Instance, plan: Plan) -> Array:
 
 @compiled
 def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
-    home: Array, hops_down: Array, hops_up: Array, seconds: Array, before: Array, allocated: Array, limits: Array, order: Array,
-    lengths: Array, ends: Array, by_start: Array,
-) -> None:  # fmt: skip
+    arrays: tuple[Any, ...], limits: Array, order: Array, ends: Array, by_start: Array
+) -> None:
     """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts."""
+    home, hops_down, hops_up, _, _, _, seconds, before, allocated, lengths = arrays
     stages, many = ends.shape[1], ends.shape[2]
     held = np.zeros(order.shape[:2])  # by every rank, behind each of its passes
     idle = np.zeros(order.shape[:2])  # of every rank, up to the start of each of its passes
