@@ -70,7 +70,8 @@ class Call:
     @cached_property
     def pipeline(self) -> torch.distributed.ProcessGroup:
         """The pipeline's ranks."""
-        group: torch.distributed.ProcessGroup = self.p2p_communicator.pp_group if self.p2p_communicator else self.groups.pp
+        groups = self.groups
+        group: torch.distributed.ProcessGroup = self.p2p_communicator.pp_group if self.p2p_communicator else groups.pp
         return group
 
     @cached_property
