@@ -26,7 +26,7 @@ from megatron.pipeline.schedule.time.simulate import activation_changes, activat
 from megatron.pipeline.schedule.transforms.transform import recompute
 from megatron.pipeline.view import Entry, Point, draw, draw_pareto, draw_robustness, page, render, write_page
 from megatron.pipeline.view.chrome_trace import to_trace
-from megatron.pipeline.view.pareto import frontier, label_places
+from megatron.pipeline.view.plots import label_places, pareto
 from megatron.pipeline.view.style import COLOURS, ink, number, shade
 
 
@@ -351,7 +351,7 @@ def test_the_frontier_is_what_nothing_beats(places: list[tuple[int, int]]) -> No
         for one in points
         if any(other.bubble <= one.bubble and other.memory <= one.memory and other[1:] != one[1:] for other in points)
     }
-    best = frontier(points)
+    best = pareto(points, lambda point: (point.memory, point.bubble))
     assert [(point.bubble, point.memory) for point in best] == sorted(set(places) - beaten, key=lambda place: place[1])
 
 

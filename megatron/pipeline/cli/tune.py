@@ -29,8 +29,8 @@ from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, Found, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
+from megatron.pipeline.view.plots import Training, draw_throughput
 from megatron.pipeline.view.table import plain_table
-from megatron.pipeline.view.tuning import Training, draw_front
 
 NOTE = f"""\
 Tokens of all GPUs in a second. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
@@ -260,7 +260,7 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: Found, sto
     if stock.results:
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
-    draw_front(groups, directory / "throughput.png", cluster.device.memory / GIB, title)
+    draw_throughput(groups, directory / "throughput.png", cluster.device.memory / GIB, title)
     return written
 
 

@@ -15,7 +15,8 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
 from megatron.pipeline.model.slices import check_slices
-from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Kind
 
 _EXPERTS_REDUCED = (0, 19)  # the first release that reduces all experts over the right ranks

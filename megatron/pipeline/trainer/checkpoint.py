@@ -21,7 +21,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pipeline.flags.flags import OFF
+from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
 from megatron.pipeline.trainer.checkpoint_files import (

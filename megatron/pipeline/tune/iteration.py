@@ -19,6 +19,7 @@ from megatron.pipeline.costmodel.memory import Beside, RankMemory, beside_activa
 from megatron.pipeline.planning.choose import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
@@ -28,8 +29,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 
-STOCK = "stock"
-OFF = "off"
 BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; the last sum has nothing to run beside
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled

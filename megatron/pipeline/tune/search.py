@@ -21,6 +21,7 @@ from megatron.pipeline.dist.processes import end_with_parent
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
+from megatron.pipeline.view.plots import pareto
 
 BEST = 10
 WORK = 8_000  # a search's budget, see ``work``: some two minutes of one core
@@ -67,11 +68,7 @@ class Found:
 
     def front(self) -> list[Result]:
         """Those that no other beats in both time and memory, the fastest first."""
-        front: list[Result] = []
-        for result in self.results:
-            if not front or result.fullest.total < front[-1].fullest.total:
-                front.append(result)
-        return front
+        return pareto(self.results, lambda result: (result.seconds, result.fullest.total))
 
 
 def place(candidate: Candidate) -> Place:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import COLOURS, INK, ink, lane_kinds, lanes, number, shade, typical_length
+from megatron.pipeline.view.style import COLOURS, INK, ink, lane_kinds, lanes, number, save, shade, typical_length
 
 if TYPE_CHECKING:
     import numpy
@@ -67,8 +67,6 @@ def draw(
 
     if not timelines:
         raise ValueError("nothing to draw: give at least one timeline")
-    if Path(path).suffix not in (".png", ".svg"):
-        raise ValueError(f"cannot draw {path}: the file name must end in .png or .svg")
     memory, waits, consecutive = memory or {}, waits or {}, consecutive or {}
     rows = {
         title: _row(timeline) * len(timeline.ranks) + (_ITERATIONS if title in consecutive else 0.0)
@@ -100,7 +98,7 @@ def draw(
         axis.tick_params(labelbottom=False, bottom=False)
     axes[-1].set_xlabel(f"time ({unit or 'in the unit of the costs'})", fontsize=_FONT, color=INK, labelpad=2)
     _legend(figure, handles, total)
-    figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
+    save(figure, path)
 
 
 class _Numbers:

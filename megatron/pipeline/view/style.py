@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
 COLOURS = {
@@ -25,6 +30,18 @@ COLOURS = {
 }
 INK = "#222222"
 LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a picture whose bytes depend on nothing but what it shows.
+
+    Raises:
+        ValueError: the suffix of the path is neither .png nor .svg.
+        OSError: the file cannot be written.
+    """
+    if Path(path).suffix not in (".png", ".svg"):
+        raise ValueError(f"cannot draw {path}: the file name must end in .png or .svg")
+    figure.savefig(path, dpi=160, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
 def shade(colour: str, chunk: int, chunks: int) -> str:
