@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
@@ -44,16 +45,8 @@ class ValidationResult(Enum):
     STOPPED = auto()  # training ends before this iteration
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A schedule that has been verified, with its programs."""
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
-
-
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
-def _wiring(plan: Plan, rank: int) -> Wiring:
+def _wiring(plan: Planned, rank: int) -> Wiring:
     return wiring(plan.programs[rank], rank, plan.schedule.placement.stages[rank])
 
 
@@ -88,7 +81,7 @@ class Iteration:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Planned,
         channels: Channels,
         record: Callable[[], Recorder | Unmeasured] = Unmeasured,
         posting: Posting = Posting.SINGLE,

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from megatron.pipeline.flags.flags import Role, neutral
-from megatron.pipeline.planning.choose import Variant
+from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Vocabulary
