@@ -88,11 +88,15 @@ def planned(query: Query, ask: Ask) -> Answer:
     ``message``, why there is none. ``least`` is the least limit that there is a plan for, where the limit makes a difference.
 
     Both have status 200: a browser would report another one as an error of the page.
+
+    Raises:
+        ValueError: the query has a name that is not one of ``FLAGS``.
     """
     fields: dict[str, Any] = {}
+    given = flags(query)
     try:
         with without_collecting():
-            request = ask(flags(query))
+            request = ask(given)
             plan, choice = best(request)
             fields["plan"] = report(plan) | (choice_fields(choice) if choice else {})
             fields["panel"] = encoded(Entry(plan.title, plan.timeline, plan.schedule, plan.problem.costs))
