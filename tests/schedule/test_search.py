@@ -194,7 +194,7 @@ def test_1f1b_v_meets_the_bound(p: int) -> None:
 @pytest.mark.parametrize("case", optima.CASES, ids=str)
 def test_plans_are_within_two_percent_of_the_optimum(case: optima.Case) -> None:
     problem, least = case.problem(), optima.stored()[str(case)]
-    planned = value(problem, families.solve(case.name, problem))
+    planned = value(problem, planning.solve(case.name, problem))
     assert lower_bound(problem) <= least * SLACK
     assert least <= planned * SLACK
     assert planned <= least * 1.02

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,7 +31,6 @@ from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.runtime.vocabulary_stages import VocabularyStages
 from megatron.pipeline.runtime.wiring import Wiring, wiring
-from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Program
 

@@ -23,6 +23,7 @@ from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.time.simulate import simulate
