@@ -157,11 +157,15 @@ def choose(planned: Sequence[Planned], refused: Sequence[Refusal] = ()) -> Choic
     return Choice(shortest, why_not, planned, refused)
 
 
-def best(request: Request) -> tuple[Planned, Choice | None]:
+def best(request: Request, tried: Iterable[Variant] | None = None) -> tuple[Planned, Choice | None]:
     """The schedule that a request asks for; for ``AUTO`` that of the best family, with the choice among all.
 
+    Args:
+        tried: the families that ``AUTO`` may take; by default all, with the request's number of chunks.
+
     Raises:
-        ValueError: no schedule fits, or a field is for one family only.
+        LimitTooLow: no schedule fits within the memory limit.
+        ValueError: there is no schedule for another reason, or a field is for one family only.
     """
     if request.schedule != families.AUTO:
         try:
@@ -171,8 +175,9 @@ def best(request: Request) -> tuple[Planned, Choice | None]:
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")
-    chunks = None if request.chunks is None else [request.chunks]
-    planned, refused = candidates(request, variants(request.ranks, chunks=chunks))
+    if tried is None:
+        tried = variants(request.ranks, chunks=None if request.chunks is None else [request.chunks])
+    planned, refused = candidates(request, tried)
     if not planned:
         raise nothing_fits(refused, request.unit, request.limit)
     choice = choose(planned, refused)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.pipeline.planning.compose import adapted, with_vocabulary
+from megatron.pipeline.planning.document import naming
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import ROUNDED_UP
 from megatron.pipeline.planning.request import Request
@@ -248,19 +248,12 @@ class Plans:
 
 
 def _read(path: str, ranks: int) -> Schedule:
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ValueError(f"cannot read the schedule {FILE}{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read the schedule {FILE}{path}: {error}") from None
-    try:
+    def verified(text: str) -> Schedule:
         schedule = Schedule.from_json(text)
         verify(schedule)
-    except RecursionError:
-        raise ValueError(f"{path}: not a schedule: the JSON is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        return schedule
+
+    schedule = naming(path, verified)
     if schedule.ranks != ranks:
         raise ValueError(f"{path} is a schedule for {schedule.ranks} pipeline ranks, not for {ranks}: plan one for {ranks}")
     return schedule

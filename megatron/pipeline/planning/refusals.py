@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; more are counted
@@ -123,9 +124,10 @@ def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) ->
     needs = {refusal.needs: refusal.variant for refusal in reversed(refused) if refusal.needs is not None}
     if needs and limit is not None:
         least = min(needs)
-        return ValueError(
+        return LimitTooLow(
             f"no schedule fits within a memory of {unit.amount(limit)}: the least that one needs is {rounded_up(least)}, for "
-            f"{needs[least]}; raise --memory-limit to that"
+            f"{needs[least]}; raise --memory-limit to that",
+            least,
         )
     reasons = {refusal.short(unit, limit) for refusal in refused}
     return ValueError(f"no schedule fits: {'; '.join(reasons if len(reasons) == 1 else folded(refused, unit, limit))}")

@@ -102,10 +102,10 @@ def planned(query: Query, ask: Ask) -> Answer:
             fields["panel"] = encoded(Entry(plan.title, plan.timeline, plan.schedule, plan.problem.costs))
             if not choice and families.named(request.schedule).uses_limits and plan.problem.offload is None:
                 fields["least"] = planning.least_memory(request.schedule, plan.problem)
-    except LimitTooLow as error:
-        fields = {"message": f"mpipe: {error}", "least": error.least}
     except ValueError as error:
         fields = {"message": f"mpipe: {error}"}
+        if isinstance(error, LimitTooLow) and request.schedule != families.AUTO:
+            fields["least"] = error.least
     return Answer(200, json.dumps(fields).encode())
 
 

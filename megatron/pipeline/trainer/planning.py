@@ -15,7 +15,8 @@ from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.planning.choose import candidates, choose, least_limit, peak_of_1f1b
+from megatron.pipeline.planning.choose import best as choose_best
+from megatron.pipeline.planning.choose import least_limit, peak_of_1f1b
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, OtherStages, Unit
 from megatron.pipeline.planning.request import Request, variants
@@ -247,27 +248,15 @@ def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
     the user gives another.
     """
     request, chunks = _of_any_family(args, costs), args.chunks
-    wanted = [
-        variant
-        for variant in variants(request.ranks, _trained(args), None if chunks is None else [chunks])
-        if variant.group is None and families.FAMILIES[variant.name].splits == 1  # slices change sums: they are asked for by name
-    ]
-    numbers = {variant: variant.chunks or families.FAMILIES[variant.name].chunks for variant in wanted}
-    if chunks is not None:
-        wanted = [variant for variant in wanted if numbers[variant] == chunks]
-    elif costs is None:
-        wanted = [variant for variant in wanted if numbers[variant] == families.FAMILIES[variant.name].chunks]
-    planned, refused = candidates(request, wanted)
-    needs = [refusal.needs for refusal in refused if refusal.needs is not None]
-    if not planned and needs:
-        raise LimitTooLow("no schedule fits into the limit", min(needs))
-    if not planned:
-        reasons = "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused)
-        raise ValueError(
-            f"--pipeline-schedule auto found no schedule for {request.ranks} ranks and {request.microbatches} microbatches "
-            f"({reasons})"
-        )
-    choice = choose(planned, refused)
+    tried = []
+    for variant in variants(request.ranks, _trained(args), None if chunks is None else [chunks]):
+        family = families.named(variant.name)
+        wanted = chunks or (family.chunks if costs is None else variant.chunks)
+        # Slices change sums: seq-1f1b is asked for by name.
+        if variant.group is None and family.splits == 1 and wanted in (None, variant.chunks or family.chunks):
+            tried.append(variant)
+    best, choice = choose_best(request, tried)
+    assert choice is not None
     if costs is None:
         at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.limit)
     else:
@@ -276,7 +265,7 @@ def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
         table = choice.table(
             Unit(" MiB", mib), request.limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
         )
-    return choice.best.variant, f" schedule auto is {choice.best.variant}, at {at}\n{indent(table, '  ')}"
+    return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
 
 def _trained(args: Namespace) -> list[str]:
