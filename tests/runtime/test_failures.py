@@ -18,10 +18,10 @@ from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron.pipeline import planning
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, list_ranks
 from megatron.pipeline.health.watchdog import Watchdog, in_words
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.lower import lower
@@ -303,7 +303,7 @@ def test_many_ranks_are_not_all_listed() -> None:
 
 def test_situation_in_a_program() -> None:
     """Whom a wait waits for and what is finished, from the program alone; and the same once it was told to another rank."""
-    schedule = families.plan("zb-h1", 2, 3)
+    schedule = planning.plan("zb-h1", 2, 3)
     program = lower(schedule, uniform(schedule.placement))[1]
     index = max(index for index, one in enumerate(program) if isinstance(one, Wait))
     needed = next(one for one in program[index:] if isinstance(one, Compute)).work

@@ -15,12 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, report_flags
+from megatron.pipeline import planning
+from megatron.pipeline.cli.arguments import Commands, report_flags
 from megatron.pipeline.cli.summary import check_output, wrote
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import Role, neutral
-from megatron.pipeline.schedule import families
+from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.shape.gpt import Shape
@@ -155,7 +156,7 @@ def predicted(
         microbatches = max(microbatch_counts(args))
         if pipeline.is_stock:
             ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
-            schedule = families.plan("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks=chunks)
+            schedule = planning.plan("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks=chunks)
         else:
             schedule = pipeline.plan(microbatches).schedule
         layers = [row.count(LayerType.decoder) for row in stage_layers(args, schedule.placement)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, names
+from megatron.pipeline.cli.arguments import Commands, names
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
@@ -21,6 +21,7 @@ from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE
 from megatron.pipeline.costmodel.parameters import total_parameters
+from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.iteration import Candidate, Cluster, Infeasible, Result

@@ -10,11 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.pipeline.cli.arguments import MOST_PASSES, Commands, check_size, report_flags, size_flags
+from megatron.pipeline import planning
+from megatron.pipeline.cli.arguments import Commands, report_flags, size_flags
 from megatron.pipeline.cli.summary import check_output, wrote
 from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import BESIDE_COLLECTIVES, estimate
 from megatron.pipeline.costmodel.parameters import parameter_bytes
+from megatron.pipeline.planning.request import MOST_PASSES, check_size
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
@@ -110,7 +112,7 @@ def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape)
     layers = balanced_layers(shape.layers, placement, extra)
     costs = estimate(shape, placement, layers, device, vocabulary)
     objective = Objective.MAKESPAN
-    schedule = families.plan(options.schedule, ranks, microbatches, costs, objective=objective, vocabulary=vocabulary)
+    schedule = planning.plan(options.schedule, ranks, microbatches, costs, objective=objective, vocabulary=vocabulary)
     timeline = simulate(schedule, costs)
     seconds = objective.length(timeline)
     parameters = parameter_bytes(shape, placement, layers, vocabulary, options.tied, options.state_bytes)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
+from megatron.pipeline import planning
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
-from megatron.pipeline.planning.choose import Variant
+from megatron.pipeline.planning.request import Request, Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import OFF, STOCK
@@ -324,13 +325,13 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
     if least + more > beat:
         return Dominated(candidate, free + more <= beat, planned=False)
     memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
-    schedule = families.solve(candidate.variant.name, problem)
+    schedule = planning.solve(candidate.variant.name, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
         if seconds + more > beat:
             return Dominated(candidate, memory_bound, planned=True)  # not worth planning again
         step = min(candidate.placement.ranks, count - 1)
-        shorter = families.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
+        shorter = planning.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
     return schedule, memory_bound, seconds + more * (count < whole)
 
@@ -340,12 +341,12 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
     ranks = candidate.placement.ranks
     count = min(candidate.microbatches, 2 * ranks)
     bare = replace(candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF}))
-    schedule = families.solve(candidate.variant.name, _problem(bare, costs, count, None))
+    schedule = planning.solve(candidate.variant.name, _problem(bare, costs, count, None))
     return activation_peaks(recomputed(candidate.args, Shape.of(candidate.args), schedule), costs)
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
-    return families.problem(
+    request = Request(
         candidate.variant.name,
         candidate.placement.ranks,
         microbatches,
@@ -357,6 +358,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         vocabulary=candidate.vocabulary,
         offload=candidate.offload,
     )
+    return request.problem()
 
 
 def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:

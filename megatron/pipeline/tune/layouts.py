@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from megatron.pipeline.flags.flags import Role, neutral
-from megatron.pipeline.planning.choose import Variant
+from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Vocabulary
@@ -27,7 +27,7 @@ SEARCHED = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.MEMORY) | {"mic
 # What only the output layer of --vocab-parallel can do: with any of these no other way is tried.
 _NEEDS_SPREADING = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL_RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE_RECOMPUTE = {"recompute_granularity": "selective"}
 # The families to try where the user names none, those with one chunk per rank first; and those that megatron-core has itself.
 _SUGGESTED = [family for family in families.FAMILIES.values() if family.suggested]

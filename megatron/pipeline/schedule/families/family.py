@@ -21,8 +21,8 @@ class Family:
         name: what a user writes, such as ``zb-h1``.
         placement: from (ranks, chunks) to the placement that the family uses.
         plan: from a problem on that placement to the ordered passes of every rank. A family without choices ignores costs
-            and limits; the registry refuses a plan above the limits. It may ignore ``recompute`` and ``fused`` too: where
-            its order has no R, or splits what is to be fused, the registry puts that right.
+            and limits: ``planning`` refuses a plan above the limits. It may ignore ``recompute`` and ``fused`` too: where
+            its order has no R, or splits what is to be fused, ``planning`` changes that.
         chunks: chunks per rank when the user does not say.
         any_chunks: whether other numbers of chunks, of at least ``least_chunks``, are allowed.
         splits: slices per microbatch when the user does not say; other numbers are allowed where it is above 1.
