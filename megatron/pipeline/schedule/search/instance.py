@@ -1,4 +1,4 @@
-"""A problem as the arrays that the compiled planner works on, and orders as passes again."""
+"""A problem as the arrays of the compiled planner, and its orders converted back into passes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Plan:
     """An order of passes with its times.
 
     Attributes:
-        value: what the problem wants to be short.
-        order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes; -1 behind the last.
+        value: the objective, in seconds: span or makespan, or with jitter the mean of that over some draws.
+        order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes, padded with -1.
         ends: float[5, S, M].
     """
 
@@ -33,17 +33,17 @@ class Plan:
     ends: Array
 
 
-_DRAWS = 8  # that the search plans for; whoever judges the plan takes others
+_DRAWS = 8  # of random factors, for which the search plans; plans are compared on other draws
 
 
 class Seed(NamedTuple):
-    """What list scheduling goes by.
+    """The parameters of list scheduling, see ``engine.construct``.
 
     Attributes:
         targets: float[5, S, M], priorities: the smallest first.
-        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and may hold.
-        window: seconds for which a pass with a small target is waited for.
-        in_order: whether the forwards of a rank run in the order of their targets, so that none takes another one's memory.
+        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
+        window: seconds for which a rank waits for a pass with a smaller target.
+        in_order: whether the forwards of a rank run in the order of their targets.
     """
 
     targets: Array
@@ -110,7 +110,7 @@ class Instance:
 
     @cached_property
     def arrays(self) -> tuple[Any, ...]:
-        """What every compiled function works on: see ``engine``."""
+        """The arrays in the order in which ``engine`` lists them."""
         return (
             self.home, self.hops_down, self.hops_up, self.counts, self.replica, self.problem.placement.replicas, self.seconds,
             self.before, self.allocated, self.lengths,
@@ -149,7 +149,7 @@ class Instance:
 
     @cached_property
     def _draws(self) -> list[Array]:
-        """Random factors of all pass times, the same for every order, by which the expected case is estimated."""
+        """Random factors of all durations, the same for every order, to estimate the mean under jitter."""
         if not self.problem.jitter or self.backwards:
             return []
         draws = np.ones((_DRAWS, *self.shape))
@@ -161,7 +161,7 @@ class Instance:
         return list(draws)
 
     def sorted(self, targets: Array) -> Plan | None:
-        """Every rank runs its passes in the order of their targets, within whatever memory that takes."""
+        """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""
         order = np.full((len(self.lengths), int(self.lengths.max()), 3), -1, np.int32)
         for rank, length in enumerate(self.lengths):
             kinds, stages = np.nonzero((self.before != -2) & (self.home == rank)[None, :])
