@@ -21,13 +21,14 @@ from torch.distributed import pipelining
 from megatron.pipeline import patches
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
-from megatron.pipeline.runtime.forward_backward import Plan, Verdict, run
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.runtime.p2p import Channels
-from megatron.pipeline.runtime.pipeline import STOCK
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.core.problem import Objective
@@ -222,20 +223,19 @@ class Ours:
             offload=mode,
         )
         plan = Plan(self.schedule, lower(self.schedule, costs))
-        self._forward_backward = partial(
-            run,
+        self._iteration = partial(
+            Iteration,
             plan,
+            megatron.channels,
             lambda: self.record(),  # noqa: PLW0108 - whichever it is then
-            lambda _: None,
-            lambda *_: megatron.channels,
-            lambda _: megatron.shards,
             Posting(posting or "single"),
+            groups=megatron.shards if vocabulary else None,
             offloading=offloading,
         )
         self.model = megatron.stages(self.schedule.placement, costs, vocabulary)
 
-    def iterate(self, settle: Callable[[], Verdict] | None = None) -> None:
-        self._megatron.run(partial(self._forward_backward, settle=settle), self.model)
+    def iterate(self, resolve: Callable[[], ValidationResult] | None = None) -> None:
+        self._megatron.run(lambda **keywords: self._iteration(resolve=resolve).run(Call(**keywords)), self.model)
 
 
 class Stock:

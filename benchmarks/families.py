@@ -1,6 +1,6 @@
 """Every family measured: span, makespan, memory, and how far each is above the proven bound at its own memory.
 
-Prints the tables of docs/schedules.md in Markdown; with --pictures it also draws docs/images/schedules/*.png.
+Prints the tables of benchmarks/README.md in Markdown; with --pictures it also draws docs/images/schedules/*.png.
 
     .venv/bin/python benchmarks/families.py --pictures docs/images/schedules
 """
@@ -66,10 +66,10 @@ def measure(
 
 
 def table(rows: list[Measured]) -> Iterator[str]:
-    """The lines of a table in Markdown, shortest span first."""
+    """The lines of a table in Markdown, shortest makespan first."""
     yield "| schedule | span | bubble | makespan | bubble | peak | least span at this peak | above it |"
     yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-    for row in sorted(rows, key=lambda row: (round(row.timeline.span, 9), row.peak)):
+    for row in sorted(rows, key=lambda row: (round(row.timeline.makespan, 9), row.peak)):
         timeline = row.timeline
         cells = (
             f"`{row.name}`", f"{timeline.span:g}", f"{timeline.bubble_rate:.1%}", f"{timeline.makespan:g}",

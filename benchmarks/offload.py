@@ -56,14 +56,16 @@ from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.runtime.p2p import Links, Tensors
+from megatron.pipeline.runtime.p2p import Tensors, Transport
+from megatron.pipeline.runtime.stage_passes import StagePasses
+from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform, with_equal_copies
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Collective, Message, Program, Send
+from megatron.pipeline.schedule.lower.program import Message, Program, Send
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.offload import moved, offload
 
@@ -139,7 +141,10 @@ class Layers:
         return outputs
 
     def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
-        return self.forward(work, inputs, keep_graph=True)
+        outputs = self.forward(work, inputs, keep_graph=True)
+        if not self._is_last(work):
+            self.release(outputs)
+        return outputs
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         if self._is_last(work):
@@ -150,24 +155,12 @@ class Layers:
     def release(self, outputs: Tensors) -> None:
         schedules.deallocate_output_tensor(outputs[0], deallocate_pipeline_outputs=True)
 
-    def run_shard(self, work: Pass) -> None:
-        raise AssertionError("no vocabulary is spread here")
-
-    def join(self, collective: Collective) -> None:
-        raise AssertionError("no vocabulary is spread here")
-
-    def wait(self, collective: Collective) -> None:
-        raise AssertionError("no vocabulary is spread here")
-
-    def abandon(self) -> None:
-        """Nothing is held between passes."""
-
     def _is_last(self, work: Pass) -> bool:
         return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
 
 
-class NoOthers(Links):
-    """Links to ranks that are not there: every message arrives when it is waited for, in memory of its own."""
+class NoOthers(Transport):
+    """Transport to ranks that are not there: every message arrives when it is waited for, in memory of its own."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self._hidden = hidden.detach()
@@ -188,7 +181,7 @@ class NoOthers(Links):
     def sweep(self) -> None:
         """Nothing is on its way."""
 
-    def finish(self, message: Message) -> None:
+    def finish(self, message: Message, peer: int) -> None:
         """Nothing is on its way."""
 
     def unsent(self) -> list[Send]:
@@ -226,19 +219,14 @@ class Replay:
         """One iteration, which on a GPU has not ended yet."""
         program = self._programs[mode]
         staying = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
-        executor = Executor(
-            program,
-            self._schedule.placement,
-            self._rank,
-            self._stages,
-            NoOthers(self._hidden),
-            recorder,
-            lambda _: nullcontext(),
-            offloaded=offloading.iteration(program, staying, recorder.hold),
-        )
-        executor.begin()
-        executor.finish()
-        recorder.end(executor.copies())
+        offloaded = offloading.iteration(program, staying)
+        handlers = StagePasses(self._stages, program, offloaded=offloaded).handlers
+        connected = wiring(program, self._rank, self._schedule.placement)
+        executor = Executor(program, connected, handlers, NoOthers(self._hidden), recorder)
+        with recorder.observing():
+            executor.begin()
+            executor.finish()
+        recorder.end(offloaded.copies())
 
     def seconds(self, mode: str, offloading: Offloading) -> float:
         """Of one iteration that nothing measures."""
@@ -261,13 +249,13 @@ class Replay:
     def costs(self, offloading: Offloading) -> Costs:
         """What passes and copies of this row cost, in seconds and bytes, measured as ``replan`` does."""
         self.seconds(OFF, offloading)
-        timed = [Report((self.record(OFF, offloading),)) for _ in range(PROFILED)]
         plain = self.rows[OFF]
+        timed = [Report((self.record(OFF, offloading),), plain) for _ in range(PROFILED)]
         equal = with_equal_copies(uniform(plain.placement))
         self.use(Offload.FULL, offload(plain, equal, Offload.FULL), equal)  # to learn how much of what is kept can move
-        counted = Report((self.record(Offload.FULL, offloading, count=True),))
+        counted = Report((self.record(Offload.FULL, offloading, count=True),), self.rows[Offload.FULL])
         copies = probe.measure(offloading, socket.gethostname(), 0, 1)
-        return replace(measured_costs(plain, timed, counted), copies=copies)
+        return replace(measured_costs(timed, counted), copies=copies)
 
     def _prepare(self) -> None:
         for chunk in self._chunks:
@@ -398,7 +386,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0, help="of --pp, the one whose program runs")
     parser.add_argument("--iterations", type=int, default=10, help="of each mode, that count")
-    parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's lanes")
+    parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's streams")
     options = parser.parse_args()
     if options.device == "cpu" and cuda:
         parser.error(

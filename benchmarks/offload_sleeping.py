@@ -36,7 +36,7 @@ from sleeping import Sleeper
 from megatron.pipeline.backward.weight_tasks import submit
 from megatron.pipeline.record.recorder import Recorder
 from megatron.pipeline.runtime.offload import probe
-from megatron.pipeline.runtime.offload.lanes import Pairs, ThreadLanes, Ticket
+from megatron.pipeline.runtime.offload.copy_streams import Pairs, ThreadCopyStreams, Ticket
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, uniform
@@ -48,8 +48,8 @@ SCHEDULES = "1f1b interleaved gis-h zb-auto".split()
 UNTIL_W = 0.5  # of what F keeps
 
 
-class DeviceLanes(ThreadLanes):
-    """Lanes of a device that sleeps: what is copied has been computed by then."""
+class DeviceCopyStreams(ThreadCopyStreams):
+    """CopyStreams of a device that sleeps: what is copied has been computed by then."""
 
     def __init__(self, sleeper: Sleeper, bandwidth: float) -> None:
         super().__init__(bandwidth, bandwidth)
@@ -168,7 +168,7 @@ class Workbench:
     def _offloading(self, k: float) -> Offloading:
         if k not in self._offloadings:
             made = self._offloadings[k] = Offloading(Settings(bandwidth=self._bandwidth(k)), torch.device("cpu"))
-            made.lanes = DeviceLanes(self._sleeper, self._bandwidth(k))
+            made.copy_streams = DeviceCopyStreams(self._sleeper, self._bandwidth(k))
         return self._offloadings[k]
 
 

@@ -30,7 +30,7 @@ from sleeping import Sleeper
 from megatron.pipeline import patches
 from megatron.pipeline.runtime.executor import Executor
 
-EXECUTOR, STEPS, STAGES, BACKEND = "executor and its links", "megatron-core's steps", "stages", "gloo"
+EXECUTOR, STEPS, STAGES, BACKEND = "executor and its transport", "megatron-core's steps", "stages", "gloo"
 
 
 class Account:

@@ -31,7 +31,7 @@ from rich.table import Table
 from sleeping import Sleeper
 
 from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
-from megatron.pipeline.runtime.forward_backward import Verdict
+from megatron.pipeline.runtime.iteration import ValidationResult
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import simulate
@@ -76,14 +76,14 @@ class Run:
         gc.disable()  # as timeit does
         step: StepAhead | None = None
 
-        def settle() -> Verdict:
+        def resolve() -> ValidationResult:
             assert step is not None
-            assert not step.settle().undone
+            assert not step.resolve().rolled_back
             self._optimizer.zero_grad()
-            return Verdict.GO_ON
+            return ValidationResult.ACCEPTED
 
         for _ in range(self._iterations):
-            self._ours.iterate(settle if step else None)
+            self._ours.iterate(resolve if step else None)
             self._sleeper.synchronize()  # gradients are there
             if self.ahead:
                 step = StepAhead(self._optimizer, self._snapshot)
@@ -91,7 +91,7 @@ class Run:
                 self._optimizer.step()
                 self._optimizer.zero_grad()
         if step:
-            step.settle()
+            step.resolve()
         gc.enable()
         return self._gather()
 

@@ -1,7 +1,7 @@
 """Published trainings beside what the model of time and memory predicts of them, and the efficiencies that are fitted to them.
 
-    python benchmarks/published.py            prints the tables of docs/model.md
-    python benchmarks/published.py --write    fits, and writes efficiencies into the devices' files and tables into the document
+    python benchmarks/published.py            prints the tables of docs/model.md and benchmarks/README.md
+    python benchmarks/published.py --write    fits, and writes efficiencies into the devices' files and tables into the documents
 
 One schedule is planned for every cell of ``published_figures``, and both its time and its memory are predicted.
 """
@@ -20,7 +20,7 @@ from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column,
 
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel.device import Device, named
-from megatron.pipeline.costmodel.estimate import EXPOSED_HOPS, computing_seconds, estimate
+from megatron.pipeline.costmodel.estimate import computing_seconds, estimate
 from megatron.pipeline.costmodel.memory import GIB, predict
 from megatron.pipeline.costmodel.offload import k_of, lean_activation
 from megatron.pipeline.schedule import families
@@ -33,7 +33,7 @@ from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.balance import balanced_layers
 from megatron.pipeline.shape.gpt import Shape
 
-DOCUMENT = ROOT / "docs" / "model.md"
+DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "benchmarks" / "README.md")
 DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"
 HIDDEN_SIZES = (4096, 5120, 6144, 7168, 8192, 10240)
 SEQUENCE_LENGTHS = (4096, 8192, 16384, 32768)
@@ -113,7 +113,7 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
     family = families.named(method.schedule)
     placement = families.placement(method.schedule, RANKS, column.chunks if family.name == "interleaved" else None)
     layers = balanced_layers(shape.layers, placement, _not_layers(source, method, shape, placement))
-    hops = EXPOSED_HOPS[family.name] if method.waits else 0.0
+    hops = family.exposed_hops if method.waits else 0.0
     costs = estimate(shape, placement, layers, device, method.vocabulary, exposed_hops=hops)
     objective = Objective.MAKESPAN if method.synchronized else Objective.SPAN
     planned = costs if method.synchronized else _medians(costs)
@@ -218,7 +218,7 @@ def fitted(device: Device, tolerance: float = 2e-4) -> Device:
 
 
 def tables(found: Sequence[Cell]) -> list[str]:
-    """The Markdown tables of docs/model.md, for the devices as they are."""
+    """The Markdown tables of docs/model.md and benchmarks/README.md, for the devices as they are."""
     shown = [_throughputs(source, found) for source in SOURCES]
     shown += [_peaks(source, found) for source in SOURCES]
     return [_fit(found), *(table for each in shown for table in each), _k()]
@@ -299,12 +299,13 @@ def summary(found: Sequence[Cell]) -> str:
 
 
 def _write(found: Sequence[Cell]) -> None:
-    text = DOCUMENT.read_text(encoding="utf-8")
     places = {table: rf"^{re.escape(table.splitlines()[0])}\n(?:\|.*\n)+" for table in tables(found)}
     places[summary(found)] = r"^The worst of \d+ throughputs .*\n.*\n"
-    for now, before in places.items():
-        text = re.sub(before, now, text, flags=re.M)
-    DOCUMENT.write_text(text, encoding="utf-8")
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for now, before in places.items():
+            text = re.sub(before, now, text, flags=re.M)
+        document.write_text(text, encoding="utf-8")
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ class Sleeper:
 
         Except what is made on a GPU's second stream: that waits for statistics, which are behind the pass that they come from.
         """
-        setattr(vocabulary, "beside", self._on_second_stream)  # noqa: B010 - by name, to mypy
+        setattr(vocabulary, "side_stream", self._on_second_stream)  # noqa: B010 - by name, to mypy
         for name in ("send", "reduce", "broadcast", "_allgather_base"):
             setattr(torch.distributed.ProcessGroup, name, self._preceding(getattr(torch.distributed.ProcessGroup, name)))
 

@@ -115,16 +115,16 @@ class Shape:
 
 def held(shape: Shape, schedule: str, method: str, microbatches: int) -> Held:
     """What all ranks hold under a schedule."""
-    alone, _, one = shape.train(schedule, method, 1)
-    costs: Costs = measured_costs(alone.schedule_of(one), [one], one)
-    pipeline, chunks, report = shape.train(schedule, method, microbatches)
+    *_, one = shape.train(schedule, method, 1)
+    costs: Costs = measured_costs([one], one)
+    _, chunks, report = shape.train(schedule, method, microbatches)
     named = [item for chunk in chunks for item in chunk.named_parameters()]
     mine = [sum(_bytes(parameter) for _, parameter in named)]
     mine.append(mine[0] - sum(_bytes(parameter) for name, parameter in named if any(part in name for part in ON_ONE_RANK)))
     everyone: list[list[int]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     parameters, without = map(list, zip(*everyone, strict=True))
-    return Held(parameters, without, report.peak_activation_bytes, activation_peaks(pipeline.schedule_of(report), costs))
+    return Held(parameters, without, report.peak_activation_bytes, activation_peaks(report.schedule, costs))
 
 
 def _bytes(parameter: torch.Tensor) -> int:

@@ -41,6 +41,7 @@ _TESTS = (
     "tests/model",
     "tests/optimizer",
     "tests/runtime/test_numerics.py",
+    "tests/runtime/test_schedules_and_layouts.py",
     "tests/runtime/test_forward_backward.py",
     "tests/runtime/test_vocabulary.py",
     "tests/runtime/test_offload.py",

@@ -7,11 +7,13 @@ Every wait has a timeout; when it strikes, the error shows where every rank was,
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -196,6 +198,15 @@ def _let_go_of_groups() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
+    """A port on which nothing listens, below those that the system gives to connections, so that no other process gets it before
+    it is used."""
+    for port in random.SystemRandom().sample(range(10_000, _first_given_port()), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+    raise OSError("100 ports are in use")
+
+
+def _first_given_port() -> int:
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    return max(20_000, int(given.read_text().split()[0])) if given.exists() else 32_768

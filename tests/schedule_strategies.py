@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -94,3 +94,10 @@ def _runnable(
 def parse(*rows: str) -> tuple[tuple[Pass, ...], ...]:
     """Passes of every rank from rows such as ``"F0 B0 W0"`` (chunk 0) or ``"F0.1 BW0.1"``."""
     return tuple(tuple(Pass.parse(text if "." in text else f"{text}.0") for text in row.split()) for row in rows)
+
+
+def one_rank(row: str, copies: CopyCosts = CopyCosts(1, 1), **stage: Any) -> tuple[Schedule, Costs]:  # noqa: B008  # frozen
+    """A schedule of one rank, by default with F, B and W of a second each, and copies that take a second."""
+    passes = parse(row)
+    costs = Costs((StageCosts(**{"forward": 1.0, "backward": 1.0, "weight": 1.0} | stage),), copies=copies)
+    return Schedule("own", linear(1), 1 + max(work.microbatch for work in passes[0]), passes), costs

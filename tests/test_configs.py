@@ -1,4 +1,4 @@
-"""Every file in ``configs/`` loads, can be planned, and says what memory its ranks need; docs/memory.md lists them all.
+"""Every file in ``configs/`` loads, can be planned, and says what memory its ranks need; configs/README.md lists them all.
 
 ``python tests/test_configs.py`` writes what is predicted now into the files and the document.
 """
@@ -21,7 +21,7 @@ from megatron.pipeline.costmodel.memory import GIB
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name, len(path.name), path.name))
-DOCUMENT = ROOT / "docs" / "memory.md"
+DOCUMENT = ROOT / "configs" / "README.md"
 GPU = 80 * GIB
 FIRST_LINE = "# Predicted GiB of every pipeline rank (mpipe memory), for GPUs of 80:"
 HEAD = "| file | billion parameters | GPUs | PP x TP | schedule | GiB | GiB under `stock` |\n|---|---:|---:|---|---|---:|---:|\n"
@@ -58,7 +58,7 @@ def said(text: str) -> str:
 
 
 def table() -> str:
-    """All files, as docs/memory.md lists them."""
+    """All files, as configs/README.md lists them."""
     rows = []
     for path in FILES:
         own, stock = predictions(path)
@@ -68,9 +68,9 @@ def table() -> str:
         size = [f"{one.fullest.total / GIB:.1f}" + (", too much" if one.fullest.total > GPU else "") for one in (own, stock)]
         gpus = told["pp"] * told["tp"]
         schedule = ", ".join([f"`{args.pipeline_schedule}`", *extras])
-        name = path.relative_to(ROOT)
+        name = path.relative_to(ROOT / "configs")
         rows.append(
-            f"| [{name.relative_to('configs')}](../{name}) | {told['parameters'] / 1e9:.3g} | {gpus} "
+            f"| [{name}]({name}) | {told['parameters'] / 1e9:.3g} | {gpus} "
             f"| {told['pp']} x {told['tp']} | {schedule} | {size[0]} | {size[1]} |\n"
         )
     return HEAD + "".join(rows)

@@ -26,7 +26,6 @@ DOCUMENTS = [
     "docs/schedules.md",
     "docs/families.md",
     "docs/planner.md",
-    "docs/own_schedules.md",
     "docs/vocabulary.md",
     "docs/offload.md",
     "docs/architecture.md",
@@ -125,7 +124,10 @@ def test_commands_print_what_is_shown_and_python_runs(path: str) -> None:
     assert refreshed(text, path) == text
 
 
-@pytest.mark.parametrize("path", ["README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))])
+@pytest.mark.parametrize(
+    "path",
+    ["README.md", "benchmarks/README.md", "configs/README.md", *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md")))],
+)
 def test_links_lead_somewhere(path: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     for link, heading in _LINK.findall(text):
@@ -150,7 +152,7 @@ def test_what_is_named_is_there(path: str) -> None:
 
 def test_measured_tables_are_what_the_benchmark_measures() -> None:
     """All rows at equal costs; at the others, those of fixed order: the README shows what the search finds there."""
-    text, families = (ROOT / "docs/schedules.md").read_text(encoding="utf-8"), benchmark()
+    text, families = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8"), benchmark()
     equal, real = families.COSTS
     names = families.families.FAMILIES
     rows = [families.measure(name, families.RANKS, families.MICROBATCHES, equal) for name in names]
@@ -168,7 +170,7 @@ def test_every_family_is_documented_and_drawn() -> None:
 
 
 def measured_again(text: str) -> str:
-    """docs/schedules.md with the tables that the benchmark measures now."""
+    """benchmarks/README.md with the tables that the benchmark measures now."""
     families = benchmark()
     head = next(families.table([]))
     parts = re.split(rf"^{re.escape(head)}\n(?:\|.*\n)+", text, flags=re.M)
@@ -182,4 +184,7 @@ def measured_again(text: str) -> str:
 if __name__ == "__main__":
     for document in sys.argv[1:] or DOCUMENTS:
         now = refreshed((ROOT / document).read_text(encoding="utf-8"), document)
-        (ROOT / document).write_text(measured_again(now) if document == "docs/schedules.md" else now, encoding="utf-8")
+        (ROOT / document).write_text(now, encoding="utf-8")
+    if not sys.argv[1:]:
+        page = ROOT / "benchmarks/README.md"
+        page.write_text(measured_again(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -48,7 +48,7 @@ def train(
     told: list[tuple[Any, ...]] = []
     digests: list[str] = []
     counts = {"ahead": 0, "undone": 0, "in vain": 0}
-    real_build, real_train, real_settle = program.build_training, program.train, step_ahead.StepAhead.settle
+    real_build, real_train, real_resolve = program.build_training, program.train, step_ahead.StepAhead.resolve
     real_abandon = Executor.abandon
 
     def build_training(*args: Any) -> Any:
@@ -60,10 +60,10 @@ def train(
         real_train(args, training, *others)
         digests.extend(_digests(training))
 
-    def settle(self: Any) -> Any:
-        outcome = real_settle(self)
+    def resolve(self: Any) -> Any:
+        outcome = real_resolve(self)
         counts["ahead"] += 1
-        counts["undone"] += outcome.undone
+        counts["undone"] += outcome.rolled_back
         return outcome
 
     def abandon(self: Any) -> None:
@@ -76,7 +76,7 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(patch.object(program, "build_training", build_training))
         stack.enter_context(patch.object(program, "train", train))
-        stack.enter_context(patch.object(step_ahead.StepAhead, "settle", settle))
+        stack.enter_context(patch.object(step_ahead.StepAhead, "resolve", resolve))
         stack.enter_context(patch.object(Executor, "abandon", abandon))
         stack.enter_context(patch.object(Log, "step", tell))
         stack.enter_context(patch.object(loop, "_quick_garbage_collection", nullcontext))  # see short_runs.train

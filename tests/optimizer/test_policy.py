@@ -38,7 +38,7 @@ def test_an_undone_step_ends_what_has_not_been_measured() -> None:
     policy = Policy()
     run(policy, [True] * 5)
     (line,) = run(policy, [False])
-    assert line == "post-validation suspended: a step was undone before it was known what stepping ahead saves"
+    assert line == "post-validation suspended: a step was rolled back before it was known what stepping ahead saves"
 
 
 def test_the_break_even_is_that_of_the_measured_times() -> None:
@@ -58,7 +58,7 @@ def test_it_is_suspended_at_the_break_even_and_comes_back_below_half() -> None:
     assert not policy.ahead
     assert lines == [
         "post-validation suspended: 7 of the last 32 steps were clipped or skipped (21.9%), and break-even is at 20.0%: a step "
-        "ahead saves 1e+03 ms a microbatch when it stands and costs 4e+03 ms when it is undone"
+        "ahead saves 1e+03 ms a microbatch when it is accepted and costs 4e+03 ms when it is rolled back"
     ]
     run(policy, [True] * 28)
     assert not policy.ahead, "4 of 32 are more than a tenth"

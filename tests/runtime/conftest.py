@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 from runtime.offloaded import Layer
 
-from megatron.pipeline.runtime.offload.lanes import ThreadLanes
+from megatron.pipeline.record.memory import ActivationMeter
+from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams
+
+Observing = Callable[[Iterable[torch.Tensor]], ActivationMeter]
 
 
 @pytest.fixture
@@ -18,7 +22,20 @@ def model() -> torch.nn.Sequential:
 
 
 @pytest.fixture
-def lanes() -> Iterator[ThreadLanes]:
-    some = ThreadLanes()
+def streams() -> Iterator[ThreadCopyStreams]:
+    some = ThreadCopyStreams()
     yield some
     some.close()
+
+
+@pytest.fixture
+def observing() -> Iterator[Observing]:
+    """Makes a meter that counts, until the test ends, what outlives a pass; given parameters."""
+    with ExitStack() as stack:
+
+        def make(parameters: Iterable[torch.Tensor]) -> ActivationMeter:
+            meter = ActivationMeter(parameters)
+            stack.enter_context(meter.observing())
+            return meter
+
+        yield make

@@ -12,11 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.pipeline.backward.linear import WeightGradient
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring, prepare, submit
-from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload.activations import Store
-from megatron.pipeline.runtime.offload.handles import Hold
+from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Pairs, ThreadCopyStreams, Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
-from megatron.pipeline.runtime.offload.lanes import Lanes, Pairs, ThreadLanes, Ticket
 
 WIDTH, HEADS, TOKENS, BATCH = 32, 4, 16, 2
 
@@ -62,16 +60,9 @@ class Layer(torch.nn.Module):
         return x + checkpoint(lambda one: torch.tanh(one).sin(), inner, use_reentrant=self.reentrant)
 
 
-def stores(
-    model: torch.nn.Module, lanes: Lanes, pool: HostPool, meter: ActivationMeter | None = None, smallest: int = 64
-) -> Callable[[], Store]:
+def stores(model: torch.nn.Module, streams: CopyStreams, pool: HostPool, smallest: int = 64) -> Callable[[], Store]:
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    return lambda: Store(lanes, pool, parameters, counted_by(meter), smallest)
-
-
-def counted_by(meter: ActivationMeter | None) -> Hold:
-    """What ``Recorder.hold`` does."""
-    return lambda some: [meter.hold(one) for one in some] if meter else []
+    return lambda: Store(streams, pool, parameters, smallest)
 
 
 def train(
@@ -135,7 +126,7 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-class Poisoning(ThreadLanes):
+class Poisoning(ThreadCopyStreams):
     """Whatever is freed on the device reads as NaN from then on."""
 
     def to_host(self, pairs: Pairs) -> Ticket:

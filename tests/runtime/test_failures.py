@@ -18,8 +18,8 @@ from runtime import failing_ranks
 from runtime.failing_ranks import RANKS, rank_alone
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron.pipeline.health.heartbeat import Board
-from megatron.pipeline.health.progress import Situation, View, diagnose, list_ranks
+from megatron.pipeline.health.heartbeat import Heartbeat
+from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, list_ranks
 from megatron.pipeline.health.watchdog import Watchdog, in_words
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
@@ -58,6 +58,11 @@ def place(stderr: str, rank: int) -> str:
     return stderr.partition(f"\n    global rank {rank} was in ")[2].partition("\n")[0]
 
 
+def whole(*values: str | int) -> object:
+    """How another of the four cases ends, which test_diagnosis and the tests of views and boards have in parts."""
+    return pytest.param(*values, marks=pytest.mark.whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "failing", "message"),
@@ -65,12 +70,12 @@ def place(stderr: str, rank: int) -> str:
         ("raise", 2, r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
         # Of a silent rank only what it said last is known.
         ("stop", 0, r"global rank 0 is silent: killed, stopped or cut off. It was last in .*"),
-        (
+        whole(
             "stop",
             2,
             r"global rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
         ),
-        ("kill", 2, r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        whole("kill", 2, r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
         (
             "stuck",
             2,
@@ -103,10 +108,6 @@ def test_one_verdict_names_the_culprit(tmp_path: Path, how: str, failing: int, m
         assert place(stderr, 0)
 
 
-def whole(*values: str) -> object:
-    return pytest.param(*values, marks=pytest.mark.whole)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "vocabulary", "message"),
@@ -116,7 +117,7 @@ def whole(*values: str) -> object:
             "2",
             r"rank 2 failed in Compute S3.0 after iteration 1: RuntimeError: .*DefaultCPUAllocator: can't allocate.*",
         ),
-        (
+        whole(
             "stop",
             "1",
             r"rank 2 is silent: .* It was last in .*; global ranks 0, 1, 3 wait for it. No pass has finished for \d+ s",
@@ -140,7 +141,7 @@ def test_the_culprit_where_all_take_part(tmp_path: Path, how: str, vocabulary: s
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("kill", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        whole("kill", r"rank 2 is silent: killed, stopped or cut off. It was last in .*"),
         (
             "poor",
             r"rank 2 failed in Copy D2H\d\.\d after iteration 1: RuntimeError: offloaded activations need .* of host memory on "
@@ -180,7 +181,7 @@ def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
     assert "Pipeline stopped" not in stderr
 
 
-def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Board]:
+def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Heartbeat]:
     """Of all ranks, in this process."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", str(port))
@@ -188,7 +189,7 @@ def boards(ranks: int, port: int, monkeypatch: pytest.MonkeyPatch) -> list[Board
     made = []
     for rank in range(ranks):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        made.append(Board(OUTSIDE.to_text, interval=0.01, timeout=5.0))
+        made.append(Heartbeat(OUTSIDE.to_text, interval=0.01, timeout=5.0))
     return made
 
 
@@ -235,8 +236,8 @@ def test_some_rank_prints_the_verdict(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(time, "sleep", lambda seconds: done.append(capsys.readouterr().err))
     watchdog = Watchdog(lambda: OUTSIDE)
-    watchdog._board = one
-    monkeypatch.setattr(watchdog._view, "silent", lambda seconds: silent)
+    watchdog._heartbeat = one
+    monkeypatch.setattr(watchdog._seen, "silent", lambda seconds: silent)
     with pytest.raises(SystemExit):
         watchdog._end("global rank 0 is stuck")
     assert done == [""] * waits_before + ["Pipeline stopped: global rank 0 is stuck\n" * prints, 1]
@@ -317,7 +318,7 @@ def test_situation_in_a_program() -> None:
 
 
 def test_what_is_seen_of_others_does_not_age_while_this_process_sleeps() -> None:
-    view = View(2, longest_gap=1.0)
+    view = RanksSeen(2, longest_gap=1.0)
 
     def look(now: float, beats: tuple[int, int], progress: int) -> None:
         others = Situation("Compute", (progress,))

@@ -20,9 +20,9 @@ def signatures() -> tuple[list[str], list[list[str]]]:
     patches.install()
     from megatron.pipeline.patches import schedules
 
-    from megatron.pipeline.runtime import forward_backward
+    from megatron.pipeline.runtime.call import Call
 
-    ours = [p.name for p in inspect.signature(forward_backward.run).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    ours = [p.name for p in inspect.signature(Call).parameters.values() if p.kind is p.KEYWORD_ONLY]
     theirs = [list(inspect.signature(schedules._ORIGINAL[name]).parameters) for name in schedules._FUNCTIONS]
     return ours, theirs
 

@@ -40,7 +40,7 @@ def stage_costs(schedule: str, vocabulary: str = "off") -> Costs:
         run.step(iteration)
     report = run.pipeline.report()
     assert report is not None
-    return measured_costs(run.pipeline.schedule_of(report), [report], report)
+    return measured_costs([report], report)
 
 
 @functools.cache
@@ -88,9 +88,10 @@ def most_held(schedule: str, flags: tuple[str, ...]) -> tuple[list[int], int]:
     counts = []
     real = VocabularyPasses.run
 
-    def run(self: VocabularyPasses, work: Pass) -> None:
-        real(self, work)
+    def run(self: VocabularyPasses, work: Pass, *_: Any) -> dict[int, Any]:
+        made = real(self, work)
         counts.append(sum(one.embedding is not None for one in self._microbatches.values()))
+        return made
 
     with patch.object(VocabularyPasses, "run", run):
         peaks = tiny_gpt.train(schedule, pp=4, microbatches=8, iterations=2, flags=flags, inspect=peak_bytes)
@@ -112,7 +113,7 @@ def what_is_left(schedule: str, vocabulary: str) -> tuple[int, int]:
     deadline = time.monotonic() + 10
     while (more := _tensors() - before) > 0 and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread of gloo may still hold what it has sent; what is left behind stays
-    return run.pipeline._recorder._meter.current, more
+    return run.pipeline._measured[0]._meter.current, more
 
 
 def _tensors() -> int:

@@ -199,7 +199,7 @@ def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list
     trained.step(0)
     report = pipeline.report()
     assert report is not None
-    measured = cost_profile.agree(cost_profile.measured_costs(pipeline.schedule_of(report), [report], report), [])
+    measured = cost_profile.agree(cost_profile.measured_costs([report], report), [])
     # Bytes are as they were measured. Seconds are not those of a busy machine, and copies take a fifth of the passes.
     third = 1 / pipeline.placement.chunks
     stages = tuple(replace(stage, forward=third, backward=third, weight=third, fused=None) for stage in measured.stages)

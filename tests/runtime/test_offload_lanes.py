@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pipeline.runtime.offload.lanes import ThreadLanes
+from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams
 
 
-def test_each_direction_copies_in_order(lanes: ThreadLanes) -> None:
+def test_each_direction_copies_in_order(streams: ThreadCopyStreams) -> None:
     first, second, target = torch.ones(1000), torch.full((1000,), 2.0), torch.zeros(1000)
-    tickets = [lanes.to_host([(first, target)]), lanes.to_host([(second, target)])]
+    tickets = [streams.to_host([(first, target)]), streams.to_host([(second, target)])]
     for ticket in reversed(tickets):
         ticket.wait()
     assert torch.equal(target, second)
@@ -24,46 +24,46 @@ def test_each_direction_copies_in_order(lanes: ThreadLanes) -> None:
 
 
 def test_a_slow_direction_does_not_hold_up_the_other() -> None:
-    lanes = ThreadLanes(bandwidth_to_host=1.0)
+    streams = ThreadCopyStreams(bandwidth_to_host=1.0)
     slow, fast, source = torch.zeros(1000), torch.zeros(1000), torch.ones(1000)
-    lanes.to_host([(source, slow)])
+    streams.to_host([(source, slow)])
     for _ in range(10):
-        lanes.to_device([(source, fast)]).wait()
+        streams.to_device([(source, fast)]).wait()
     assert fast.sum() == 1000
     assert slow.sum() == 0
-    lanes.close()
+    streams.close()
 
 
-def test_nothing_is_held_once_it_is_copied(lanes: ThreadLanes) -> None:
+def test_nothing_is_held_once_it_is_copied(streams: ThreadCopyStreams) -> None:
     source = torch.ones(1000)
     alive = weakref.ref(source)
-    ticket = lanes.to_host([(source, torch.zeros(1000))])
+    ticket = streams.to_host([(source, torch.zeros(1000))])
     del source
     ticket.wait()
     assert alive() is None
 
 
-def test_an_error_is_raised_where_it_is_waited_for(lanes: ThreadLanes) -> None:
-    ticket = lanes.to_device([(torch.ones(3), torch.ones(4))])
+def test_an_error_is_raised_where_it_is_waited_for(streams: ThreadCopyStreams) -> None:
+    ticket = streams.to_device([(torch.ones(3), torch.ones(4))])
     with pytest.raises(RuntimeError, match="size"):
         ticket.wait()
     target = torch.zeros(3)
-    lanes.to_device([(torch.ones(3), target)]).wait()
+    streams.to_device([(torch.ones(3), target)]).wait()
     assert target.sum() == 3
 
 
 @pytest.mark.parametrize("how", ["close", "garbage"])
 def test_threads_end(how: str) -> None:
     before = set(threading.enumerate())
-    lanes: Any = ThreadLanes(1.0, 1.0)
+    streams: Any = ThreadCopyStreams(1.0, 1.0)
     threads = set(threading.enumerate()) - before
-    ticket = lanes.to_host([(torch.ones(1000), torch.ones(1000))])  # would take more than an hour
+    ticket = streams.to_host([(torch.ones(1000), torch.ones(1000))])  # would take more than an hour
     assert len(threads) == 2
     if how == "close":
-        lanes.close()
+        streams.close()
         with pytest.raises(RuntimeError, match="closed"):
-            lanes.to_host([])
-    del lanes
+            streams.to_host([])
+    del streams
     assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(RuntimeError, match="closed"):
         ticket.wait()
@@ -71,7 +71,8 @@ def test_threads_end(how: str) -> None:
 
 def test_a_process_ends_with_copies_under_way() -> None:
     program = (
-        "import torch; from megatron.pipeline.runtime.offload.lanes import ThreadLanes; lanes = ThreadLanes(1.0, 1.0);"
-        "lanes.to_device([(torch.ones(1000), torch.ones(1000))])"
+        "import torch; from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams; "
+        "streams = ThreadCopyStreams(1.0, 1.0);"
+        "streams.to_device([(torch.ones(1000), torch.ones(1000))])"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

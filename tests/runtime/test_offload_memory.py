@@ -8,18 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runtime.offloaded import BATCH, TOKENS, WIDTH, counted_by, move, stores
+from runtime.conftest import Observing
+from runtime.offloaded import BATCH, TOKENS, WIDTH, move, stores
 
-from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload.activations import Store
+from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams
 from megatron.pipeline.runtime.offload.host_memory import HostPool, rounded
-from megatron.pipeline.runtime.offload.lanes import ThreadLanes
 
 
 def test_what_is_counted_goes_and_comes_back(
-    model: torch.nn.Sequential, lanes: ThreadLanes, request: pytest.FixtureRequest
+    model: torch.nn.Sequential, streams: ThreadCopyStreams, request: pytest.FixtureRequest, observing: Observing
 ) -> None:
-    meter = ActivationMeter(model.parameters())
+    meter = observing(model.parameters())
     x = torch.randn(TOKENS, BATCH, WIDTH, requires_grad=True)
     with meter.saving():
         graph = model(x).square().mean()
@@ -28,7 +28,7 @@ def test_what_is_counted_goes_and_comes_back(
     assert meter.current == 0
     gc.disable()  # nothing waits for the garbage collector
     request.addfinalizer(gc.enable)
-    store = stores(model, lanes, HostPool(None, pinned=False), meter)()
+    store = stores(model, streams, HostPool(None, pinned=False))()
     store.adopt([x])
     with store.capture():
         loss = model(x).square().mean()
@@ -49,9 +49,9 @@ def test_what_is_counted_goes_and_comes_back(
     assert start <= end <= back <= done
 
 
-def test_memory_goes_as_backward_frees_it(lanes: ThreadLanes) -> None:
-    meter = ActivationMeter([])
-    store = Store(lanes, HostPool(None, pinned=False), set(), counted_by(meter), 0)
+def test_memory_goes_as_backward_frees_it(streams: ThreadCopyStreams, observing: Observing) -> None:
+    meter = observing([])
+    store = Store(streams, HostPool(None, pinned=False), set(), 0)
     x = torch.randn(1000, requires_grad=True)
     with store.capture():
         first = x.exp()
@@ -63,8 +63,8 @@ def test_memory_goes_as_backward_frees_it(lanes: ThreadLanes) -> None:
     assert torch.equal(gradient, second)
 
 
-def test_what_forward_drops_does_not_travel(lanes: ThreadLanes) -> None:
-    store = Store(lanes, HostPool(None, pinned=False), set(), lambda _: [], 0)
+def test_what_forward_drops_does_not_travel(streams: ThreadCopyStreams) -> None:
+    store = Store(streams, HostPool(None, pinned=False), set(), 0)
     x = torch.randn(1000, requires_grad=True)
     with store.capture():
         kept = x.exp()
@@ -75,10 +75,10 @@ def test_what_forward_drops_does_not_travel(lanes: ThreadLanes) -> None:
 
 
 @pytest.mark.parametrize("moment", range(5))
-def test_an_iteration_is_given_up_at_any_moment(model: torch.nn.Sequential, moment: int) -> None:
-    lanes, pool = ThreadLanes(2e7, 2e7), HostPool(None, pinned=False)
-    meter = ActivationMeter(model.parameters())
-    store = stores(model, lanes, pool, meter)()
+def test_an_iteration_is_given_up_at_any_moment(model: torch.nn.Sequential, moment: int, observing: Observing) -> None:
+    streams, pool = ThreadCopyStreams(2e7, 2e7), HostPool(None, pinned=False)
+    meter = observing(model.parameters())
+    store = stores(model, streams, pool)()
     x = torch.randn(TOKENS, BATCH, WIDTH, requires_grad=True)
     store.adopt([x])
     with store.capture():
@@ -92,13 +92,13 @@ def test_an_iteration_is_given_up_at_any_moment(model: torch.nn.Sequential, mome
     del loss, x
     assert meter.current == 0
     assert pool.in_use == 0
-    lanes.close()
+    streams.close()
 
 
-def test_graphs_may_die_without_a_backward(model: torch.nn.Sequential, lanes: ThreadLanes) -> None:
-    meter, pool = ActivationMeter(model.parameters()), HostPool(None, pinned=False)
+def test_graphs_may_die_without_a_backward(model: torch.nn.Sequential, streams: ThreadCopyStreams, observing: Observing) -> None:
+    meter, pool = observing(model.parameters()), HostPool(None, pinned=False)
     for before in range(5):
-        store = stores(model, lanes, pool, meter)()
+        store = stores(model, streams, pool)()
         with store.capture():
             graph = [model(torch.randn(TOKENS, BATCH, WIDTH)).square().mean()]
         for number, step in enumerate([store.start_offload, store.finish_offload, store.start_reload, store.finish_reload]):
@@ -110,9 +110,9 @@ def test_graphs_may_die_without_a_backward(model: torch.nn.Sequential, lanes: Th
         assert pool.in_use == 0
 
 
-def test_a_small_output_does_not_keep_its_own_graph(lanes: ThreadLanes) -> None:
-    meter = ActivationMeter([])
-    store = Store(lanes, HostPool(None, pinned=False), set(), counted_by(meter), 10**6)
+def test_a_small_output_does_not_keep_its_own_graph(streams: ThreadCopyStreams, observing: Observing) -> None:
+    meter = observing([])
+    store = Store(streams, HostPool(None, pinned=False), set(), 10**6)
     with store.capture():
         probabilities = torch.softmax(torch.randn(8, 8, requires_grad=True), dim=-1)
     assert meter.current == 4 * 64

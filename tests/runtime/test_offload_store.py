@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.offloaded import TOKENS, PoisonedPool, Poisoning, Unawaited, counted_by, move, same, stores, train
+from runtime.conftest import Observing
+from runtime.offloaded import TOKENS, PoisonedPool, Poisoning, Unawaited, move, same, stores, train
 
-from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.runtime.offload import activations
 from megatron.pipeline.runtime.offload.activations import Store
+from megatron.pipeline.runtime.offload.copy_streams import ThreadCopyStreams, copy_streams_for
 from megatron.pipeline.runtime.offload.host_memory import HostPool
-from megatron.pipeline.runtime.offload.lanes import ThreadLanes, lanes_for
 
 DEVICES = [
     "cpu",
@@ -25,11 +25,11 @@ DEVICES = [
 def test_gradients_are_the_same_and_nothing_is_allocated_again(model: torch.nn.Sequential, device: str, full: bool) -> None:
     model.to(device)
     plain = train(model, None, full=full)
-    lanes, pool = lanes_for(torch.device(device)), HostPool(None, pinned=device == "cuda")
-    make = stores(model, lanes, pool)
+    streams, pool = copy_streams_for(torch.device(device)), HostPool(None, pinned=device == "cuda")
+    make = stores(model, streams, pool)
     for _ in range(2):
         assert same(train(model, make, full=full), plain)
-    lanes.close()
+    streams.close()
     assert pool.in_use == 0
     assert pool.allocations == 3
     assert pool.most_in_use == pool.allocated
@@ -42,9 +42,9 @@ def test_slow_lanes_are_right_too(
     """On memory that is poisoned whenever nobody may read it."""
     monkeypatch.setattr(activations, "_blank", lambda nbytes, _: torch.full((nbytes,), 255, dtype=torch.uint8))
     plain = train(model, None)
-    lanes = Poisoning(*bandwidths)
-    assert same(train(model, stores(model, lanes, PoisonedPool(None, pinned=False))), plain)
-    lanes.close()
+    streams = Poisoning(*bandwidths)
+    assert same(train(model, stores(model, streams, PoisonedPool(None, pinned=False))), plain)
+    streams.close()
 
 
 @pytest.mark.parametrize("direction", ["to_host", "to_device"])
@@ -52,16 +52,16 @@ def test_poison_is_noticed(model: torch.nn.Sequential, direction: str, monkeypat
     """Where a wait does not wait."""
     monkeypatch.setattr(activations, "_blank", lambda nbytes, _: torch.full((nbytes,), 255, dtype=torch.uint8))
     plain = train(model, None, (TOKENS,))
-    lanes = Poisoning(1e6, 1e6)
-    start = getattr(ThreadLanes, direction)
-    monkeypatch.setattr(ThreadLanes, direction, lambda self, pairs: Unawaited(start(self, pairs)))
-    assert not same(train(model, stores(model, lanes, PoisonedPool(None, pinned=False)), (TOKENS,)), plain)
-    lanes.close()
+    streams = Poisoning(1e6, 1e6)
+    start = getattr(ThreadCopyStreams, direction)
+    monkeypatch.setattr(ThreadCopyStreams, direction, lambda self, pairs: Unawaited(start(self, pairs)))
+    assert not same(train(model, stores(model, streams, PoisonedPool(None, pinned=False)), (TOKENS,)), plain)
+    streams.close()
 
 
-def test_sizes_that_vary_are_allocated_once(model: torch.nn.Sequential, lanes: ThreadLanes) -> None:
+def test_sizes_that_vary_are_allocated_once(model: torch.nn.Sequential, streams: ThreadCopyStreams) -> None:
     pool = HostPool(None, pinned=False)
-    make = stores(model, lanes, pool)
+    make = stores(model, streams, pool)
     lengths = [(16, 4, 8), (8, 16, 4), (4, 8, 16)]
     train(model, make, lengths[0])
     before = pool.allocations
@@ -71,8 +71,8 @@ def test_sizes_that_vary_are_allocated_once(model: torch.nn.Sequential, lanes: T
 
 
 @pytest.mark.parametrize("when", ["before the copy", "during the copy", "never copied", "small"])
-def test_a_change_in_place_is_an_error(lanes: ThreadLanes, when: str) -> None:
-    store = Store(lanes, HostPool(None, pinned=False), set(), lambda _: [], 10**6 if when == "small" else 0)
+def test_a_change_in_place_is_an_error(streams: ThreadCopyStreams, when: str) -> None:
+    store = Store(streams, HostPool(None, pinned=False), set(), 10**6 if when == "small" else 0)
     x = torch.randn(1000, requires_grad=True)
     with store.capture():
         y = x.exp()
@@ -89,8 +89,8 @@ def test_a_change_in_place_is_an_error(lanes: ThreadLanes, when: str) -> None:
         y.sum().backward()
 
 
-def test_backward_of_what_is_away_is_an_assertion(lanes: ThreadLanes) -> None:
-    store = Store(lanes, HostPool(None, pinned=False), set(), lambda _: [], 0)
+def test_backward_of_what_is_away_is_an_assertion(streams: ThreadCopyStreams) -> None:
+    store = Store(streams, HostPool(None, pinned=False), set(), 0)
     x = torch.randn(1000, requires_grad=True)
     with store.capture():
         y = x.exp().sum()
@@ -107,9 +107,9 @@ def test_backward_of_what_is_away_is_an_assertion(lanes: ThreadLanes) -> None:
     y.backward()
 
 
-def test_what_stays_is_what_it_was(lanes: ThreadLanes) -> None:
+def test_what_stays_is_what_it_was(streams: ThreadCopyStreams, observing: Observing) -> None:
     """Sparse tensors, subclasses, complex conjugates, parameters."""
-    meter = ActivationMeter([])
+    meter = observing([])
     weight = torch.nn.Parameter(torch.randn(8, 8))
     saved: list[Any] = [
         weight,
@@ -117,7 +117,7 @@ def test_what_stays_is_what_it_was(lanes: ThreadLanes) -> None:
         torch.randn(8, 8).as_subclass(Subclass),
         torch.randn(8, 8, dtype=torch.complex64).conj(),
     ]
-    store = Store(lanes, HostPool(None, pinned=False), set(), counted_by(meter), 0)
+    store = Store(streams, HostPool(None, pinned=False), set(), 0)
 
     class Save(torch.autograd.Function):
         @staticmethod
@@ -144,10 +144,10 @@ class Subclass(torch.Tensor):
     pass
 
 
-def test_what_is_discarded_and_made_again_stays(lanes: ThreadLanes) -> None:
+def test_what_is_discarded_and_made_again_stays(streams: ThreadCopyStreams) -> None:
     """As by megatron-core's CheckpointWithoutOutput: a storage is emptied once it is saved, and filled before its backward."""
     weight = torch.randn(64, 64, requires_grad=True)
-    store = Store(lanes, HostPool(None, pinned=False), frozenset(), lambda _: [], smallest=1)
+    store = Store(streams, HostPool(None, pinned=False), frozenset(), smallest=1)
     with store.capture():
         hidden = torch.randn(64, 64) @ weight
         middle = torch.tanh(hidden)

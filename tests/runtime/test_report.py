@@ -66,7 +66,7 @@ def reports(schedule: str) -> tuple[Any, Any, list[bool]]:
     pipeline: Any = run.pipeline
     run.step(0)
     everyone: list[Any] = [None] * 4
-    torch.distributed.all_gather_object(everyone, pipeline._recorder.record())
+    torch.distributed.all_gather_object(everyone, pipeline._measured[0].record())
     pending = pipeline.start_report()
     used = pipeline.planned[4]
     other = families.plan("1f1b-v" if schedule == "zb-v" else "zb-h1", 4, 4)
@@ -75,7 +75,7 @@ def reports(schedule: str) -> tuple[Any, Any, list[bool]]:
     run.step(2)
     report = pending.wait()
     after = pipeline.report()
-    ran = [pipeline.schedule_of(one).passes == planned.passes for one, planned in ((report, used), (after, other))]
+    ran = [one.schedule.passes == planned.passes for one, planned in ((report, used), (after, other))]
     return tuple(everyone), report.ranks, ran
 
 

@@ -1,4 +1,7 @@
-"""Every schedule in every layout trains as megatron-core's own 1F1B does: a part of the matrix here, all with ``make test-all``.
+"""Every schedule with every setting of a training trains as megatron-core's own 1F1B does.
+
+Some 20 rows of settings contain every pair of them, and every schedule is trained on a few rows, which have every setting that it
+can be trained with (layouts.py); on all of them, with more numbers of microbatches, with ``make test-all``.
 
 With the same placement losses and gradient norms are equal bit for bit; with another one every gradient is, so that without
 clipping every loss is, and the norm, which sums in another order, up to its last bits. Slices change sums inside attention.
@@ -6,115 +9,102 @@ clipping every loss is, and the norm, which sums in another order, up to its las
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import tiny_gpt
 from pool import Pool
+from runtime import layouts
+from runtime.layouts import COLUMNS, LINEAR, NEVER, ROWS, SCHEDULES
 
-LINEAR = ("1f1b", "zb-h1", "zb-h2", "zb-auto")
-INTERLEAVED = ("interleaved", "gis", "gis-h")
-V = ("1f1b-v", "zb-v", "v-half", "v-min", "v-auto", "dualpipe-v")
-SCHEDULES = (*LINEAR, *INTERLEAVED, *V, "seq-1f1b")
-LONG = {("gis", 2), ("zb-v", 4), ("seq-1f1b", 2)}  # 20 iterations of each placement and of slices; others are short
+ITERATIONS = 3  # what a schedule does wrong in one it does in the first
+PLAIN = {name: values[0] for name, values in COLUMNS.items()}
 
-LAYOUTS = {
-    "plain": "",
-    "tensor": "--tensor-model-parallel-size 2",
-    "sequence": "--tensor-model-parallel-size 2 --sequence-parallel --untie-embeddings-and-output-weights --swiglu",
-    "data": "--overlap-grad-reduce --ddp-bucket-size 1",
-    "distributed-optimizer": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    "per-token": "--calculate-per-token-loss --position-embedding-type rope --group-query-attention --num-query-groups 2",
-    "bf16": "--bf16 --use-distributed-optimizer --normalization RMSNorm",
-    "fp16": "--fp16 --initial-loss-scale 4096 --untie-embeddings-and-output-weights",
-    "dropout": "--hidden-dropout 0.1 --attention-dropout 0.1",
-    "recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1",
-    "selective": "--recompute-granularity selective",
-    "batched": "--pipeline-p2p batched",
-    "uneven": "--num-layers 9 --num-layers-in-last-pipeline-stage 2",
-    "context": "--context-parallel-size 2 --position-embedding-type rope",
-    "experts": "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear",
-    "several-tokens": "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights",
-}
-WHOLE_SEQUENCES = ("bf16", "fp16", "dropout", "recompute", "context", "experts", "several-tokens")  # what slices cannot equal
-
-SMALL_STEPS = " --lr 1e-3"  # for what differs in last bits: the usual steps multiply these, on some processors a hundredfold
-
-_stock: dict[Any, Any] = {}
+_stock: dict[Any, list[tiny_gpt.Step]] = {}
 
 
-def train(pool: Pool, schedule: str, pp: int, microbatches: int, flags: str, iterations: int) -> list[tiny_gpt.Step]:
+def train(pool: Pool, schedule: str, row: layouts.Row, iterations: int) -> list[tiny_gpt.Step]:
     """Losses and norms on the rank that has the loss; ranks that are not needed for the model are data parallel."""
-    settings = f"--num-layers 8 --clip-grad 0 {flags}"
-    tp, cp = (2 if f"--{kind}-parallel-size 2" in flags else 1 for kind in ("tensor-model", "context"))
-    ranks = 4 if flags.removesuffix(SMALL_STEPS) else pp
-    sizes = {"pp": pp, "tp": tp, "cp": cp, "microbatches": microbatches}
-    found = pool.run(ranks, tiny_gpt.train, schedule, **sizes, flags=tuple(settings.split()), iterations=iterations)
+    layers = 8 if row["pp"] == "4" else 4  # one for each chunk
+    settings = f"--num-layers {layers} --clip-grad 0 --lr 1e-3 {layouts.flags(row)}"
+    sizes = {"pp": int(row["pp"])} | {f"{kind[0]}p": 2 for kind in ("tensor", "context") if row["parallel"] == kind}
+    options = {**sizes, "microbatches": int(row["microbatches"]), "iterations": iterations}
+    found = pool.run(layouts.ranks(row), tiny_gpt.train, schedule, **options, flags=tuple(settings.split()))
     return next(steps for steps in reversed(found) if steps[0][0] is not None)
 
 
-def stock(pool: Pool, *case: Any) -> list[tiny_gpt.Step]:
+def stock(pool: Pool, row: layouts.Row, iterations: int) -> list[tiny_gpt.Step]:
+    """What megatron-core's own 1F1B trains, once for all schedules."""
+    case = (*row.items(), iterations)
     if case not in _stock:
-        _stock[case] = train(pool, "stock", *case)
+        _stock[case] = train(pool, "stock", row, iterations)
     return _stock[case]
 
 
-def check(pool: Pool, schedule: str, pp: int, microbatches: int, layout: str, iterations: int) -> None:
-    flags = LAYOUTS[layout]
-    if schedule == "seq-1f1b":
-        flags += SMALL_STEPS
-    ours = train(pool, schedule, pp, microbatches, flags, iterations)
-    expected = stock(pool, pp, microbatches, flags, iterations)
+def check(pool: Pool, schedule: str, row: layouts.Row, iterations: int) -> None:
+    ours, expected = train(pool, schedule, row, iterations), stock(pool, row, iterations)
     losses, norms = zip(*ours, strict=True)
     stock_losses, stock_norms = zip(*expected, strict=True)
     assert len(set(losses)) == iterations, "the loss changes"
     if schedule in LINEAR:
         assert ours == expected
-    elif schedule == "seq-1f1b":
+    elif schedule == "seq-1f1b" or row["clip"] != "0":
         assert losses == pytest.approx(stock_losses, rel=1e-5)
     else:
         assert losses == stock_losses
         assert norms == pytest.approx(stock_norms, rel=1e-6)
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule(pool: Pool, schedule: str, pp: int) -> None:
-    microbatches = (1, 3, 5, 8)[(SCHEDULES.index(schedule) + pp // 2) % 4]
-    check(pool, schedule, pp, microbatches, layout="plain", iterations=20 if (schedule, pp) in LONG else 4)
+def test_every_pair_of_settings_is_in_a_row() -> None:
+    """And with every schedule every setting that it can be trained with."""
+    every = {
+        frozenset([(a, one), (b, other)]) for a, b in combinations(COLUMNS, 2) for one, other in product(COLUMNS[a], COLUMNS[b])
+    }
+    assert {frozenset(two) for row in ROWS for two in combinations(row.items(), 2)} == every - NEVER
+    trained = {(schedule, value) for number, schedule in layouts.cases() for value in ROWS[number].items()}
+    values = {(name, value) for name in COLUMNS for value in COLUMNS[name]}
+    refused = {(schedule, value) for schedule in SCHEDULES for value in layouts.never_with(schedule)}
+    refused |= {("seq-1f1b", value) for two in NEVER if ("slices", "yes") in two for value in two - {("slices", "yes")}}
+    assert trained == set(product(SCHEDULES, values)) - refused
+    assert {number for number, _ in layouts.cases()} == set(range(len(ROWS)))
+    assert len(refused) < 0.1 * len(trained)
 
 
-# Every layout with a placement other than the textbook's; which schedule stands for which placement goes round.
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
-    [(layout, names[n // 2 % len(names)]) for n, layout in enumerate(LAYOUTS) if n for names in [(INTERLEAVED, V)[n % 2]]],
+    ("row", "schedule"), layouts.cases(), ids=lambda one: one if isinstance(one, str) else layouts.name(ROWS[one])
 )
-def test_every_layout(pool: Pool, layout: str, schedule: str) -> None:
-    check(pool, schedule, 2, microbatches=5, layout=layout, iterations=3)
+def test_every_schedule_and_setting(pool: Pool, row: int, schedule: str) -> None:
+    check(pool, schedule, ROWS[row], ITERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "microbatches"), [("zb-h2", "4", "4"), ("gis", "2", "3"), ("zb-v", "4", "4"), ("seq-1f1b", "2", "2")]
+)
+def test_twenty_iterations(pool: Pool, schedule: str, pp: str, microbatches: str) -> None:
+    """Of every placement, and of slices."""
+    check(pool, schedule, PLAIN | {"pp": pp, "microbatches": microbatches}, 20)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("schedule", "pp", "microbatches", "layout"),
+    ("schedule", "row", "microbatches"),
     [
-        (*case, layout)
-        for *case, layout in product(SCHEDULES, (2, 4), range(1, 10), LAYOUTS)
-        if not (case[1] == 4 and "-parallel-size 2" in LAYOUTS[layout])  # 4 ranks is what there is
+        (schedule, row, str(microbatches))
+        for schedule, row, microbatches in product(SCHEDULES, range(len(ROWS)), range(1, 10))
+        if not layouts.never_with(schedule) & set(ROWS[row].items())
     ],
 )
-def test_whole_matrix(pool: Pool, schedule: str, pp: int, microbatches: int, layout: str) -> None:
-    if schedule == "seq-1f1b" and layout in WHOLE_SEQUENCES:
-        pytest.skip("slices round and draw dropout masks differently, and some layouts need whole sequences")
-    check(pool, schedule, pp, microbatches, layout, iterations=10)
+def test_whole_matrix(pool: Pool, schedule: str, row: int, microbatches: str) -> None:
+    check(pool, schedule, ROWS[row] | {"microbatches": microbatches}, iterations=10)
 
 
-@pytest.mark.parametrize("pp", [2, 4])
-def test_interleaved_equals_megatrons_own(pool: Pool, pp: int) -> None:
+@pytest.mark.parametrize(("pp", "layers", "iterations"), [(2, 4, 20), (4, 8, 4)])
+def test_interleaved_equals_megatrons_own(pool: Pool, pp: int, layers: int, iterations: int) -> None:
     """The same placement, so clipping included: and a schedule that groups microbatches differently."""
-    flags = ("--num-layers", "8", "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce")
+    flags = ("--num-layers", str(layers), "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce")
     found = [
-        pool.run(pp, tiny_gpt.train, schedule, pp=pp, microbatches=8, flags=flags, iterations=20 if pp == 2 else 4)
+        pool.run(pp, tiny_gpt.train, schedule, pp=pp, microbatches=2 * pp, flags=flags, iterations=iterations)
         for schedule in ("stock", "interleaved", "gis-h")
     ]
     assert found[1] == found[0] and found[2] == found[0]
@@ -126,6 +116,5 @@ def test_recomputed_passes(pool: Pool, tmp_path: Any) -> None:
 
     path = tmp_path / "recomputed.json"
     assert main(f"plan --schedule zb-v --pp 2 --microbatches 5 --recompute all --json -o {path}".split()) == 0
-    flags = LAYOUTS["dropout"]
-    ours = train(pool, f"file:{path}", 2, 5, flags, 5)
-    assert [loss for loss, _ in ours] == [loss for loss, _ in stock(pool, 2, 5, flags, 5)]
+    row = PLAIN | {"dropout": "0.1"}
+    check(pool, f"file:{path}", row, 5)

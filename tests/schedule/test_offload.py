@@ -13,19 +13,18 @@ from exact_offload import MOST_CANDIDATES, least_peak
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_strategies import costs_of, parse, schedules
+from schedule_strategies import costs_of, one_rank, parse, schedules
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.lower.program import Compute, Copy, Operation, Program, Wait
-from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verify_programs
+from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
@@ -175,15 +174,6 @@ def test_any_number_of_ranks_chunks_and_microbatches(name: str, ranks: int, chun
 # --- a few that can be seen through -------------------------------------------------------------------------------------
 
 
-FAST = CopyCosts(1, 1)
-
-
-def one_rank(row: str, copies: CopyCosts = FAST, **stage: Any) -> tuple[Schedule, Costs]:
-    passes = parse(row)
-    costs = Costs((StageCosts(**{"forward": 1.0, "backward": 1.0, "weight": 1.0} | stage),), copies=copies)
-    return Schedule("own", linear(1), 1 + max(work.microbatch for work in passes[0]), passes), costs
-
-
 def text(schedule: Schedule) -> str:
     return " ".join(str(work).removesuffix(".0") for work in schedule.passes[0])
 
@@ -243,7 +233,10 @@ def test_copies_are_planned_with_everything_else_on_the_way() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: offload(*offloaded(), FULL), "own has copies to host memory already: offload the schedule without them"),
+        (
+            lambda: offload(*one_rank("F0 F1 D2H0 F2 D2H1 H2D0 BW0 H2D1 BW1 BW2"), FULL),
+            "own has copies to host memory already: offload the schedule without them",
+        ),
         (
             lambda: families.plan("seq-1f1b", 4, 8, offload=FULL),
             "seq-1f1b cuts microbatches into 2 slices, which share the memory of a microbatch: take a schedule without",
@@ -259,107 +252,6 @@ def test_copies_are_planned_with_everything_else_on_the_way() -> None:
 def test_what_cannot_be_offloaded_says_so(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# --- the rules ----------------------------------------------------------------------------------------------------------
-
-
-def offloaded() -> tuple[Schedule, Costs]:
-    return one_rank("F0 F1 D2H0 F2 D2H1 H2D0 BW0 H2D1 BW1 BW2")
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("F0 D2H1 F1 H2D1 BW0 BW1", "rank 0: D2H1.0 runs before F1.0; it must run after it"),
-        ("F0 F1 H2D1 D2H1 BW0 BW1", "rank 0: H2D1.0 runs before D2H1.0; it must run after it"),
-        ("F0 F1 D2H1 BW0 BW1 H2D1", "rank 0: BW1.0 runs before H2D1.0; it must run after it"),
-        ("F0 F1 D2H1 B0 W0 B1 H2D1 W1", "rank 0: B1.0 runs before H2D1.0; it must run after it"),
-        ("F0 F1 D2H1 BW0 R1 H2D1 BW1", "rank 0: R1.0 runs before H2D1.0; it must run after it"),
-        ("F0 F1 D2H1 BW0 BW1", "rank 0: H2D1.0 is missing; add it"),
-        ("F0 F1 BW0 H2D1 BW1", "rank 0: D2H1.0 is missing; add it"),
-        ("F0 F1 D2H1 D2H1 H2D1 BW0 BW1", "rank 0: D2H1.0 runs twice; remove one"),
-        ("F0 F1 D2H1 H2D1 H2D1 BW0 BW1", "rank 0: H2D1.0 runs twice; remove one"),
-        ("F0 F1 D2H7.0 H2D7.0 BW0 BW1", "rank 0: D2H7.0 is of an unknown microbatch; they are 0..1"),
-        ("F0 F1 D2H1.1 H2D1.1 BW0 BW1", "rank 0: D2H1.1 is of an unknown chunk; they are 0..0"),
-    ],
-)
-def test_a_broken_rule_is_named(row: str, message: str) -> None:
-    with pytest.raises(ScheduleError) as broken:
-        verify(Schedule("own", linear(1), 2, parse(row)))
-    assert str(broken.value) == message
-
-
-def test_copies_have_no_place_in_an_evaluation() -> None:
-    with pytest.raises(ScheduleError, match=r"rank 0: D2H0.0 does not belong to a schedule of forwards only; remove it"):
-        verify(Schedule("own", linear(1), 2, parse("F0 F1 D2H0 H2D0")), forward_only=True)
-
-
-def test_a_copy_back_allocates_at_its_place() -> None:
-    schedule, costs = one_rank("F0 D2H0 F1 H2D0 BW0 BW1")
-    verify(schedule, costs, 2)
-    with pytest.raises(ScheduleError, match=r"rank 0: H2D0.0 brings the activation memory of own to 2, above the limit of 1.5"):
-        verify(schedule, costs, 1.5)
-
-
-AWAY, BACK = Pass(Kind.D2H, 0), Pass(Kind.H2D, 0)
-
-
-def same(one: object, other: object) -> bool:
-    """Operations are tuples: a Copy and a Wait of one pass are equal."""
-    return type(one) is type(other) and one == other
-
-
-def put(program: Program, what: Operation, before: Operation) -> Program:
-    """A program with one operation before another."""
-    rest = tuple(one for one in program if not same(one, what))
-    place = next(place for place, one in enumerate(rest) if same(one, before))
-    return (*rest[:place], what, *rest[place:])
-
-
-def without(program: Program, what: Operation) -> Program:
-    return tuple(one for one in program if not same(one, what))
-
-
-TO_HOST = "D2H0.0 needs, in this order: Compute F0.0, Copy D2H0.0, Wait D2H0.0"
-TO_DEVICE = "H2D0.0 needs, in this order: Wait D2H0.0, Copy H2D0.0, Wait H2D0.0, Compute BW0.0"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: put(p, Wait(AWAY), Compute(Pass(Kind.F, 1))), "pass 1 of the program is D2H0.0, of the schedule F1.0"),
-        (lambda p: put(p, Copy(BACK), Compute(Pass(Kind.F, 2))), "pass 3 of the program is H2D0.0, of the schedule F2.0"),
-        (lambda p: without(p, Wait(AWAY)), "pass 2 of the program is F2.0, of the schedule D2H0.0"),
-        (lambda p: without(p, Copy(BACK)), "of the schedule H2D0.0"),
-        (lambda p: put(p, Copy(AWAY), Compute(Pass(Kind.F, 0))), TO_HOST),
-        (lambda p: put(p, Copy(AWAY), Compute(Pass(Kind.F, 2))), TO_HOST),
-        (lambda p: without(p, Copy(AWAY)), TO_HOST),
-        (lambda p: put(p, Wait(BACK), Copy(BACK)), TO_DEVICE),
-        (lambda p: put(p, Wait(BACK), Compute(Pass(Kind.BW, 2))), TO_DEVICE),
-        (lambda p: without(p, Wait(BACK)), TO_DEVICE),
-        (lambda p: (*p, Copy(AWAY)), "rank 0: Copy D2H0.0 comes twice; remove one"),
-        (lambda p: (*p, Wait(BACK)), "rank 0: Wait H2D0.0 comes twice; remove one"),
-        (lambda p: (*p, Copy(Pass(Kind.D2H, 2))), "rank 0: Copy D2H2.0, which the schedule does not have; remove it"),
-        (lambda p: (*p, Wait(Pass(Kind.H2D, 2))), "rank 0: Wait H2D2.0, which the schedule does not have; remove it"),
-    ],
-)
-def test_a_broken_rule_of_programs_is_named(change: Callable[[Program], Program], message: str) -> None:
-    schedule, costs = offloaded()
-    (program,) = lower(schedule, costs)
-    verify_programs(schedule, (program,))
-    with pytest.raises(ScheduleError) as broken:
-        verify_programs(schedule, (change(program),))
-    assert message in str(broken.value)
-
-
-def test_copies_to_the_host_start_in_the_order_of_their_forwards() -> None:
-    schedule, costs = one_rank("F0 F1 F2 D2H0 D2H1 H2D0 BW0 H2D1 BW1 BW2")
-    (program,) = lower(schedule, costs)
-    late = put(program, Copy(AWAY), Wait(AWAY))
-    with pytest.raises(ScheduleError) as broken:
-        verify_programs(schedule, (late,))
-    assert "rank 0: Copy D2H1.0 starts where its lane has D2H0.0; they start in the order of F" in str(broken.value)
 
 
 # --- against the least there is -----------------------------------------------------------------------------------------

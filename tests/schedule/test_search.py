@@ -9,6 +9,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule import optima
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
@@ -18,7 +19,6 @@ from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import rounded_up, verify, verify_programs
 from megatron.pipeline.schedule.search import search
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
@@ -190,21 +190,19 @@ def test_1f1b_v_meets_the_bound(p: int) -> None:
         assert max(activation_peaks(schedule, problem.costs)) <= (-(-2 * p // 3) if p % 3 else 2 * p / 3 + 0.5)
 
 
-@pytest.mark.parametrize("costs", [(1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.9)])
-@pytest.mark.parametrize(
-    ("name", "p", "m", "limit"),
-    [
-        ("zb-auto", 3, 6, 3), ("zb-auto", 3, 5, 2), ("zb-auto", 4, 5, 6), ("v-half", 3, 4, None), ("v-half", 4, 5, None),
-        ("v-min", 3, 5, None), ("v-min", 4, 4, None), ("v-auto", 4, 4, 2.5), ("zb-v", 2, 4, None),
-    ],
-)  # fmt: skip
-def test_plans_are_within_two_percent_of_the_optimum(
-    name: str, p: int, m: int, limit: float | None, costs: tuple[float, float, float]
-) -> None:
-    problem = families.problem(name, p, m, uniform(families.placement(name, p), *costs), memory_limit=limit)
-    schedule = families.solve(name, problem)
-    if (planned := value(problem, schedule)) > lower_bound(problem) * SLACK:
-        assert planned <= optimum(problem, seconds=5, hint=schedule).bound * 1.02
+@pytest.mark.parametrize("case", optima.CASES, ids=str)
+def test_plans_are_within_two_percent_of_the_optimum(case: optima.Case) -> None:
+    problem, least = case.problem(), optima.stored()[str(case)]
+    planned = value(problem, families.solve(case.name, problem))
+    assert lower_bound(problem) <= least * SLACK
+    assert least <= planned * SLACK
+    assert planned <= least * 1.02
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", optima.CASES, ids=str)
+def test_the_stored_optima_are_proven_again(case: optima.Case) -> None:
+    assert optima.proven(case) == pytest.approx(optima.stored()[str(case)], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", FREE)

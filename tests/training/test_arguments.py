@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megatron.pipeline.flags.arguments import flags, parse, with_config
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, neutral
 from megatron.pipeline.flags.validation import batch_sizes, validate
 
 BASE = (
@@ -225,3 +226,15 @@ def test_false_in_a_file_switches_off_what_is_on(tmp_path: Path) -> None:
     (tmp_path / "flags.yaml").write_text("fused: false")
     tokens = with_config(parser, ["--config", str(tmp_path / "flags.yaml")])
     assert parser.parse_args(tokens).fused is False
+
+
+def test_neutral_values_are_defaults_of_known_flags_and_schedules_are_stock() -> None:
+    given = parse([])
+    for role in Role:
+        values = neutral(role)
+        assert values
+        assert {name: getattr(given, name) for name in values} == values | (
+            {"pipeline_schedule": "zb-h1"} if role is Role.SCHEDULE else {}
+        )
+    assert neutral(Role.SCHEDULE)["pipeline_schedule"] == "stock"
+    assert set(CHUNK_FLAGS) == set(neutral(Role.CHUNKS))

@@ -19,45 +19,21 @@ from megatron.pipeline.cli.arguments import MOST_RANKS, Commands, report_flags
 from megatron.pipeline.cli.summary import check_output, wrote
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.table import plain_table
 
-# What leaves the number of chunks to the schedule.
-_OWN_CHUNKS = dict.fromkeys(CHUNK_FLAGS)
-# What makes any training one under megatron-core's own 1F1B.
-STOCK_1F1B: dict[str, Any] = _OWN_CHUNKS | {
-    "pipeline_schedule": "stock",
-    "pipeline_memory_limit": None,
-    "pipeline_costs": None,
-    "layer_redistribution": False,
-    "post_validation": False,
-    "post_validation_when": None,
-    "post_validation_copy": None,
-    "vocab_parallel": "off",
-    "vocab_logits_limit": None,
-    "vocab_mask_padding": False,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "offload": "off",
-    "offload_profile": False,
-    "offload_host_memory": None,
-    "offload_min_size": None,
-    "offload_cpu_bandwidth": None,
-    "offload_numa_binding": True,
-    "recompute_fused_backward": False,
-}
+# The flags with which any training runs under megatron-core's own 1F1B.
+STOCK_1F1B = neutral(Role.CHUNKS, Role.SCHEDULE, Role.DETAILS)
 ENOUGH = 16  # microbatches for each rank, to plan for
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
 FUSED = "assumes Transformer Engine, whose attention is fused"
 NOTE = f"""\
 State: weights, gradients and optimizer. Activations: at their peak, when the rank holds that number of microbatches.
 Other: the largest temporary, and {OVERHEAD / GIB:g} GiB for CUDA, NCCL and what the allocator cannot use."""
-# A prediction neither reads nor writes these.
-_FILES = ("save", "load", "metrics", "tensorboard_dir", "pipeline_trace", "data_cache_path", "pipeline_costs_cache")
-_DATA = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _WHOLE_LAYERS = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 # What takes less memory, by the flags that would have to be added: what costs least time first.
 REMEDIES = (
@@ -198,9 +174,8 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
     from megatron.pipeline.flags.arguments import parse
 
     args = parse(flags)
-    for name, value in {**dict.fromkeys(_FILES), "save_interval": None, "finetune": False, **changes}.items():
-        setattr(args, name, value)
-    args.mock_data = args.mock_data or not any(getattr(args, name) for name in _DATA)
+    vars(args).update(neutral(Role.FILES), **changes)
+    args.mock_data = args.mock_data or not any(getattr(args, name) for name in neutral(Role.DATA))
     return args
 
 
@@ -249,7 +224,7 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
     """What would fit, with the bytes of its fullest rank."""
     for remedy in REMEDIES:
         try:
-            changes = _OWN_CHUNKS if "--pipeline-schedule" in remedy else {}
+            changes = neutral(Role.CHUNKS) if "--pipeline-schedule" in remedy else {}
             needed = predicted([*flags, *remedy.split()], world_size=world, changes=changes).fullest.total
         except ValueError:
             continue  # does not go together with the other flags
@@ -319,7 +294,7 @@ def _name(args: Namespace) -> str:
 def _extras(args: Namespace) -> list[str]:
     """What changes a schedule, by its flags."""
     values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
-    return [f"{flag} {value}" for flag, value in values.items() if value != "off"]
+    return [f"{flag} {value}" for flag, value in values.items() if value != OFF]
 
 
 def gpu_memory(text: str) -> float:

@@ -8,38 +8,31 @@ import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
-from megatron.pipeline.cli.memory import STOCK_1F1B, quietly, read_flags
+from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device
 from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.trainer import atomic
-from megatron.pipeline.tune.layouts import SEARCHED
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank
 from megatron.pipeline.tune.measure.rank import Found, Job
 from megatron.pipeline.tune.measure.sizes import candidates, dense, layer_flags, shape
 from megatron.pipeline.view.table import plain_table
 
-# What makes any flags those of a model alone, of which every rank has its own.
-_ALONE: dict[str, Any] = (
-    STOCK_1F1B
-    | SEARCHED
-    | {
-        "pipeline_schedule": "1f1b",
-        "mtp_num_layers": None,
-        "global_batch_size": None,
-        "rampup_batch_size": None,
-        "train_iters": 1,
-        "lr": 1.0,
-        "min_lr": 0.0,
-        "lr_warmup_init": 0.0,
-        "lr_warmup_iters": 0,
-        "lr_warmup_fraction": None,
-        "lr_decay_iters": None,
-        "tokenizer_type": "NullTokenizer",
-    }
-)
+# The flags with which any training is that of a model alone, which every rank has a copy of.
+_ALONE = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.DETAILS, Role.MEMORY, Role.LENGTH, Role.DATA) | {
+    "pipeline_schedule": "1f1b",
+    "mtp_num_layers": None,
+    "micro_batch_size": 1,
+    "global_batch_size": None,
+    "train_iters": 1,
+    "lr": 1.0,
+    "min_lr": 0.0,
+    "lr_warmup_init": 0.0,
+    "tokenizer_type": "NullTokenizer",
+    "mock_data": True,
+}
 
 _RANKS_PER_CORE = 8
 _TENSOR, _SAMPLES = (1, 2, 4, 8), (1, 2, 4)
@@ -137,7 +130,6 @@ def _model(flags: list[str]) -> Namespace:
     from megatron.pipeline.flags.validation import validate
 
     args = read_flags(flags, _ALONE)
-    args.mock_data, args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path = True, None, None, None, None
     validate(args, 1)
     return args
 

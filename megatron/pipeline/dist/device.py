@@ -14,7 +14,7 @@ def this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def beside(device: torch.device) -> AbstractContextManager[Any]:
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     """What starts in here on a GPU neither waits for what computes nor keeps it waiting."""
     return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import beside
+from megatron.pipeline.dist.device import side_stream
 
 
 class Reduction:
@@ -29,7 +29,7 @@ class Reduction:
             # The current stream is full of forwards that run ahead: it must not wait, and a read in it would come after them.
             while not self._work.is_completed():
                 time.sleep(1e-5)
-            with beside(self._numbers.device):
+            with side_stream(self._numbers.device):
                 return self._numbers.tolist()
         self._work.wait()
         return self._numbers.tolist()

@@ -1,9 +1,11 @@
-"""Every flag, by group: Megatron-LM's names, defaults and meaning, and the new ones of the pipeline schedules first."""
+"""Every flag, by group: the new ones of the pipeline schedules, then Megatron-LM's with its names, defaults and meanings."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
+from typing import Any
 
 from megatron.pipeline.flags.flag_types import (
     layer_pattern,
@@ -17,10 +19,10 @@ from megatron.pipeline.flags.flag_types import (
     share_below_one,
     whole,
 )
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 
-PROFILE = "profile"  # in the place of a file with costs: they are measured in this run
-OFF = "off"  # of --vocab-parallel and --offload
-# How a user says how many chunks a rank has, or layers these have.
+PROFILE = "profile"  # in place of a file of costs: they are measured in this run
+# The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
 TOKENIZERS = (
     "ByteLevelTokenizer",
@@ -42,6 +44,36 @@ def add_new_flags(parser: argparse.ArgumentParser) -> None:
     _add(parser, _NEW)
 
 
+class Role(Enum):
+    """What a flag decides, for programs that put aside a user's flags of one kind: see ``neutral``."""
+
+    CHUNKS = auto()  # chunks per rank
+    LAYOUT = auto()  # how ranks share the model, its gradients and its optimizer
+    SCHEDULE = auto()  # the pipeline schedule and its transformations
+    DETAILS = auto()  # how --vocab-parallel and --offload work
+    MEMORY = auto()  # recomputation
+    FILES = auto()  # what is read at the start and written on the way
+    LENGTH = auto()  # iterations, and what changes over them
+    DATA = auto()  # the training data
+
+
+def neutral(*roles: Role) -> dict[str, Any]:
+    """The values with which the flags of some roles do nothing, by name: their defaults, and megatron-core's own schedule."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_flags(parser)
+    values = {action.dest: action.default for action in parser._actions if vars(action).get("role") in roles}
+    return values | ({"pipeline_schedule": STOCK} if Role.SCHEDULE in roles else {})
+
+
+def _adder(group: argparse._ArgumentGroup, role: Role) -> Callable[..., None]:
+    """``group.add_argument`` for flags of a role."""
+
+    def add(*names: str, **options: Any) -> None:
+        vars(group.add_argument(*names, **options))["role"] = role
+
+    return add
+
+
 def _add(parser: argparse.ArgumentParser, groups: Mapping[str, Callable[[argparse._ArgumentGroup], None]]) -> None:
     for title, add_group in groups.items():
         add_group(parser.add_argument_group(title))
@@ -49,102 +81,77 @@ def _add(parser: argparse.ArgumentParser, groups: Mapping[str, Callable[[argpars
 
 def _schedule(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    schedule, file = _adder(group, Role.SCHEDULE), _adder(group, Role.FILES)
     add("--config", metavar="FILE", help="YAML file of flags without the dashes; flags on the command line win")
-    add(
-        "--pipeline-schedule",
-        default="zb-h1",
-        metavar="NAME",
-        help="a schedule, file:PATH, or stock for megatron-core's own",
-    )
-    add("--pipeline-memory-limit", metavar="X", help="activation memory per rank; 1.0 is 1F1B's peak; or bytes: 12GiB")
-    add("--pipeline-costs", metavar="FILE", help="JSON file with the seconds and bytes of every pass, to plan with; or profile: "
+    schedule("--pipeline-schedule", default="zb-h1", metavar="NAME", help="a family, file:PATH, or stock for megatron-core's own")
+    schedule("--pipeline-memory-limit", metavar="X", help="activation memory per rank; 1.0 is 1F1B's peak; or bytes: 12GiB")
+    schedule("--pipeline-costs", metavar="FILE", help="plan with this JSON file of every pass's seconds and bytes; or profile: "
         "measure them in the first iterations, and plan again while training goes on")  # fmt: skip
-    add("--pipeline-costs-cache", metavar="FILE", help="where to write what --pipeline-costs profile measured; "
+    file("--pipeline-costs-cache", metavar="FILE", help="file for the costs that --pipeline-costs profile measures; "
         "pipeline_costs.json in the directory of --save, else of --pipeline-trace, if not given")  # fmt: skip
     add("--pipeline-timeout", type=pass_seconds, metavar="SECONDS",
-        help="end all ranks when no pass ends for so long; 300, or half the distributed timeout if less")  # fmt: skip
-    add(
-        "--pipeline-p2p",
-        choices=["single", "batched"],
-        default="single",
-        help="start sends and receives between two passes one by one, or together",
-    )
-    add("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
-    add("--recompute-fused-backward", action="store_true",
-        help="B also computes the weight gradients of what it recomputes: less memory, less for W to fill gaps with")  # fmt: skip
-    add("--metrics", metavar="FILE", help="append one JSON object per iteration here")
+        help="end all ranks when no pass ends for this long; 300, or half the distributed timeout if less")  # fmt: skip
+    add("--pipeline-p2p", choices=["single", "batched"], default="single",
+        help="start the sends and receives between two passes one by one, or together")  # fmt: skip
+    file("--pipeline-trace", metavar="DIR", help="write the measured timeline of every logged iteration here")
+    schedule("--recompute-fused-backward", action="store_true",
+        help="B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps")  # fmt: skip
+    file("--metrics", metavar="FILE", help="append one JSON object per iteration here")
 
 
 def _vocabulary(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--vocab-parallel",
-        default=OFF,
-        choices=[OFF, "1", "2", "interlaced"],
-        help="spread embedding and output layer over all pipeline ranks: 2 holds one microbatch more than without, 1 two; "
-        "interlaced stops all ranks for them",
-    )
-    add(
-        "--layer-redistribution",
-        action="store_true",
-        help="fewer transformer layers on the stages with embedding and output layer, as many as these cost",
-    )
-    add("--vocab-logits-limit", type=memory_size, metavar="SIZE", help="with --vocab-parallel: logits of a rank that would take "
-        "more in float32, such as 256MiB, are made some tokens at a time, and again for their gradient")  # fmt: skip
-    add("--vocab-mask-padding", action="store_true", help="with --vocab-parallel: no row beyond the tokenizer's vocabulary "
-        "counts in the softmax, where megatron-core counts its padding")  # fmt: skip
-    add("--label-smoothing", type=share_below_one, default=0.0, help="with --vocab-parallel: share of the target that all "
-        "tokens have in common")  # fmt: skip
-    add("--z-loss", type=not_negative, default=0.0, help="with --vocab-parallel: weight of the squared logarithm of the "
-        "softmax's denominator, added to the loss")  # fmt: skip
+    schedule, detail = _adder(group, Role.SCHEDULE), _adder(group, Role.DETAILS)
+    schedule("--vocab-parallel", default=OFF, choices=[OFF, "1", "2", "interlaced"],
+        help="shard embedding and output layer over all pipeline ranks: with 2 a rank holds one microbatch more, with 1 two "
+        "more; with interlaced all ranks stop for them")  # fmt: skip
+    schedule("--layer-redistribution", action="store_true",
+        help="the stages with embedding and output layer get fewer transformer layers, by as many as these cost")  # fmt: skip
+    detail("--vocab-logits-limit", type=memory_size, metavar="SIZE", help="with --vocab-parallel: if a rank's logits take more "
+        "in float32 than this, such as 256MiB, compute them in parts, and again for their gradient")  # fmt: skip
+    detail("--vocab-mask-padding", action="store_true", help="with --vocab-parallel: leave rows beyond the tokenizer's "
+        "vocabulary out of the softmax, in which megatron-core counts its padding")  # fmt: skip
+    detail("--label-smoothing", type=share_below_one, default=0.0,
+        help="with --vocab-parallel: share of the target that is spread over all tokens")  # fmt: skip
+    detail("--z-loss", type=not_negative, default=0.0,
+        help="with --vocab-parallel: weight of the softmax denominator's squared logarithm in the loss")  # fmt: skip
 
 
 def _offload(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--offload", default=OFF, choices=[OFF, "selective", "full"], help="copy activations to host memory where that takes no "
-        "time: full, all that pays; selective, at most half, those that are kept longest")  # fmt: skip
-    add("--offload-profile", action="store_true", help="measure passes, bytes and copies in the first iterations, and plan "
+    schedule, detail = _adder(group, Role.SCHEDULE), _adder(group, Role.DETAILS)
+    schedule("--offload", default=OFF, choices=[OFF, "selective", "full"], help="copy activations to host memory while ranks "
+        "compute: full, all that costs no time; selective, at most half, those that are kept longest")  # fmt: skip
+    schedule("--offload-profile", action="store_true", help="measure passes, bytes and copies in the first iterations, and plan "
         "again: --pipeline-costs profile")  # fmt: skip
-    add("--offload-host-memory", type=memory_size, metavar="SIZE", help="the most host memory that a rank may take for it, such "
-        "as 64GiB")  # fmt: skip
-    add("--offload-min-size", type=memory_size, metavar="SIZE", help="tensors below this stay on the device; 64KiB if not given")
-    add("--no-offload-numa-binding", action="store_false", dest="offload_numa_binding", help="leave every rank on all CPUs, "
-        "instead of those next to its GPU")  # fmt: skip
-    add("--offload-cpu-bandwidth", type=positive_float, metavar="GB/S", help="without a GPU: copies take as long as at so many "
-        "GB/s in each direction")  # fmt: skip
+    schedule("--offload-host-memory", type=memory_size, metavar="SIZE", help="the most host memory per rank, such as 64GiB")
+    detail("--offload-min-size", type=memory_size, metavar="SIZE", help="keep smaller tensors on the device; 64KiB if not given")
+    detail("--no-offload-numa-binding", action="store_false", dest="offload_numa_binding",
+        help="leave every rank on all CPUs, instead of those next to its GPU")  # fmt: skip
+    schedule("--offload-cpu-bandwidth", type=positive_float, metavar="GB/S",
+        help="without a GPU: emulate copies at this speed in each direction")  # fmt: skip
 
 
 def _steps_ahead(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--post-validation", action="store_true",
-        help="step before other stages' gradients are known, and undo that where it was wrong: iterations interlock")  # fmt: skip
-    add("--post-validation-when", choices=["measured", "always"],
+    schedule = _adder(group, Role.SCHEDULE)
+    schedule("--post-validation", action="store_true",
+        help="step before other stages' gradients are known, and roll back if that was wrong: iterations interlock")  # fmt: skip
+    schedule("--post-validation-when", choices=["measured", "always"],
         help="only while it is measured to pay (when not given), or from the first step on")  # fmt: skip
-    add("--post-validation-copy", choices=["device", "host"],
-        help="where the copy is kept that can undo a step; device when not given")  # fmt: skip
+    schedule("--post-validation-copy", choices=["device", "host"],
+        help="where to keep the copy that a roll-back restores; device when not given")  # fmt: skip
 
 
 def _model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--num-layers", type=positive_int, help="transformer layers")
     add("--hidden-size", type=positive_int, help="width of the residual stream")
-    add(
-        "--ffn-hidden-size",
-        type=positive_int,
-        help="width of the MLP; 4*hidden, or 8/3*hidden rounded to 64 with --swiglu",
-    )
+    add("--ffn-hidden-size", type=positive_int, help="width of the MLP; 4*hidden, or 8/3*hidden rounded to 64 with --swiglu")
     add("--num-attention-heads", type=positive_int, help="attention heads")
     add("--group-query-attention", action="store_true", help="share keys and values between heads")
     add("--num-query-groups", type=positive_int, default=1, help="key/value heads with --group-query-attention")
     add("--kv-channels", type=positive_int, help="width of a head; hidden/heads when not given")
     add("--seq-length", type=positive_int, help="tokens of a sample")
     add("--max-position-embeddings", type=positive_int, help="longest sequence; --seq-length when not given")
-    add(
-        "--position-embedding-type",
-        default="learned_absolute",
-        choices=["learned_absolute", "rope", "none"],
-        help="positions",
-    )
+    add("--position-embedding-type", default="learned_absolute", choices=["learned_absolute", "rope", "none"], help="positions")
     add("--rotary-base", type=int, default=10000, help="base of the rotary angles")
     add("--rotary-percent", type=probability, default=1.0, help="share of a head's channels that is rotated")
     add("--swiglu", action="store_true", help="gated SiLU in the MLP instead of GELU")
@@ -154,19 +161,15 @@ def _model(group: argparse._ArgumentGroup) -> None:
     add("--qk-layernorm", action="store_true", help="normalise queries and keys")
     add("--disable-bias-linear", action="store_false", dest="add_bias_linear", help="no biases in the linear layers")
     add("--add-qkv-bias", action="store_true", help="biases in the QKV projection even so")
+    add("--untie-embeddings-and-output-weights", action="store_true", help="separate weights for embedding and output layer")
+    add("--make-vocab-size-divisible-by", type=positive_int, default=128, help="pad the vocabulary to a multiple of this")
+    add("--mtp-num-layers", type=positive_int, help="multi-token prediction layers: each predicts one token further")
     add(
-        "--untie-embeddings-and-output-weights",
-        action="store_true",
-        help="separate weights for embedding and output layer",
+        "--mtp-loss-scaling-factor",
+        type=positive_float,
+        default=0.1,
+        help="weight of the losses of the multi-token prediction layers",
     )
-    add(
-        "--make-vocab-size-divisible-by",
-        type=positive_int,
-        default=128,
-        help="pad the vocabulary to a multiple of this",
-    )
-    add("--mtp-num-layers", type=positive_int, help="layers that predict tokens after the next, each one token further")
-    add("--mtp-loss-scaling-factor", type=positive_float, default=0.1, help="weight of the losses of those tokens")
     add("--init-method-std", type=not_negative, default=0.02, help="standard deviation of the initial weights")
     add("--attention-dropout", type=probability, default=0.1, help="dropout of attention probabilities")
     add("--hidden-dropout", type=probability, default=0.1, help="dropout of hidden states")
@@ -177,57 +180,51 @@ def _model(group: argparse._ArgumentGroup) -> None:
         help="transformer_engine where it is installed, else local",
     )
     add("--use-cpu-initialization", action="store_true", help="draw initial weights on the CPU")
-    add("--seed", type=whole, default=1234, help="of weights, dropout and data order")
+    add("--seed", type=whole, default=1234, help="seed of weights, dropout and data order")
 
 
 def _parallel(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--tensor-model-parallel-size", type=positive_int, default=1, help="ranks that share each layer")
-    add("--pipeline-model-parallel-size", type=positive_int, default=1, help="ranks that share the layers' sequence")
-    add("--context-parallel-size", type=positive_int, default=1, help="ranks that share each sequence")
-    add(
-        "--sequence-parallel",
-        action="store_true",
-        help="cut norms and dropout along the sequence over the tensor ranks",
-    )
-    add(
-        "--num-layers-per-virtual-pipeline-stage",
-        type=positive_int,
-        help="layers of one chunk; sets the chunks per rank",
-    )
-    add("--num-virtual-stages-per-pipeline-rank", type=positive_int, help="chunks per rank")
-    add(
+    chunks = _adder(group, Role.CHUNKS)
+    layout = _adder(group, Role.LAYOUT)
+    layout("--tensor-model-parallel-size", type=positive_int, default=1, help="ranks that share each layer")
+    layout("--pipeline-model-parallel-size", type=positive_int, default=1, help="ranks that share the layers' sequence")
+    layout("--context-parallel-size", type=positive_int, default=1, help="ranks that share each sequence")
+    layout("--sequence-parallel", action="store_true", help="cut norms and dropout along the sequence over the tensor ranks")
+    chunks("--num-layers-per-virtual-pipeline-stage", type=positive_int, help="layers of one chunk; sets the chunks per rank")
+    chunks("--num-virtual-stages-per-pipeline-rank", type=positive_int, help="chunks per rank")
+    chunks(
         "--pipeline-model-parallel-layout",
         metavar="STAGES",
-        help="what every stage consists of, in the model's order, such as 'Ett|(tt|)*2tL'",
+        help="the layers of every stage, in the model's order, such as 'Ett|(tt|)*2tL'",
     )
-    add(
+    layout(
         "--num-layers-in-first-pipeline-stage",
         "--decoder-first-pipeline-num-layers",
         dest="decoder_first_pipeline_num_layers",
         type=positive_int,
         help="layers of the model's first stage; the others share the rest",
     )
-    add(
+    layout(
         "--num-layers-in-last-pipeline-stage",
         "--decoder-last-pipeline-num-layers",
         dest="decoder_last_pipeline_num_layers",
         type=positive_int,
         help="layers of the model's last stage; the others share the rest",
     )
-    add(
+    layout(
         "--account-for-embedding-in-pipeline-split",
         action="store_true",
         help="the embedding counts as a layer when layers are spread over stages",
     )
-    add(
+    layout(
         "--account-for-loss-in-pipeline-split",
         action="store_true",
         help="the output layer counts as a layer when layers are spread over stages",
     )
-    add("--use-distributed-optimizer", action="store_true", help="cut the optimizer state over the data-parallel ranks")
-    add("--overlap-grad-reduce", action="store_true", help="reduce gradients while the backward runs")
-    add("--overlap-param-gather", action="store_true", help="gather parameters while the forward runs")
+    layout("--use-distributed-optimizer", action="store_true", help="cut the optimizer state over the data-parallel ranks")
+    layout("--overlap-grad-reduce", action="store_true", help="reduce gradients while the backward runs")
+    layout("--overlap-param-gather", action="store_true", help="gather parameters while the forward runs")
     add("--ddp-bucket-size", type=positive_int, help="parameters of one gradient bucket")
     add("--distributed-backend", choices=["nccl", "gloo"], help="nccl with a GPU, gloo without")
     add("--distributed-timeout-minutes", type=minutes, default=10, help="longest wait of a collective")
@@ -235,10 +232,11 @@ def _parallel(group: argparse._ArgumentGroup) -> None:
 
 def _experts(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    layout = _adder(group, Role.LAYOUT)
     balancing = ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
     add("--num-experts", type=positive_int, help="experts of a layer, which replace its MLP")
-    add("--expert-model-parallel-size", type=positive_int, default=1, help="ranks that share the experts of a layer")
-    add(
+    layout("--expert-model-parallel-size", type=positive_int, default=1, help="ranks that share the experts of a layer")
+    layout(
         "--expert-tensor-parallel-size",
         type=positive_int,
         help="ranks that share each expert; --tensor-model-parallel-size when not given",
@@ -273,26 +271,27 @@ def _experts(group: argparse._ArgumentGroup) -> None:
     add("--moe-router-bias-update-rate", type=positive_float, default=1e-3, help="change of that bias per iteration")
     add("--moe-token-dispatcher-type", default="allgather", choices=["allgather", "alltoall"], help="how tokens travel")
     add("--moe-expert-capacity-factor", type=positive_float, help="tokens of an expert over their mean; others are dropped")
-    add("--moe-pad-expert-input-to-capacity", action="store_true", help="every expert gets as many tokens as it has room for")
+    add("--moe-pad-expert-input-to-capacity", action="store_true", help="pad the tokens of every expert to its capacity")
     add("--moe-token-drop-policy", default="probs", choices=["probs", "position"], help="which tokens are dropped")
 
 
 def _batch(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    length = _adder(group, Role.LENGTH)
     add("--micro-batch-size", type=positive_int, help="samples of one microbatch on one data-parallel rank")
     add(
         "--global-batch-size",
         type=positive_int,
         help="samples of one iteration; micro batch times data-parallel size if not given",
     )
-    add(
+    length(
         "--rampup-batch-size",
         nargs=3,
         type=positive_int,
         metavar=("START", "STEP", "SAMPLES"),
         help="grow the batch from START",
     )
-    add("--train-iters", type=positive_int, help="iterations of the whole training")
+    length("--train-iters", type=positive_int, help="iterations of the whole training")
     add("--calculate-per-token-loss", action="store_true", help="average over all tokens instead of over microbatches")
 
 
@@ -312,11 +311,12 @@ def _optimizer(group: argparse._ArgumentGroup) -> None:
 
 def _learning_rate(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    length = _adder(group, Role.LENGTH)
     styles = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
     add("--lr", type=positive_float, help="largest learning rate")
     add("--min-lr", type=not_negative, default=0.0, help="smallest learning rate after the warm-up")
     add("--lr-decay-style", default="linear", choices=styles, help="how it falls")
-    add("--lr-decay-iters", type=positive_int, help="iterations until --min-lr; --train-iters when not given")
+    length("--lr-decay-iters", type=positive_int, help="iterations until --min-lr; --train-iters when not given")
     add(
         "--lr-wsd-decay-style",
         default="exponential",
@@ -324,8 +324,8 @@ def _learning_rate(group: argparse._ArgumentGroup) -> None:
         help="WSD's fall",
     )
     add("--lr-wsd-decay-iters", type=positive_int, help="iterations of the fall of WSD")
-    add("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init to --lr")
-    add("--lr-warmup-fraction", type=probability, help="the same as a share of --lr-decay-iters")
+    length("--lr-warmup-iters", type=whole, default=0, help="iterations from --lr-warmup-init to --lr")
+    length("--lr-warmup-fraction", type=probability, help="the same as a share of --lr-decay-iters")
     add("--lr-warmup-init", type=not_negative, default=0.0, help="learning rate at the start of the warm-up")
     add(
         "--override-opt_param-scheduler",
@@ -353,13 +353,13 @@ def _precision(group: argparse._ArgumentGroup) -> None:
 
 
 def _recompute(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--recompute-activations", action="store_true", help="the same as --recompute-granularity selective")
-    add("--recompute-granularity", choices=["full", "selective"], help="whole layers, or --recompute-modules")
-    add("--recompute-method", choices=["uniform", "block"], help="which layers, with --recompute-granularity full")
-    add("--recompute-num-layers", type=positive_int, help="layers per unit (uniform) or per chunk (block)")
+    memory = _adder(group, Role.MEMORY)
+    memory("--recompute-activations", action="store_true", help="the same as --recompute-granularity selective")
+    memory("--recompute-granularity", choices=["full", "selective"], help="whole layers, or --recompute-modules")
+    memory("--recompute-method", choices=["uniform", "block"], help="which layers, with --recompute-granularity full")
+    memory("--recompute-num-layers", type=positive_int, help="layers per unit (uniform) or per chunk (block)")
     modules = ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
-    add("--recompute-modules", nargs="*", choices=modules, help="what --recompute-granularity selective covers; core_attn")
+    memory("--recompute-modules", nargs="*", choices=modules, help="what --recompute-granularity selective covers; core_attn")
 
 
 def _fusions(group: argparse._ArgumentGroup) -> None:
@@ -376,18 +376,15 @@ def _fusions(group: argparse._ArgumentGroup) -> None:
 
 def _data(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add(
-        "--data-path",
-        nargs="*",
-        metavar="PREFIX",
-        help="data without .bin/.idx; several mix, with weights as in 0.3 A 0.7 B",
-    )
+    file = _adder(group, Role.FILES)
+    data = _adder(group, Role.DATA)
+    data("--data-path", nargs="*", metavar="PREFIX", help="data without .bin/.idx; several mix, with weights as in 0.3 A 0.7 B")
     add("--split", help="shares of training, validation and test; 969,30,1 when not given")
-    add("--train-data-path", nargs="*", metavar="PREFIX", help="training data, instead of --data-path")
-    add("--valid-data-path", nargs="*", metavar="PREFIX", help="validation data, instead of --data-path")
-    add("--test-data-path", nargs="*", metavar="PREFIX", help="test data, instead of --data-path")
+    data("--train-data-path", nargs="*", metavar="PREFIX", help="training data, instead of --data-path")
+    data("--valid-data-path", nargs="*", metavar="PREFIX", help="validation data, instead of --data-path")
+    data("--test-data-path", nargs="*", metavar="PREFIX", help="test data, instead of --data-path")
     add("--mock-data", action="store_true", help="synthetic tokens")
-    add("--data-cache-path", metavar="DIR", help="where the sample orders are kept; beside the data when not given")
+    file("--data-cache-path", metavar="DIR", help="where the sample orders are kept; beside the data when not given")
     add("--num-workers", type=whole, default=2, help="processes that read data on each rank; 0 reads in the trainer")
     add("--tokenizer-type", choices=TOKENIZERS, help="tokenizer")
     add("--tokenizer-model", metavar="PATH", help="file or directory of the tokenizer")
@@ -399,32 +396,37 @@ def _data(group: argparse._ArgumentGroup) -> None:
 
 def _evaluation(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
+    length = _adder(group, Role.LENGTH)
     add("--eval-interval", type=positive_int, default=1000, help="iterations between evaluations")
-    add("--eval-iters", type=whole, default=100, help="iterations of one evaluation; 0 for no evaluation")
+    length("--eval-iters", type=whole, default=100, help="iterations of one evaluation; 0 for no evaluation")
 
 
 def _logging(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--log-interval", type=positive_int, default=100, help="iterations between log lines")
+    file = _adder(group, Role.FILES)
+    length = _adder(group, Role.LENGTH)
+    length("--log-interval", type=positive_int, default=100, help="iterations between log lines")
     add("--log-throughput", action="store_true", help="log TFLOP/s per GPU")
     add("--timing-log-level", type=int, default=0, choices=[0, 1, 2], help="0 logs no times of parts, 2 all of them")
     add("--timing-log-option", default="minmax", choices=["max", "minmax", "all"], help="which ranks' times")
-    add("--tensorboard-dir", metavar="DIR", help="write a TensorBoard log here")
+    file("--tensorboard-dir", metavar="DIR", help="write a TensorBoard log here")
     add("--tensorboard-log-interval", type=positive_int, default=1, help="iterations between points")
 
 
 def _checkpoint(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--save", metavar="DIR", help="write checkpoints here: at the end, on SIGTERM, and every --save-interval")
-    add("--save-interval", type=positive_int, help="iterations between checkpoints")
-    add("--load", metavar="DIR", help="go on from the checkpoint here, of Megatron-LM too; start anew if there is none")
-    add("--exit-on-missing-checkpoint", action="store_true", help="end with exit code 2 if --load has no checkpoint")
+    file = _adder(group, Role.FILES)
+    length = _adder(group, Role.LENGTH)
+    file("--save", metavar="DIR", help="write checkpoints here: at the end, on SIGTERM, and every --save-interval")
+    file("--save-interval", type=positive_int, help="iterations between checkpoints")
+    file("--load", metavar="DIR", help="go on from the checkpoint here, of Megatron-LM too; start anew if there is none")
+    file("--exit-on-missing-checkpoint", action="store_true", help="end with exit code 2 if --load has no checkpoint")
     add("--ckpt-format", default="torch_dist", choices=["torch_dist"], help="how checkpoints are written")
     add("--no-save-optim", action="store_true", help="do not save the optimizer")
     add("--no-load-optim", action="store_true", help="do not load the optimizer")
-    add("--finetune", action="store_true", help="load the weights alone and start at iteration 0")
-    add("--exit-interval", type=positive_int, help="save and exit at an iteration that is a multiple of this")
-    add("--exit-duration-in-mins", type=positive_float, help="save and exit after so many minutes")
+    file("--finetune", action="store_true", help="load the weights alone and start at iteration 0")
+    length("--exit-interval", type=positive_int, help="save and exit at an iteration that is a multiple of this")
+    length("--exit-duration-in-mins", type=positive_float, help="save and exit after this time")
 
 
 _NEW = {

@@ -204,7 +204,7 @@ def translate(tokens: Sequence[str]) -> tuple[list[str], list[str]]:
     lines: list[str] = []
     naming = ""  # the flags that name the schedule
 
-    def replace(theirs: list[str], ours: str, why: str) -> None:
+    def replace(theirs: Sequence[str], ours: str, why: str) -> None:
         nonlocal naming
         old = " ".join(" ".join(filter(None, (flag, line.old[flag]))) for flag in theirs)
         lines.append(f"{old} is {ours} now" + (f": {why}" if why else "") if ours else f"{old} is not needed: {why}")

@@ -16,6 +16,7 @@ from megatron.pipeline.flags.validation_experts import check_experts, check_pred
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.schedule.core.names import STOCK
 
 DEFAULT_SPLIT = "969,30,1"
 
@@ -51,7 +52,7 @@ def check_new_flags(args: Namespace) -> None:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != "stock":
+    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != STOCK:
         te_linear.check_version()
     if args.recompute_fused_backward and not args.recompute_granularity:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
@@ -108,7 +109,7 @@ def _check_post_validation(args: Namespace) -> None:
         raise ValueError(f"{given[0]} says how --post-validation works, which is not given: give it, or leave {given[0]} out")
     args.post_validation_when = args.post_validation_when or "measured"
     args.post_validation_copy = args.post_validation_copy or "device"
-    if args.post_validation and args.pipeline_schedule == "stock":
+    if args.post_validation and args.pipeline_schedule == STOCK:
         raise ValueError(
             "--post-validation needs a schedule that says where a step must stand, and megatron-core's own does not: take 1f1b, "
             "which runs the same passes, or another one, or leave --post-validation out"

@@ -6,7 +6,8 @@ from argparse import Namespace
 
 import torch
 
-from megatron.pipeline.flags.flags import OFF, PROFILE
+from megatron.pipeline.flags.flags import PROFILE
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
 def check_offload(args: Namespace) -> None:
@@ -30,7 +31,7 @@ def check_offload(args: Namespace) -> None:
         )
     if args.offload_cpu_bandwidth is not None and torch.cuda.is_available():
         raise ValueError("--offload-cpu-bandwidth is for machines without a GPU, whose own bandwidth counts: leave it out")
-    if args.offload != OFF and args.pipeline_schedule == "stock":
+    if args.offload != OFF and args.pipeline_schedule == STOCK:
         raise ValueError(
             f"--offload {args.offload} needs a schedule that says when to copy, and megatron-core's own does not: take 1f1b, "
             "which otherwise runs the same passes, or another one, or leave --offload out"

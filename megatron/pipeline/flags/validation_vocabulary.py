@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.pipeline.flags.flags import OFF
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
 def check_vocabulary(args: Namespace) -> None:
@@ -43,7 +43,7 @@ def _check_parallel(args: Namespace) -> None:
             f"{flag} spreads the vocabulary over pipeline ranks, and --pipeline-model-parallel-size is 1: raise it, or leave "
             "--vocab-parallel out"
         )
-    if args.pipeline_schedule == "stock":
+    if args.pipeline_schedule == STOCK:
         raise ValueError(
             f"{flag} needs a schedule that can have its passes, and megatron-core's own cannot: take 1f1b, which otherwise runs "
             "the same passes, or another one, or leave --vocab-parallel out"

@@ -1,4 +1,4 @@
-"""What the ranks tell each other through the rendezvous store: where each is, the first bad news, and who prints them."""
+"""Signs of life through the rendezvous store: where each rank is, the first failure, and which rank prints it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NEWS, _SPEAKER = "news", "speaker"
 _PATIENCE = 2.0  # seconds for the store to answer a rank that ends; one that has stopped never answers
 
 
-class Board:
+class Heartbeat:
     """Reads and writes on a thread of its own, because a store whose process is stopped does not answer and never will.
 
     Args:
-        mine: what this rank says; called from that thread.
+        mine: returns this rank's state; called from that thread.
         interval: seconds between two exchanges.
-        timeout: seconds to wait for the store, where it can be told to wait.
+        timeout: seconds to wait for the store, where that can be set.
 
     Attributes:
-        heard: what every rank said last, by rank. What a rank says changes with every exchange.
+        heard: what every rank wrote last, by rank; it changes with every exchange.
         news: what went wrong first, as the ranks agreed; None while all is well.
         lost: why the store is gone; None while it is there.
     """
@@ -43,7 +43,7 @@ class Board:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         server = torch.distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = torch.distributed.PrefixStore(f"megatron-pipeline-board/{restart}", server)
+        self._store = torch.distributed.PrefixStore(f"megatron-pipeline-heartbeat/{restart}", server)
         self._say()
 
     @property
@@ -52,12 +52,12 @@ class Board:
         return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
     def open(self) -> None:
-        """Start exchanging. Every rank has made its board by now."""
+        """Start exchanging. Every rank must have created its ``Heartbeat`` before."""
         self._exchange()
         self._thread.start()
 
     def close(self, patience: float = 0.0) -> None:
-        """Exchange no more. An exchange that is under way may still fail, which nobody will hear.
+        """Exchange no more. An exchange that is under way may still fail, without a message.
 
         Args:
             patience: seconds to wait for its end: a process that exits normally meanwhile is aborted by the store's client.
@@ -92,7 +92,7 @@ class Board:
         while not self._closed.wait(self._interval):
             try:
                 self._exchange()
-            except torch.distributed.DistStoreError:  # it was asked in vain; whoever needs the answer will notice
+            except torch.distributed.DistStoreError:  # no answer this time; the watchdog notices when there is none for long
                 continue
             except Exception as error:
                 self.lost = error

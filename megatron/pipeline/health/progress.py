@@ -1,4 +1,4 @@
-"""Where every rank is, and who holds the others up: the facts and the judgement of hang reports, without threads or stores."""
+"""Where every rank is, and which ranks block the others: the facts and the diagnosis of hang reports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Situation:
         process: pipeline rank, device, host and process, to find the rank by.
     """
 
-    place: str
+    place: str = "the steps around the pipeline"
     progress: tuple[int, ...] = ()
     in_iteration: bool = False
     waits_for: int | None = None
@@ -61,7 +61,7 @@ class Situation:
         """
         place, peer, together = " ".join([type(position).__name__, *map(str, position[:1])]), None, False
         if isinstance(position, Validate):
-            place = "Validate, which waits for the verdict on the last optimizer step"
+            place = "Validate, which waits until the last optimizer step is accepted"
         elif isinstance(position, (Join, Wait)) and isinstance(position[0], Collective):
             together = True
         elif isinstance(position, Wait) and isinstance(position.message, Message):
@@ -95,11 +95,11 @@ class Situation:
         return f"{self.place} (at {self.line})" if self.line else self.place
 
 
-class View:
-    """What one rank has seen of the others, and when.
+class RanksSeen:
+    """What one rank has read from the others, and when.
 
-    Its clock stands still while its own process does, so that a machine that sleeps, or a job that is suspended as a
-    whole, accuses nobody when it goes on.
+    Its clock stops while its own process is stopped: after a machine has slept, or a whole job was suspended, no rank is
+    accused.
     """
 
     def __init__(self, world: int, longest_gap: float) -> None:
@@ -112,7 +112,7 @@ class View:
         self.situations: list[Situation] = []
 
     def look(self, heard: Sequence[str], rank: int, mine: Situation, now: float) -> None:
-        """Take note of what every rank said last, at a time of the clock.
+        """Take in what every rank wrote last.
 
         Args:
             heard: a count that grows, ``|``, and a situation's ``to_text``, of every rank.
@@ -132,7 +132,7 @@ class View:
             self._moved_at = self._clock
 
     def silent(self, seconds: float) -> set[int]:
-        """Ranks that have said nothing for so long."""
+        """Ranks without a sign of life for this long."""
         return {rank for rank, at in enumerate(self._said_at) if self._clock - at >= seconds}
 
     @property
@@ -143,10 +143,10 @@ class View:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Who holds the others up.
+    """Which ranks block the others.
 
     Attributes:
-        culprits: the likely ones; several where the facts do not tell them apart.
+        culprits: the likely causes; several where the facts do not decide.
         waiting: ranks that wait for a culprit, directly or through others.
         in_iteration: whether a culprit is in an iteration, where no pass may take long. Elsewhere are the start, the
             optimizer's step and checkpoints.
@@ -177,14 +177,14 @@ def diagnose(situations: Sequence[Situation], silent: Collection[int]) -> Diagno
     together = {rank for rank in ranks if rank not in silent and situations[rank].waits_for_all}
     blocked = together | {rank for rank in ranks if rank not in silent and situations[rank].waits_for is not None}
     candidates = next(
-        found
-        for found in (
+        ranks_of_kind
+        for ranks_of_kind in (
             set(silent),
             {rank for rank in ends - blocked if situations[rank].in_iteration},
             ends & blocked,  # where a chain ends in a rank that waits, it has come back to it
             ends,
         )
-        if found
+        if ranks_of_kind
     )
     waiting = {
         rank: {

@@ -1,9 +1,9 @@
-"""A failed, lost or stuck rank ends all of them, soon, with one message that names it and the pass it was in.
+"""When a rank fails, is lost or hangs, all ranks end soon, and one message names that rank and the pass it was in.
 
-Each rank says where it is and hears where the others are (``heartbeat.py``), twice a second. Its watchdog judges what it heard
-(``progress.py``): a rank reported an exception, has fallen silent, or holds up a pipeline in which nothing moves any more.
-It then ends the process, which is likely blocked in a wait for a rank that will not come. One rank prints the verdict: the
-lowest that others hear; if it does not, another one; and if the store does not answer, so that they cannot agree, every rank.
+Each rank writes its progress and reads that of the others twice a second (``heartbeat.py``). Its watchdog looks for a rank that
+reported an exception, is silent, or blocks a pipeline in which nothing moves any more (``progress.py``). It then ends the
+process, which is likely blocked in a wait for a rank that has gone. One rank prints the diagnosis: the lowest that is not
+silent; if that one does not, another rank; and if the store does not answer, so that ranks cannot agree, every rank.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from types import TracebackType
 import torch
 from megatron.core import parallel_state
 
-from megatron.pipeline.health.heartbeat import Board
-from megatron.pipeline.health.progress import Situation, View, diagnose, name_rank
+from megatron.pipeline.health.heartbeat import Heartbeat
+from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
 
 _INTERVAL = 0.5  # seconds between two looks
 _RANKS_PER_INTERVAL = 64  # larger worlds look less often: what the store sends grows with the square of the ranks
-_SILENT_LOOKS = 4  # looks without a word after which a rank that is under suspicion counts as silent
-# Looks after the verdict: a rank that hears it up to one look later must find a store, and a launcher that has not killed it.
+_SILENT_LOOKS = 4  # looks without a sign of life after which a suspected rank counts as silent
+# Looks after the diagnosis: a rank reads it up to one look later, and must then find the store and a launcher that is running.
 _GRACE = 2  # before a rank other than the first one prints
 _LAST_LOOKS = 5  # before a rank ends that has printed something: launchers show what the first one to end has printed
 _LAST_LOOKS_OF_MUTE = 7  # before the others end
@@ -46,10 +46,10 @@ class Watchdog:
     """A context around training. Entering and leaving it without error is collective.
 
     Args:
-        situation: says where this rank is; called from other threads.
+        situation: returns where this rank is; called from other threads.
         pipeline_timeout: seconds that an iteration may go without a pass on any rank.
         stuck_seconds: the same where ranks are outside their iteration, as at the start, in a save, and under stock schedules.
-        silence_seconds: a rank that has said nothing for so long is lost.
+        silence_seconds: a rank without a sign of life for this long is lost.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Watchdog:
         self._stuck = stuck_seconds
         self._silence = max(silence_seconds, 2 * _SILENT_LOOKS * self._interval)
         self._rank = torch.distributed.get_rank()
-        self._view = View(world, longest_gap=2 * self._interval)
+        self._seen = RanksSeen(world, longest_gap=2 * self._interval)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._process = _this_process()
-        self._board = Board(lambda: self._situation().to_text(), self._interval, timeout=self._silence)
+        self._heartbeat = Heartbeat(lambda: self._situation().to_text(), self._interval, timeout=self._silence)
         torch.distributed.barrier()
-        self._board.open()
+        self._heartbeat.open()
         self._thread.start()
         return self
 
@@ -84,14 +84,14 @@ class Watchdog:
         self._ended.set()
         self._thread.join()
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
-            # The launcher of a dead rank now ends the others: they have something to say first.
+            # The launcher now ends the other ranks: they report first.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             news, trace = self._blame(error), ""
             if news is None:
                 news = f"{name_rank(self._rank, self._situation())} failed in {self._situation().place}: {in_words(error)}"
                 trace = f"Global rank {self._rank} failed.\n{''.join(traceback.format_exception(error))}"
             self._end(news, trace)
-        self._board.close(patience=self._silence)
+        self._heartbeat.close(patience=self._silence)
 
     def _situation(self) -> Situation:
         mine = self._place()
@@ -104,21 +104,21 @@ class Watchdog:
                 self._end(news)
 
     def _judge(self, silence: float) -> str | None:
-        """What has gone wrong, if anything. Ranks that have said nothing for ``silence`` seconds are lost."""
-        board, view = self._board, self._view
-        if board.news:
-            return board.news
-        if board.lost:
-            return f"the rank or launcher that keeps the rendezvous store is gone ({board.lost})"
+        """What has gone wrong, if anything. Ranks without a sign of life for ``silence`` seconds are lost."""
+        heartbeat, view = self._heartbeat, self._seen
+        if heartbeat.news:
+            return heartbeat.news
+        if heartbeat.lost:
+            return f"the rank or launcher that keeps the rendezvous store is gone ({heartbeat.lost})"
         mine = self._situation()
-        view.look(board.heard, self._rank, mine, time.monotonic())
+        view.look(heartbeat.heard, self._rank, mine, time.monotonic())
         lost = self._silent(silence)
         if lost:
             return diagnose(view.situations, lost).report()
         suspicious = _SILENT_LOOKS * self._interval
         still = f". No pass has finished for {view.still:.0f} s"
-        if board.keeper is None and self._rank in view.silent(suspicious):
-            # The launcher may have been stopped on purpose: nothing is lost as long as this rank moves.
+        if heartbeat.keeper is None and self._rank in view.silent(suspicious):
+            # The launcher may have been stopped on purpose: no rank is lost as long as this one moves.
             news, passes = f"the launcher, which keeps the rendezvous store, is silent{still}", mine.in_iteration
         else:
             diagnosis = diagnose(view.situations, self._silent(suspicious))
@@ -126,11 +126,11 @@ class Watchdog:
         return news if view.still >= (self._pipeline_timeout if passes else self._stuck) else None
 
     def _silent(self, seconds: float) -> set[int]:
-        """Ranks that have said nothing for so long. A store that answers nobody, not even this rank, accuses its keeper alone."""
-        silent = self._view.silent(seconds)
+        """Ranks without a sign of life for this long. If this rank is among them, it is the store's keeper that is lost."""
+        silent = self._seen.silent(seconds)
         if self._rank not in silent:
             return silent
-        return set() if self._board.keeper is None else {self._board.keeper}
+        return set() if self._heartbeat.keeper is None else {self._heartbeat.keeper}
 
     def _blame(self, error: BaseException) -> str | None:
         """Which other rank failed or was lost just before an exception on this one; None if this one is to blame."""
@@ -149,14 +149,14 @@ class Watchdog:
         Args:
             trace: the traceback of this rank's own failure, if it has failed.
         """
-        news = self._board.announce(news)
-        self._board.close()  # the rank that keeps the store may be gone before the next exchange
+        news = self._heartbeat.announce(news)
+        self._heartbeat.close()  # the rank that keeps the store may be gone before the next exchange
         _print(trace)
         looks = 0
         if self._rank != self._first_heard():
             time.sleep(_GRACE * self._interval)
             looks = _GRACE
-        speaks = self._board.claim()
+        speaks = self._heartbeat.claim()
         if speaks:
             _print(f"Pipeline stopped: {news}\n")
         if speaks or trace:
@@ -168,7 +168,7 @@ class Watchdog:
 
     def _first_heard(self) -> int:
         """The lowest rank that is not silent."""
-        silent = self._view.silent(_SILENT_LOOKS * self._interval)
+        silent = self._seen.silent(_SILENT_LOOKS * self._interval)
         return next((rank for rank in range(torch.distributed.get_world_size()) if rank not in silent), self._rank)
 
 
@@ -207,6 +207,6 @@ def _this_process() -> str:
 def _line_of_main_thread() -> str:
     main = threading.main_thread()
     frame = sys._current_frames().get(main.ident or 0)
-    if frame is None or threading.current_thread() is main:  # it has left its place to tell of an error
+    if frame is None or threading.current_thread() is main:  # it is reporting an error, away from its place
         return ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -12,9 +12,8 @@ from typing import Any
 
 from megatron.core.dist_checkpointing import load_common_state_dict
 
-from megatron.pipeline.flags.flags import OFF
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.runtime.pipeline import STOCK
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 
 _FLAG = "--dist-ckpt-optim-fully-reshardable"

@@ -10,11 +10,10 @@ import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
-from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.trainer.metrics import Measured, Metrics, Step
-from megatron.pipeline.trainer.planning import replanning
-from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace, write_trace
+from megatron.pipeline.trainer.metrics import Metrics, Step
+from megatron.pipeline.trainer.reports import Reports
+from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace
 
 
 def is_last_rank() -> bool:
@@ -32,7 +31,7 @@ class Progress:
     def __init__(self, args: Namespace, pipeline: Pipeline) -> None:
         self._args, self._pipeline = args, pipeline
         self._metrics = Metrics(args.metrics, args.seq_length) if args.metrics and is_last_rank() else None
-        self._profiling = replanning(args, pipeline)
+        self._reports = Reports(args, pipeline)
 
     def __enter__(self) -> Progress:
         return self
@@ -55,7 +54,11 @@ class Progress:
         """
         losses, skipped, norm = result[0], result[1], result[5]
         iteration = args.curr_iteration + 1
-        report = self._report(iteration)
+        pending = self._pipeline.start_report() if self._pipeline.measures else None
+        measured = self._reports.measured(iteration, pending, wanted=self._metrics is not None)
+        for line in self._reports.use(iteration):
+            if is_last_rank():
+                print(line, flush=True)
         if self._metrics is None:
             return
         batch = get_current_global_batch_size()
@@ -69,29 +72,6 @@ class Progress:
             loss_scale=float(optimizer.get_loss_scale()),
             seconds=seconds,
         )
-        if trouble := self._metrics.write(step, self._measured(report)):
+        if trouble := self._metrics.write(step, measured):
             print(trouble, flush=True)
             self._metrics = None
-
-    def _report(self, iteration: int) -> Report | None:
-        """What was measured, where anybody wants it; ranks plan again from it."""
-        pending = self._pipeline.start_report() if self._pipeline.measures else None
-        traced = self._args.pipeline_trace and iteration % self._args.log_interval == 0 and torch.distributed.get_rank() == 0
-        if pending is None or not (traced or self._metrics or self._profiling):
-            return None
-        report = pending.wait()
-        if traced:
-            write_trace(self._args.pipeline_trace, iteration, self._pipeline, report)
-        if self._profiling:
-            try:
-                for line in self._profiling.send(report):
-                    if is_last_rank():
-                        print(line, flush=True)
-            except StopIteration:
-                self._profiling = None
-        return report
-
-    def _measured(self, report: Report | None) -> Measured | None:
-        if report is None:
-            return None
-        return Measured(report.bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)

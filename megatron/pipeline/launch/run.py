@@ -27,7 +27,7 @@ from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
-from megatron.pipeline.flags.flags import OFF, add_new_flags
+from megatron.pipeline.flags.flags import add_new_flags
 from megatron.pipeline.health.watchdog import Watchdog
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.check import (
@@ -50,7 +50,8 @@ from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
-from megatron.pipeline.runtime.pipeline import STOCK, Pipeline
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.trainer.planning import plan_pipeline
 from megatron.pipeline.trainer.startup_lines import plan_in_words
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model import seeding, te_linear
@@ -20,6 +20,7 @@ from megatron.pipeline.model.layer_spec import block_spec, prediction_spec
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -41,14 +42,14 @@ def build_model(args: Namespace, config: TransformerConfig, placement: Placement
 
     Process groups must be initialised; this is collective.
     """
-    split = args.pipeline_schedule != "stock"
+    split = args.pipeline_schedule != STOCK
     if split and args.transformer_impl == "transformer_engine":
         te_linear.delay_weight_gradients(config)
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed, force_reset_rng=True)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
     models = [_model(args, config, stage) for stage in stages]
-    spread = args.vocab_parallel != "off"
+    spread = args.vocab_parallel != OFF
     if spread:
         spread_vocabulary(args, config, models, stages)
 
@@ -94,7 +95,7 @@ class LowPrecision(Float16Module):
 
 
 def _model(args: Namespace, config: TransformerConfig, stage: Stage) -> torch.nn.Module:
-    spread = args.vocab_parallel != "off"
+    spread = args.vocab_parallel != OFF
     tied = not args.untie_embeddings_and_output_weights and not spread
     model = seeding.SeededGPTModel(
         config=config,
@@ -129,7 +130,7 @@ def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed:
         with tensor_parallel.get_cuda_rng_tracker().fork():
             config.init_method(weight)
         return
-    upstream_layers._initialize_affine_weight_cpu(
+    compat.get("megatron.core.tensor_parallel.layers", "_initialize_affine_weight_cpu")(
         weight,
         output_layer.output_size,
         output_layer.input_size,

@@ -1,4 +1,4 @@
-"""When to step ahead: a step that stands saves time, one that is undone costs some, and how often each happens is measured."""
+"""When to step ahead: an accepted step saves time, a rolled-back one costs time, and both are measured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-_WINDOW = 32  # steps whose fate tells how often one is undone; and after so many that are not ahead, it is tried anew
-_CALM = 4  # steps in a row that must have stood before the first is taken ahead; and their iterations' barrier is timed
+_WINDOW = 32  # steps over which roll-backs are counted; after this many synchronous steps, stepping ahead is tried anew
+_CALM = 4  # accepted steps in a row before the first is taken ahead; meanwhile the barrier is timed
 _FEWEST, _MOST = 3, 8  # iterations of a kind, for its time to be known, and that are remembered
 
 
@@ -16,14 +16,14 @@ class Observation:
     """What is known of a step once the iteration after it has ended; the same on all ranks.
 
     Attributes:
-        ahead: it was taken before its verdict.
-        stood: gradients were finite and needed no clipping, so that a step ahead stood, or would have.
+        ahead: it was taken before its validation.
+        accepted: gradients were finite and needed no clipping, so that a step ahead was accepted, or would have been.
         seconds: from its end to the end of the next, divided by the microbatches in between.
         wasted: seconds of that, likewise divided, in which forwards ran ahead.
     """
 
     ahead: bool
-    stood: bool
+    accepted: bool
     seconds: float
     wasted: float
 
@@ -31,31 +31,31 @@ class Observation:
 class Policy:
     """Decides for every step whether it is taken ahead. Every rank feeds it the same, so every rank decides the same.
 
-    A step ahead saves G seconds when it stands (what a barrier after every iteration costs) and costs L when it is undone (the
-    forwards that ran in vain, and the way back), so stepping ahead pays while the share of steps that are undone is below
-    G / (G + L). All are medians over recent iterations, a microbatch; until enough steps have been undone, L is the time of the
-    forwards that run ahead.
+    A step ahead saves G seconds when it is accepted (the cost of a barrier after every iteration) and costs L when it is rolled
+    back (the forwards that ran in vain, and the restoring), so stepping ahead pays while the share of roll-backs is below
+    G / (G + L). All are medians over recent iterations, per microbatch; until enough steps have been rolled back, L is the time
+    of the forwards that run ahead.
 
     Args:
-        always: never step otherwise, whatever is measured.
+        always: step ahead every time, without measuring.
     """
 
     def __init__(self, always: bool = False) -> None:
         self._always = always
-        self._fates: deque[bool] = deque(maxlen=_WINDOW)  # whether steps stood
+        self._fates: deque[bool] = deque(maxlen=_WINDOW)  # whether steps were accepted
         self._waited: deque[float] = deque(maxlen=_MOST)  # seconds of iterations after a barrier
-        self._saved: deque[float] = deque(maxlen=_MOST)  # of those after a step ahead that stood
-        self._lost: deque[float] = deque(maxlen=_MOST)  # and after one that was undone
+        self._saved: deque[float] = deque(maxlen=_MOST)  # of those after an accepted step ahead
+        self._lost: deque[float] = deque(maxlen=_MOST)  # and after one that was rolled back
         self._wasted: deque[float] = deque(maxlen=_MOST)
         self._suspended = 0  # steps since the last one ahead
         self.ahead = always
 
     def observe(self, seen: Observation) -> str | None:
         """Take in the fate of a step, and decide anew; returns a line for the log if the decision is another one."""
-        self._fates.append(seen.stood)
+        self._fates.append(seen.accepted)
         if seen.ahead:
             self._suspended = 0
-            (self._saved if seen.stood else self._lost).append(seen.seconds)
+            (self._saved if seen.accepted else self._lost).append(seen.seconds)
             self._wasted.append(seen.wasted)
         else:
             self._suspended += 1
@@ -71,14 +71,14 @@ class Policy:
 
     @property
     def gain(self) -> float | None:
-        """Seconds that a step ahead saves when it stands; None until iterations of both kinds have been timed."""
+        """Seconds that an accepted step ahead saves; None until iterations of both kinds have been timed."""
         if min(len(self._waited), len(self._saved)) < _FEWEST:
             return None
         return statistics.median(self._waited) - statistics.median(self._saved)
 
     @property
     def break_even(self) -> float | None:
-        """The share of undone steps at which stepping ahead saves as much as it costs; None as long as that is not known."""
+        """The share of rolled-back steps at which stepping ahead saves as much as it costs; None until both are known."""
         if self.gain is None:
             return None
         return self.gain / (self.gain + self._loss()) if self.gain > 0 else 0.0
@@ -94,20 +94,22 @@ class Policy:
         limit = self.break_even
         if limit is None:  # to find out, when all is calm
             return len(self._fates) >= _CALM and all(list(self._fates)[-_CALM:])
-        # Half of the limit to come back, so that a share near it does not go to and fro.
-        undone = self._fates.count(False) / len(self._fates)
-        return undone < (limit if self.ahead else limit / 2)
+        # Half of the limit to come back, so that a share near it does not switch every time.
+        rolled_back = self._fates.count(False) / len(self._fates)
+        return rolled_back < (limit if self.ahead else limit / 2)
 
     def _reasons(self) -> str:
-        undone, limit = self._fates.count(False), self.break_even
+        rolled_back, limit = self._fates.count(False), self.break_even
         if self.gain is None or limit is None:
             if self.ahead:
                 return f"none of the last {_CALM} steps was clipped or skipped; what stepping ahead saves is now measured"
-            return "a step was undone before it was known what stepping ahead saves"
-        share = f"{undone} of the last {len(self._fates)} steps were clipped or skipped ({undone / len(self._fates):.1%})"
+            return "a step was rolled back before it was known what stepping ahead saves"
+        share = (
+            f"{rolled_back} of the last {len(self._fates)} steps were clipped or skipped ({rolled_back / len(self._fates):.1%})"
+        )
         if self.gain <= 0:
             return f"stepping ahead saves nothing here ({1e3 * self.gain:.3g} ms a microbatch); {share}"
         return (
-            f"{share}, and break-even is at {limit:.1%}: a step ahead saves {1e3 * self.gain:.3g} ms a microbatch when it stands "
-            f"and costs {1e3 * self._loss():.3g} ms when it is undone"
+            f"{share}, and break-even is at {limit:.1%}: a step ahead saves {1e3 * self.gain:.3g} ms a microbatch "
+            f"when it is accepted and costs {1e3 * self._loss():.3g} ms when it is rolled back"
         )

@@ -1,4 +1,4 @@
-"""An exact copy of what an optimizer step overwrites, with which the step can be undone."""
+"""An exact copy of what an optimizer step overwrites, from which the step can be rolled back."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import torch
 class Keep(StrEnum):
     """Where copies are kept."""
 
-    DEVICE = "device"  # copied when the step is taken, freed when it stands
+    DEVICE = "device"  # copied when the step is taken, freed when it is accepted
     HOST = "host"  # copied while the backwards before the step run, into pinned memory that stays allocated
 
 
 class Snapshot:
-    """Parameters as the optimizer has them, all of its state, and the numbers in its parameter groups. Copies, so that undoing
-    is exact for any optimizer: for Adam in float32 that is 12 bytes a parameter, 4 of them the parameter itself.
+    """Copies of the optimizer's parameters, all of its state, and the numbers in its parameter groups.
+
+    With copies a roll-back is exact for any optimizer. For Adam in float32 they take 12 bytes a parameter, of which 4 are the
+    parameter itself.
 
     Parameters of 16 bits are rounded from the optimizer's own and need no copy.
 
@@ -63,7 +65,7 @@ class Snapshot:
             self._copied = self._stream.record_event()
 
     def take_early(self) -> None:
-        """Copy now, while the backwards before the next step run, if that is how copies are made."""
+        """Copy now, while the backwards before the next step run, if copies are kept on the host."""
         if self._keep is Keep.HOST:
             self.take()
 

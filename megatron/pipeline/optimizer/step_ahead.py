@@ -1,9 +1,10 @@
 """An optimizer step that is taken before it is known whether gradients are finite and need no clipping.
 
 megatron-core's optimizers all-reduce two numbers over all stages before they step: whether a gradient is not finite, and the
-norm. Both are started here and not waited for. Stepping ahead supposes that they will say "no" and "small enough"; when they
-have come, ``settle`` finds that right, or undoes the step from a copy and does what upstream would have done. The reductions are
-upstream's own, of the same numbers over the same groups, so the norm and all that follows from it have the same bits as its.
+norm. Both are started here and not waited for. Stepping ahead assumes that gradients are finite and small enough; once both
+numbers are there, ``resolve`` accepts the step, or rolls it back from a copy and does what upstream would have done. The
+reductions are upstream's own, of the same numbers over the same groups, so the norm has the same bits as upstream's.
+``patches/compat.py`` lists the parts of upstream's step that are called here one by one.
 """
 
 from __future__ import annotations
@@ -18,27 +19,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
-from megatron.pipeline.patches import upstream
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.reduction import Reduction
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
-
-# Nothing of upstream is replaced here, but the parts of its step are called one by one.
-upstream.require(
-    "megatron.core.optimizer.optimizer",
-    (
-        "MegatronOptimizer.get_main_grads_for_grad_norm",
-        "MegatronOptimizer.get_grad_stats_parallel_group",
-        "MixedPrecisionOptimizer.step_with_ready_grads",
-        "Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
-        "Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling",
-        "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
-        "FP32Optimizer.prepare_grads",
-        "ChainedOptimizer.step_with_ready_grads",
-    ),
-)
-upstream.require("megatron.core.optimizer.clip_grads", ("multi_tensor_applier", "l2_norm_impl", "clip_grad_by_total_norm_fp32"))
 
 
 @dataclass(frozen=True)
@@ -48,12 +32,12 @@ class Outcome:
     Attributes:
         successful: whether there was a step; there is none where a scaled gradient is not finite.
         grad_norm: before clipping; None without a step.
-        undone: whether the parameters are others than those that the step ahead left.
+        rolled_back: whether the parameters differ from those that the step ahead left.
     """
 
     successful: bool
     grad_norm: float | None
-    undone: bool
+    rolled_back: bool
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
@@ -62,7 +46,7 @@ def parts_of(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def snapshot_of(optimizer: MegatronOptimizer, keep: Keep = Keep.DEVICE) -> Snapshot | None:
-    """What a step overwrites; None where no verdict could undo it: without clipping and without a loss scale."""
+    """A copy of what a step overwrites; None where no step is ever rolled back: without clipping and without a loss scale."""
     parts = parts_of(optimizer)
     if not any(part.config.clip_grad > 0 or _scaler(part) for part in parts):
         return None
@@ -75,7 +59,7 @@ def clips(limit: float, norm: float) -> bool:
 
 
 class StepAhead:
-    """One step of an optimizer, taken when this is made. Gradients must stay as they are until it is settled.
+    """One step of an optimizer, taken on construction. Gradients must stay as they are until it is resolved.
 
     Args:
         optimizer: megatron-core's, with float32 or mixed precision, distributed or not, or a chain of such.
@@ -88,7 +72,7 @@ class StepAhead:
         self._parts = parts_of(optimizer)
         self._infinite = [_prepare(part) for part in self._parts]
         self._norms = _start_norms(self._parts)
-        # The scale of the next losses is needed before the verdict is there; a copy is cheap.
+        # The scale of the next losses is needed before the validation; a copy is cheap.
         self._scales = [scaler.state_dict() if (scaler := _scaler(part)) else None for part in self._parts]
         for part in self._parts:
             if scaler := _scaler(part):
@@ -100,33 +84,33 @@ class StepAhead:
         self._stepped = optimizer.step_with_ready_grads()
 
     @torch.no_grad()
-    def settle(self) -> Outcome:
-        """Wait for the verdict, and make optimizer and parameters what upstream's ``step`` would have left."""
+    def resolve(self) -> Outcome:
+        """Wait for both numbers, and bring optimizer and parameters into the state that upstream's ``step`` would have left."""
         infinite = [bool(reduction and reduction.wait()[0] > 0) for reduction in self._infinite]
         norms = [reduction.wait()[0] ** 0.5 for reduction in self._norms]
         if any(infinite):
-            self._undo()
-            for part, before, found in zip(self._parts, self._scales, infinite, strict=True):
-                if found:
+            self._roll_back()
+            for part, before, overflowed in zip(self._parts, self._scales, infinite, strict=True):
+                if overflowed:
                     part.grad_scaler.load_state_dict(before)
                     part.grad_scaler.update(True)
             self._show_parameters()
-            return Outcome(successful=False, grad_norm=None, undone=True)
+            return Outcome(successful=False, grad_norm=None, rolled_back=True)
         # As megatron-core combines the norms of a chain, and decides.
         norm = norms[0] if len(norms) == 1 else math.sqrt(sum([one**2 for one in norms]))
         clipped = [part for part in self._parts if clips(part.config.clip_grad, norm)]
         if clipped:
-            self._undo()
+            self._roll_back()
             for part in clipped:
                 if parameters := part.get_parameters():
                     clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-            return Outcome(self._optimizer.step_with_ready_grads(), norm, undone=True)
+            return Outcome(self._optimizer.step_with_ready_grads(), norm, rolled_back=True)
         if self._snapshot is not None:
             self._snapshot.release()
-        return Outcome(self._stepped, norm, undone=False)
+        return Outcome(self._stepped, norm, rolled_back=False)
 
-    def _undo(self) -> None:
-        assert self._snapshot is not None, "snapshot_of made one where a verdict can undo"
+    def _roll_back(self) -> None:
+        assert self._snapshot is not None, "snapshot_of makes one where a step can be rolled back"
         for chunk in _gathering(self._parts):
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if group.param_gather_handle is not None:  # it still writes parameters

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
 
 from megatron.pipeline.record.report import Report
-from megatron.pipeline.runtime.p2p import Links, Tensors
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.program import Flow, Message
 
-_SHARDS = -1  # in place of a stage: those of all ranks, which are alike
+_SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
 _Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
-_PINGS = 5  # that count, after one that opens the connection
 
 
-def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report, hop: float = 0.0) -> Costs:
+def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -> Costs:
     """The costs of every stage, for one microbatch: medians over its passes.
 
-    A schedule that fuses every backward tells only their sum: half of it counts as B and half as W, and nothing as freed
-    before W.
+    Where every backward is fused, only the sum of B and W is measured: half of it counts as B and half as W, and no memory
+    counts as freed before W.
 
     Args:
-        schedule: of the reports' iterations; which number of microbatches it has does not matter.
         timed: for the seconds.
-        counted: for the bytes.
+        counted: for the bytes. All reports are of schedules on one placement, with one number of slices; how many
+            microbatches each has does not matter.
         hop: seconds.
     """
+    schedule = counted.schedule
     samples: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for report in timed:
         for rank, record in enumerate(report.ranks):
@@ -63,7 +58,7 @@ def measured_costs(schedule: Schedule, timed: Sequence[Report], counted: Report,
 
 
 def _as_movable_as_others(stages: list[StageCosts]) -> list[StageCosts]:
-    """With stages of which nothing has been moved taken to be like the others, on average."""
+    """Stages with no offloaded activations get the average movable share of the others."""
     known = [(stage.movable, stage.activation) for stage in stages if stage.movable is not None]
     moved, whole = sum(one for one, _ in known), sum(one for _, one in known)
     if not whole:
@@ -93,75 +88,12 @@ def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts
     )
 
 
-def ping(links: Links, rank: int, placement: Placement) -> list[float]:
-    """Seconds of one hop, between every two ranks that exchange messages, measured by the lower of them with whole messages
-    that go there and back. Collective over the pipeline; between iterations.
-
-    The time from a send to the end of its receive inside an iteration is no measure: it is mostly the wait for the pass.
-    """
-    homes = [placement.home(stage)[0] for stage in range(placement.last_stage + 1)]
-    pairs = sorted({(min(pair), max(pair)) for pair in pairwise(homes) if pair[0] != pair[1]})
-    seconds: list[float] = []
-    for low, high in pairs:
-        if rank == low:
-            seconds += _ask(links, high)
-        elif rank == high:
-            _answer(links, low)
-    return seconds
-
-
-def _ask(links: Links, peer: int) -> list[float]:
-    seconds = []
-    for message, answer in zip(*_messages(), strict=True):
-        _receive(links, answer, peer)
-        began = _now()
-        _send(links, message, peer, links.blank(message.flow))
-        links.wait(answer)
-        seconds.append((_now() - began) / 2)
-        links.finish(message)
-    return seconds[1:]
-
-
-def _answer(links: Links, peer: int) -> None:
-    there, back = _messages()
-    _receive(links, there[0], peer)
-    for number, answer in enumerate(back):
-        tensors = links.wait(there[number])
-        if answer is not back[-1]:
-            _receive(links, there[number + 1], peer)
-        _send(links, answer, peer, tensors)
-        links.finish(answer)
-
-
-def _messages() -> tuple[list[Message], list[Message]]:
-    """There and back; the stage, which is none of the model's, only tells them apart."""
-    there, back = ([Message(Flow.ACTIVATION, number, stage) for number in range(1 + _PINGS)] for stage in (-1, -2))
-    return there, back
-
-
-def _receive(links: Links, message: Message, peer: int) -> None:
-    """Alone: of what starts together, NCCL says only when all of it is over."""
-    links.receive(message, peer)
-    links.start()
-
-
-def _send(links: Links, message: Message, peer: int, tensors: Tensors) -> None:
-    links.send(message, peer, tensors, when_sent=lambda: None)
-    links.start()
-
-
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def agree(costs: Costs, hops: Sequence[float]) -> Costs:
     """One number for every stage and for the hop: medians over all ranks that measured it. Collective over the world."""
     everyone: list[tuple[Costs, Sequence[float]]] = [(costs, hops)] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (costs, hops))
     stages = zip(*(one.stages for one, _ in everyone), strict=True)
-    all_hops = [seconds for _, found in everyone for seconds in found]
+    all_hops = [seconds for _, measured in everyone for seconds in measured]
     shards = _median(one.vocabulary for one, _ in everyone)
     return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards, costs.copies)
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 
 import torch
+
+_observer: ContextVar[ActivationMeter | None] = ContextVar("the meter that counts activations now", default=None)
+
+
+def hold(tensors: Iterable[torch.Tensor]) -> list[CountedTensor]:
+    """Say that tensors outlive the pass that runs now. The meter that observes, if one does, counts them until what is returned
+    here dies."""
+    meter = _observer.get()
+    return [] if meter is None else [meter.hold(tensor) for tensor in tensors]
 
 
 class ActivationMeter:
@@ -24,23 +34,32 @@ class ActivationMeter:
         self.current = 0
         self.peak = 0
 
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """A context in which this meter counts what is given to ``hold``."""
+        token = _observer.set(self)
+        try:
+            yield
+        finally:
+            _observer.reset(token)
+
     def saving(self) -> AbstractContextManager[None]:
         """A context in which what autograd saves is counted, until it is freed."""
         return torch.autograd.graph.saved_tensors_hooks(self.hold, _unpack)
 
-    def hold(self, tensor: torch.Tensor) -> Held:
+    def hold(self, tensor: torch.Tensor) -> CountedTensor:
         """Count a tensor until the returned object dies."""
         storage = tensor.untyped_storage()
         key = storage.data_ptr()
         if key in self._parameters:
-            return Held(tensor, None, key)
+            return CountedTensor(tensor, None, key)
         if key not in self._holders:
             self._holders[key] = 0
             self.current += storage.nbytes()
             self.peak = max(self.peak, self.current)
         self._holders[key] += 1
         # Without its graph: a node that saves its own output would keep itself alive where no backward ever frees it.
-        return Held(tensor.detach(), self, key)
+        return CountedTensor(tensor.detach(), self, key)
 
     def _release(self, tensor: torch.Tensor, key: int) -> None:
         self._holders[key] -= 1
@@ -49,7 +68,7 @@ class ActivationMeter:
             self.current -= tensor.untyped_storage().nbytes()
 
 
-class Held:
+class CountedTensor:
     """A counted tensor; the count goes down when this object dies."""
 
     __slots__ = ("_key", "_meter", "tensor")
@@ -64,5 +83,5 @@ class Held:
             self._meter._release(self.tensor, self._key)
 
 
-def _unpack(held: Held) -> torch.Tensor:
+def _unpack(held: CountedTensor) -> torch.Tensor:
     return held.tensor

@@ -1,4 +1,4 @@
-"""What one iteration of one rank did: when each pass ran, what was waited for, and how many activation bytes were held."""
+"""The record of one iteration on one rank: when each pass ran, each wait, and how many activation bytes were held."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Record:
 
 
 class Unmeasured:
-    """Stands where a ``Recorder`` could, and measures nothing."""
+    """A ``Recorder`` that measures nothing."""
 
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
@@ -56,8 +56,8 @@ class Unmeasured:
     def reach(self, _: Pass) -> None:
         """Nothing to take note of."""
 
-    def hold(self, _: Iterable[torch.Tensor]) -> list[Any]:
-        return []
+    def observing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def end(self, _: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """Nothing to end."""
@@ -83,7 +83,7 @@ class Recorder:
         self._on_gpu = torch.cuda.is_available()
         self._meter = ActivationMeter(parameters) if count or not self._on_gpu else None
         self._peak = 0
-        self._epoch: float | None = None  # the moment of the first event, once it has been found
+        self._epoch: float | None = None  # the moment of the first event, once it is known
         if self._on_gpu:
             self._first = self._last = self._mark()
             self._allocated = torch.cuda.memory_allocated()
@@ -109,13 +109,13 @@ class Recorder:
         self._waits.append((message, start, self._mark()))
 
     def reach(self, copy: Pass) -> None:
-        """Take note of the place of a copy among the passes, and of what is held there."""
+        """Record the place of a copy among the passes, and the bytes held there."""
         now = self._mark()
         self._passes.append((copy, now, now, self._held()))
 
-    def hold(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
-        """Count tensors that outlive their pass, until the returned objects die."""
-        return [self._meter.hold(tensor) for tensor in tensors] if self._meter else []
+    def observing(self) -> AbstractContextManager[None]:
+        """A context in which tensors that outlive their pass are counted (see ``memory.hold``)."""
+        return self._meter.observing() if self._meter else nullcontext()
 
     def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation.
@@ -164,7 +164,7 @@ class Recorder:
 
 
 def _reached_now() -> torch.cuda.Event:
-    """An event of this moment, whatever the GPU still has to compute: the clock that events are read on, beside the host's."""
+    """An event of this moment, on an idle stream: it relates the clock of events to the host's."""
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.Stream())
     event.synchronize()

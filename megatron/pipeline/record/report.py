@@ -1,4 +1,4 @@
-"""What one iteration did over the ranks of a pipeline, gathered while the next one runs: no rank waits for another to end.
+"""The records of one iteration over the ranks of a pipeline, gathered while the next one runs: no rank waits for another.
 
 Every rank knows every other's program, and so which passes and messages a record can be about and how long one is at most: it
 is sent as numbers alone, all ranks' in one all-gather that is waited for when the report is wanted.
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.device import beside, this_device
+from megatron.pipeline.dist.device import side_stream, this_device
 from megatron.pipeline.record.recorder import Record, Waited
-from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.lower.program import Copy, Program, Send, Wait, pass_of
 
@@ -24,9 +26,15 @@ _NONE = -1.0  # in place of a message: no more waits
 
 @dataclass(frozen=True)
 class Report:
-    """What one iteration did, over the ranks of one pipeline."""
+    """One iteration of one pipeline, as its ranks recorded it.
+
+    Attributes:
+        ranks: their records.
+        schedule: that they ran.
+    """
 
     ranks: tuple[Record, ...]
+    schedule: Schedule
 
     @property
     def timeline(self) -> Timeline:
@@ -60,7 +68,7 @@ class Report:
 
 
 class PendingReport:
-    """A report on its way, once this rank has sent what it did. ``wait`` may be called at any time, also never or again."""
+    """A report that is being gathered. ``wait`` may be called at any time, more than once, or never."""
 
     def __init__(self, receive: Callable[[], Report]) -> None:
         self._receive = receive
@@ -135,33 +143,43 @@ class RecordFormat:
         )
 
 
-def start_gathering(record: Record, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup) -> PendingReport:
-    """Send what this rank did and post the receipt of what the others do; a collective that waits for nobody.
+def start_gathering(
+    record: Record, schedule: Schedule, formats: Sequence[RecordFormat], group: torch.distributed.ProcessGroup
+) -> PendingReport:
+    """Send this rank's record and post receives for the others': a collective that does not block.
 
     Args:
         record: of this rank.
-        formats: of all ranks, for the programs that the recorded iteration ran.
+        schedule: of the recorded iteration.
+        formats: of all ranks, for the programs of that schedule.
         group: the pipeline's; all ranks start gathering at the same place among its collectives.
     """
     length = max(one.length for one in formats)
     numbers = formats[group.rank()].encode(record, length)
     device = torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else this_device()
-    with beside(device):
+    with side_stream(device):
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         everyone = [torch.empty_like(mine) for _ in formats]
         request = torch.distributed.all_gather(everyone, mine, group=group, async_op=True)
 
     def receive() -> Report:
-        with beside(device):
+        with side_stream(device):
             request.wait()
             rows = [numbers.tolist() for numbers in everyone]
-        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)))
+        return Report(tuple(one.decode(row) for one, row in zip(formats, rows, strict=True)), schedule)
 
     return PendingReport(receive)
 
 
-def gather_objects(record: Record, group: torch.distributed.ProcessGroup) -> PendingReport:
-    """The same where no rank knows the others' programs, as under megatron-core's own schedules; waits for all ranks."""
+def gather_objects(record: Record, name: str, placement: Placement, group: torch.distributed.ProcessGroup) -> PendingReport:
+    """The same where no rank knows the others' programs, as under megatron-core's own schedules; waits for all ranks.
+
+    Args:
+        name, placement: of the schedule, whose passes are those that the ranks have recorded.
+    """
     everyone: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(everyone, record, group=group)
-    return PendingReport(lambda: Report(tuple(everyone)))
+    rows = tuple(tuple(timed.work for timed in one.passes) for one in everyone)
+    microbatches = sum(work.kind is Kind.F and work.chunk == 0 for work in rows[0])
+    schedule = Schedule(name, placement, microbatches, rows)
+    return PendingReport(lambda: Report(tuple(everyone), schedule))

@@ -1,10 +1,9 @@
-"""What the passes of one rank compute: upstream's forward and backward steps on the chunks of a model."""
+"""What the stages of one rank compute: upstream's forward and backward steps on the chunks of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,159 +11,122 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from megatron.pipeline.model.slices import Slices
+from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.p2p import Tensors
-from megatron.pipeline.runtime.vocabulary import VocabularyPasses, noting
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.lower.program import Collective
+from megatron.pipeline.schedule.core.schedule import Schedule
 
 
-@dataclass
 class ModelStages:
-    """The passes of this rank's model chunks, and of its shard of the vocabulary. One iteration owns it.
+    """The stages of this rank's model chunks. One iteration owns it.
 
     Args:
-        in_flight: by chunk, the most microbatches between their F and their B (``most_in_flight``).
-        vocabulary: where it is spread over all ranks.
+        iterators: of the data, to be read instead of the call's.
     """
 
-    placement: Placement
-    rank: int
-    chunks: Sequence[torch.nn.Module]
-    iterators: Sequence[Any]
-    config: Any
-    context_parallel_size: int
-    num_microbatches: int
-    in_flight: dict[int, int]
-    forward_step_func: Callable[..., Any]
-    collect_non_loss_data: bool
-    first_val_step: bool | None
-    forward_only: bool
-    slices: Slices
-    vocabulary: VocabularyPasses | None = None
-
-    def __post_init__(self) -> None:
-        self._reported: list[Any] = []
-        self._num_tokens = torch.zeros([], dtype=torch.int, device=next(self.chunks[0].parameters()).device)
-        self._model_type = get_model_type(self.chunks[0])
+    def __init__(self, call: Call, schedule: Schedule, rank: int, iterators: Sequence[Any]) -> None:
+        self._call, self._config, self._chunks = call, call.config, call.chunks
+        self._placement, self._rank, self._iterators = schedule.placement, rank, iterators
+        self._in_flight = most_in_flight(schedule.passes[rank])
+        self._slices = Slices(call.chunks, schedule.splits, keep_graphs=not call.forward_only)
+        self._model_type = get_model_type(call.chunks[0])
         self._forwarded: set[int] = set()  # chunks that have run a forward
         self._asked: set[int] = set()  # chunks whose parameters have been asked for
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
+        self._reported: list[Any] = []
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=next(call.chunks[0].parameters()).device)
 
     @property
     def reported(self) -> list[Any]:
-        """What the loss function said of every microbatch; empty away from the last stage."""
-        if self.vocabulary is None:
-            return self._reported
-        return self.vocabulary.reported if self.rank == self.placement.home(self.placement.last_stage)[0] else []
+        """What the loss function said of every microbatch; empty on ranks without the last stage."""
+        return self._reported
 
     @property
     def num_tokens(self) -> torch.Tensor:
-        """How many tokens count, over all microbatches; 0 away from the last stage."""
-        return self._num_tokens if self.vocabulary is None else self._num_tokens + self.vocabulary.num_tokens
+        """How many tokens count, over all microbatches; 0 on ranks without the last stage."""
+        return self._num_tokens
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
+        """Upstream's forward step."""
         self._ask_for_parameters(work.chunk)
         first = work.chunk not in self._forwarded
         self._forwarded.add(work.chunk)
-        if self.vocabulary:
-            if self.placement.is_first(self._stage(work)):
-                self.vocabulary.arrive(work.microbatch, again=not keep_graph)
-            data: Iterator[Any] | None = self.vocabulary.batch(work.microbatch)
-        else:
-            data = self.slices.iterator(work, self.iterators[work.chunk])
-            if data is not None and not keep_graph:
-                data = noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
-        complete = self.slices.completes(work)
+        data = self._data(work, keep_graph)
+        complete = self._slices.completes(work)
         with nullcontext() if keep_graph else torch.no_grad():
             outputs, num_tokens = self._forward_step(work, inputs, data, self._reported if complete else [], first)
-        if self.vocabulary and self.placement.is_last(self._stage(work)):
-            output = outputs[0]
-            assert output is not None
-            self.vocabulary.offer(work.microbatch, output)
-            self.release(outputs)
-        if self.config.calculate_per_token_loss and complete:
+        if self._config.calculate_per_token_loss and complete:
             self._num_tokens += num_tokens
         return outputs
 
     def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
-        if self.vocabulary:
-            if self.placement.is_first(self._stage(work)):
-                self.vocabulary.arrive(work.microbatch, again=False)
-            data: Iterator[Any] | None = self.vocabulary.batch(work.microbatch)
-        else:
-            read = self._read.pop((work.microbatch, work.chunk), None)
-            data = None if read is None else iter(read)
-        outputs, _ = self._forward_step(work, inputs, data, [], first=False)
-        if self.vocabulary and self.placement.is_last(self._stage(work)):
+        """The forward step once more; nothing is reported."""
+        outputs, _ = self._forward_step(work, inputs, self._data_again(work), [], first=False)
+        if not self._gives_loss(work):
             self.release(outputs)
         return outputs
 
+    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
+        """Upstream's backward step."""
+        with self._slices.around(work):
+            return schedules.backward_step(inputs, outputs, gradients, self._model_type, self._config)
+
+    def release(self, outputs: Tensors) -> None:
+        """Free the data of outputs, and keep their graph."""
+        if not self._call.forward_only:
+            # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
+            schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
+
+    def _data(self, work: Pass, keep_graph: bool) -> Iterator[Any] | None:
+        """What a forward reads."""
+        data = self._slices.iterator(work, self._iterators[work.chunk])
+        if data is not None and not keep_graph:
+            data = noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
+        return data
+
+    def _data_again(self, work: Pass) -> Iterator[Any] | None:
+        """What a forward has read that is recomputed now."""
+        read = self._read.pop((work.microbatch, work.chunk), None)
+        return None if read is None else iter(read)
+
+    def _gives_loss(self, work: Pass) -> bool:
+        """Whether a forward returns the loss."""
+        return self._is_last(work)
+
+    def _is_last(self, work: Pass) -> bool:
+        return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
+
     def _ask_for_parameters(self, chunk: int) -> None:
         """Where parameters arrive chunk by chunk, as for the distributed optimizer, start with that; once."""
-        if self.config.param_sync_func is None or self.forward_only or chunk in self._asked:
+        if self._config.param_sync_func is None or self._call.forward_only or chunk in self._asked:
             return
         self._asked.add(chunk)
-        per_chunk(self.config.param_sync_func, chunk)(self.chunks[chunk].parameters())
-
-    def _stage(self, work: Pass) -> int:
-        return self.placement.stage(self.rank, work.chunk)
+        per_chunk(self._config.param_sync_func, chunk)(self._chunks[chunk].parameters())
 
     def _forward_step(
         self, work: Pass, inputs: Tensors, data: Iterator[Any] | None, reported: list[Any], first: bool
     ) -> tuple[Tensors, Any]:
-        partial = self.config.num_microbatches_with_partial_activation_checkpoints
-        with self.slices.around(work):
+        call, partial = self._call, self._config.num_microbatches_with_partial_activation_checkpoints
+        with self._slices.around(work):
             outputs, num_tokens = schedules.forward_step(
-                self.forward_step_func,
+                call.forward_step_func,
                 data,
-                self.chunks[work.chunk],
-                self.num_microbatches,
+                self._chunks[work.chunk],
+                call.num_microbatches,
                 inputs,
                 reported,
-                self.config,
-                self.context_parallel_size,
-                collect_non_loss_data=self.collect_non_loss_data,
+                self._config,
+                call.groups.cp.size(),
+                collect_non_loss_data=call.collect_non_loss_data,
                 checkpoint_activations_microbatch=(
-                    None if partial is None else work.microbatch % self.in_flight[work.chunk] >= partial
+                    None if partial is None else work.microbatch % self._in_flight[work.chunk] >= partial
                 ),
-                is_first_microbatch=schedules.check_first_val_step(self.first_val_step, self.forward_only, first),
+                is_first_microbatch=schedules.check_first_val_step(call.first_val_step, call.forward_only, first),
                 current_microbatch=work.microbatch,
-                vp_stage=work.chunk if len(self.chunks) > 1 else None,
-                is_last_stage=self.vocabulary is None and self.placement.is_last(self._stage(work)),
+                vp_stage=work.chunk if len(self._chunks) > 1 else None,
+                is_last_stage=self._gives_loss(work),
             )
         return outputs, num_tokens
-
-    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        if self.vocabulary and self.placement.is_last(self._stage(work)):
-            output = outputs[0]
-            assert output is not None
-            gradients = [self.vocabulary.output_gradient(work.microbatch, output.dtype)]
-        with self.slices.around(work):
-            return schedules.backward_step(inputs, outputs, gradients, self._model_type, self.config)
-
-    def release(self, outputs: Tensors) -> None:
-        if not self.forward_only:
-            # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
-            schedules.deallocate_output_tensor(outputs[0], self.config.deallocate_pipeline_outputs)
-
-    def run_shard(self, work: Pass) -> None:
-        assert self.vocabulary is not None
-        if work.kind is Kind.IF:
-            self._ask_for_parameters(0)  # it has the shard
-        self.vocabulary.run(work)
-
-    def join(self, collective: Collective) -> None:
-        assert self.vocabulary is not None
-        self.vocabulary.join(collective)
-
-    def wait(self, collective: Collective) -> None:
-        assert self.vocabulary is not None
-        self.vocabulary.wait(collective)
-
-    def abandon(self) -> None:
-        if self.vocabulary:
-            self.vocabulary.abandon()
 
 
 def most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
@@ -183,3 +145,11 @@ def most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
 def per_chunk(function: Any, chunk: int) -> Callable[..., Any]:
     """Upstream gives one function, or a list with one for every chunk."""
     return function[chunk] if isinstance(function, (list, tuple)) else function
+
+
+def noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
+    """The items, each noted as it is read. All that is asked of them is what is next: Megatron-LM's can do no more."""
+    with suppress(StopIteration):
+        while True:
+            noted.append(next(items))
+            yield noted[-1]

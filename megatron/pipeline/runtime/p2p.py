@@ -63,6 +63,7 @@ class _Sending:
     """A send that may not be over: its tensors stay alive until it is."""
 
     message: Message
+    peer: int
     requests: list[Any]
     tensors: Tensors
     when_sent: Callable[[], None]
@@ -82,7 +83,7 @@ class _Receiving:
     headers: list[torch.Tensor]
 
 
-class Links:
+class Transport:
     """Posts sends and receives without blocking, and keeps their tensors until they are done. One iteration owns it.
 
     Where posting is batched nothing moves before ``start``, which must come before anything is waited for.
@@ -114,7 +115,7 @@ class Links:
         self._unshaped: dict[int, deque[_Receiving]] = defaultdict(deque)  # by peer, in the order in which they will come
         self._peers: dict[Message, int] = {}
         self._sends: dict[tuple[int, Flow], deque[_Sending]] = defaultdict(deque)
-        self._unsent: dict[Message, deque[_Sending]] = {}
+        self._unsent: dict[tuple[Message, int], deque[_Sending]] = {}  # by message and receiver
         self._together: list[tuple[torch.distributed.P2POp, list[Any]]] = []  # operations to start, and where requests go
 
     def blank(self, flow: Flow) -> Tensors:
@@ -155,8 +156,8 @@ class Links:
         for tensor in present:
             self._start(torch.distributed.isend, tensor, peer, group, requests)
         queue = self._sends[peer, message.flow]
-        queue.append(_Sending(message, requests, [*tensors, *present], when_sent))
-        self._unsent[message] = queue
+        queue.append(_Sending(message, peer, requests, [*tensors, *present], when_sent))
+        self._unsent[message, peer] = queue
         if len(queue) > UNFINISHED_SENDS and not self._polls:
             self.start()
             self._finish_first(queue)
@@ -181,10 +182,10 @@ class Links:
             while queue and queue[0].requests and all(request.is_completed() for request in queue[0].requests):
                 self._finish_first(queue)
 
-    def finish(self, message: Message) -> None:
-        """Wait until a message has been sent, if it is still on its way."""
-        queue = self._unsent.get(message)
-        while queue and message in self._unsent:
+    def finish(self, message: Message, peer: int) -> None:
+        """Wait until a message has been sent to a rank, if it is still on its way."""
+        queue = self._unsent.get((message, peer))
+        while queue and (message, peer) in self._unsent:
             self._finish_first(queue)
 
     def unsent(self) -> list[Send]:
@@ -194,7 +195,7 @@ class Links:
     def _finish_first(self, queue: deque[_Sending]) -> None:
         first = queue.popleft()
         first.finish()
-        del self._unsent[first.message]
+        del self._unsent[first.message, first.peer]
 
     def _post_buffers(self, receiving: _Receiving, peer: int, shapes: Sequence[Shape]) -> None:
         group = self._channels.group(peer, self._channels.rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
-from megatron.pipeline.record.report import PendingReport, Report, gather_objects, start_gathering
-from megatron.pipeline.runtime import forward_backward
-from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.forward_backward import Plan, Verdict
+from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.runtime.p2p import Channels, Links
+from megatron.pipeline.runtime.p2p import Channels, Transport
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
@@ -35,7 +35,6 @@ from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
-STOCK = "stock"
 ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller, by so much
 _FILE = "file:"
 
@@ -93,10 +92,10 @@ class Pipeline:
         self._from_file = _read(schedule.removeprefix(_FILE), ranks) if schedule.startswith(_FILE) else None
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._iterations = 0  # that have begun, evaluations included
-        self._executor: Executor | None = None  # of the iteration that runs now, or ran last
-        self._settle: Callable[[], Verdict] | None = None  # see validating
-        self._recorder: Recorder | None = None  # of the last iteration that trained
-        self._recorded: Plan | None = None  # what that iteration ran; None under megatron-core's own schedule
+        self._iteration: Iteration | None = None  # that runs now, or ran last
+        self._resolve: Callable[[], ValidationResult] | None = None  # see validating
+        # Of the last iteration that trained: what measured it, and its plan; no plan under megatron-core's own schedule.
+        self._measured: tuple[Recorder, Plan | None] | None = None
         if self._from_file and self._from_file.vocabulary:
             if vocabulary not in (None, self._from_file.vocabulary):
                 raise ValueError(
@@ -132,13 +131,13 @@ class Pipeline:
         return not self.is_stock and self._from_file is None
 
     @property
-    def links(self) -> Links | None:
+    def transport(self) -> Transport | None:
         """What carried the messages of the last iteration; None before the first, and under megatron-core's own schedule."""
-        return self._executor.links if self._executor else None
+        return self._iteration.executor.transport if self._iteration and self._iteration.executor else None
 
     @cached_property
     def offloading(self) -> Offloading:
-        """This rank's copy lanes and host memory."""
+        """This rank's copy streams and host memory."""
         return Offloading(self.settings, this_device())
 
     @property
@@ -182,46 +181,44 @@ class Pipeline:
         else:
             schedules_patch.use(self.forward_backward)
 
-    def forward_backward(self, **kwargs: Any) -> list[Any]:
-        """One iteration, with the keywords and the result of megatron-core's own schedules (see ``forward_backward.run``)."""
-        forward_only = bool(kwargs.get("forward_only"))
-        plan = self.plan(kwargs["num_microbatches"], forward_only)
-        measured = self.measures and not forward_only
+    def forward_backward(self, **keywords: Any) -> list[Any]:
+        """One iteration, with the keywords and the result of megatron-core's own schedules (see ``Call``)."""
+        call = Call(**keywords)
+        plan = self.plan(call.num_microbatches, call.forward_only)
+        measured = self.measures and not call.forward_only
 
         def record() -> Recorder | Unmeasured:
-            return self._record(kwargs["model"], plan) if measured else Unmeasured()
+            return self._record(call.chunks, plan) if measured else Unmeasured()
 
-        def started(executor: Executor) -> None:
-            self._executor = executor
-            self._iterations += 1
-
-        sources = self._channels_of, self._groups_of
-        return forward_backward.run(plan, record, started, *sources, self._posting, self._settle, self.offloading, **kwargs)
+        self._iterations += 1
+        self._iteration = Iteration(
+            plan,
+            self._channels_of(call.pipeline, call.config.variable_seq_lengths),
+            record,
+            self._posting,
+            self._resolve,
+            self._groups_of(call.pipeline) if plan.schedule.vocabulary else None,
+            self.offloading if plan.schedule.has_copies else None,
+        )
+        return self._iteration.run(call)
 
     @contextmanager
-    def validating(self, settle: Callable[[], Verdict]) -> Iterator[None]:
-        """Iterations in here begin before the optimizer step before them is known to stand.
+    def validating(self, resolve: Callable[[], ValidationResult]) -> Iterator[None]:
+        """Iterations in this context begin before the optimizer step before them has been accepted.
 
         Args:
-            settle: called once, where the program validates: see ``forward_backward.run``.
+            resolve: called once, where the program validates: see ``Iteration``.
         """
-        self._settle = settle
+        self._resolve = resolve
         try:
             yield
         finally:
-            self._settle = None
+            self._resolve = None
 
     @property
     def situation(self) -> Situation:
-        """Where this rank is, for whoever reports a failure."""
-        executor = self._executor
-        position = executor.position if executor else None
-        progress = self._iterations, executor.begun if executor else 0
-        if executor is None or position is None:
-            return Situation("the steps around the pipeline", progress)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        to_world = partial(torch.distributed.get_global_rank, group)
-        return Situation.in_program(executor.program, position, executor.begun, progress, to_world)
+        """Where this rank is, for a report of a failure. May be called from another thread."""
+        return self._iteration.situation(self._iterations) if self._iteration else Situation()
 
     def report(self) -> Report | None:
         """What the last training iteration did, on all ranks of the pipeline: ``start_report``, and the wait for it."""
@@ -237,24 +234,18 @@ class Pipeline:
 
         None before the first iteration, and for a pipeline that does not ``measure``.
         """
-        if self._recorder is None:
+        if self._measured is None:
             return None
-        record, group = self._recorder.record(), parallel_state.get_pipeline_model_parallel_group()
-        if self._recorded is None:
-            return gather_objects(record, group)
-        return start_gathering(record, self._recorded.record_formats, group)
-
-    def schedule_of(self, report: Report) -> Schedule:
-        """The schedule that the iteration of a report ran, whatever is planned by now."""
-        rows = tuple(tuple(timed.work for timed in record.passes) for record in report.ranks)
-        forwards = sum(work.kind is Kind.F and work.chunk == 0 for work in rows[0])
-        return Schedule(self.name, self.placement, forwards // self.splits, rows, self.splits, self.vocabulary)
+        (recorder, plan), group = self._measured, parallel_state.get_pipeline_model_parallel_group()
+        if plan is None:
+            return gather_objects(recorder.record(), self.name, self.placement, group)
+        return start_gathering(recorder.record(), plan.schedule, _record_formats(plan), group)
 
     def slowdown(self, report: Report) -> float | None:
         """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""
         if self.costs is None:
             return None
-        expected = _simulated_span(self.schedule_of(report), self.costs)
+        expected = _simulated_span(report.schedule, self.costs)
         return report.timeline.span / expected if expected else None
 
     @property
@@ -383,15 +374,21 @@ class Pipeline:
         return self._groups[group]
 
     def _record(self, model: Any, plan: Plan | None = None) -> Recorder:
-        self._recorded = plan
         chunks = model if isinstance(model, list) else [model]
-        self._recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
-        return self._recorder
+        recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
+        self._measured = recorder, plan
+        return recorder
 
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same schedule
 def _simulated_span(schedule: Schedule, costs: Costs) -> float:
     return simulate(schedule, costs).span
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _record_formats(plan: Plan) -> tuple[RecordFormat, ...]:
+    """How ranks send each other what they did in an iteration."""
+    return tuple(map(RecordFormat, plan.programs))
 
 
 def _prove(schedule: Schedule, costs: Costs, memory_limit: float | None, posting: Posting, forward_only: bool = False) -> Plan:

@@ -24,6 +24,7 @@ from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
+from megatron.pipeline.runtime.ping import ping
 from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
@@ -39,7 +40,7 @@ Steps: TypeAlias = Generator[list[str], Report, None]
 
 
 def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write: Callable[[str], Path | None]) -> Steps:
-    """Profile a pipeline's first iterations, plan its schedules again at the costs found, and run those from then on.
+    """Profile a pipeline's first iterations, plan its schedules again at the measured costs, and run those from then on.
 
     One step per iteration, on all ranks of the world together (some steps are collective): ``next`` before the first
     iteration, then ``send`` with the report of every training iteration, which returns lines for the log. It is over
@@ -105,9 +106,9 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
 
 def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
     """What the ranks agree that passes and hops cost. Collective over the world."""
-    mine = cost_profile.measured_costs(pipeline.schedule_of(counted), timed, counted)
+    mine = cost_profile.measured_costs(timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    hops = cost_profile.ping(pipeline.links, rank, pipeline.placement) if pipeline.links else []
+    hops = ping(pipeline.transport, rank, pipeline.placement) if pipeline.transport else []
     costs = cost_profile.agree(mine, hops)
     if not pipeline.offloads:
         return costs
@@ -116,7 +117,7 @@ def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
 
 
 def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, Any]:
-    """The schedules as JSON, or why there are none: whatever happens in here, training goes on."""
+    """The schedules as JSON, or why there are none. An error in here does not stop training."""
     began = time.monotonic()
     try:
         schedules = pipeline.plan_again(costs, limit)

@@ -12,7 +12,7 @@ from megatron.core.utils import unwrap_model
 
 
 class Rewind:
-    """What forwards change beside what they return, as it was when this was made.
+    """The state that forwards change: positions in the data, random states and buffers, as they were when this was made.
 
     Args:
         chunks: whose buffers forwards may change, such as an expert router's counts of tokens.
@@ -29,7 +29,7 @@ class Rewind:
         self._streams = get_cuda_rng_tracker().get_states()
 
     def rewind(self) -> None:
-        """Make everything as it was; what has been read will be read again."""
+        """Restore that state; the data that has been read will be read again."""
         for items in self._read:
             items.rewind()
         for buffer, before in self._buffers:
@@ -40,7 +40,7 @@ class Rewind:
         get_cuda_rng_tracker().set_states(self._streams)
 
     def forget(self) -> None:
-        """What has happened stands: hold on to nothing of it."""
+        """Keep what has happened, and let go of the copies."""
         for items in self._read:
             items.forget()
         self._buffers.clear()

@@ -7,8 +7,8 @@ function itself, so the weights of tokens need not travel. The mathematics is in
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,22 +18,24 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
-from megatron.pipeline.dist.device import beside
+from megatron.pipeline.dist.device import side_stream
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.vocabulary.input import complete_embedding
 from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
+from megatron.pipeline.record.memory import hold
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.model_stages import noting
+from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Collective, Exchange
-
-Hold = Callable[[Iterable[torch.Tensor]], list[Any]]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Who takes part in collectives. They have communicators of their own, so that they wait for no other communication.
+    """The ranks of the vocabulary's collectives. These groups are used for nothing else: collectives wait for no other traffic.
 
     Attributes:
         pipeline: the ranks of a pipeline, in its order.
@@ -85,10 +87,10 @@ class _Microbatch:
         batch: what the user's forward step read.
         tokens, labels: [b, s].
         loss: the user's loss function.
-        embedding: IF's part, then on the first stage the sum of all.
+        embedding: IF's part, then on the first stage the sum over all ranks.
         caught: on the first stage, the gradient by that sum once there is one.
         output: of the last stage.
-        part, held: what S has made, and what counts its bytes.
+        part, held: the result of S, and its tensors as the meter counts them.
         gathered: the statistics of all shards.
         weights: [b, s], the derivative of the training's loss by each token's.
         gradient: by the last stage's output: this shard's part, then on the last stage the sum.
@@ -112,53 +114,37 @@ class _Microbatch:
     left: int = 3
 
 
-@dataclass
 class VocabularyPasses:
-    """One iteration owns it.
+    """Runs S, T, IF and IB, and takes part in their collectives. One iteration owns it.
+
+    Args:
+        iterator: of the data; upstream's or the user's.
 
     Attributes:
-        placement, rank: which stages are on this rank.
-        variant: when the gradient of the last stage's output is made.
-        chunks: of this rank; the first has the shard.
-        iterator: of the data; upstream's or the user's.
-        tensor: the tensor-parallel ranks.
-        hold: counts bytes that outlive a pass, see ``Recorder``.
         reported: what the loss function said of every microbatch.
         num_tokens: how many count, over all microbatches so far.
     """
 
-    placement: Placement
-    rank: int
-    variant: Vocabulary
-    chunks: Sequence[torch.nn.Module]
-    iterator: Iterator[Any] | None
-    config: Any
-    groups: Groups
-    tensor: torch.distributed.ProcessGroup
-    forward_step_func: Callable[..., Any]
-    num_microbatches: int
-    context_parallel_size: int
-    forward_only: bool
-    hold: Hold
-
-    def __post_init__(self) -> None:
-        model = unwrap_model(self.chunks[0])
-        self._shard: VocabularyShard = model.vocabulary
-        if self._shard.tied and not self.forward_only:
-            self._shard.tied.expect(self.num_microbatches)
-        self._reader = Reader(self.chunks[0])
-        homes = [self.placement.home(stage) for stage in (0, self.placement.last_stage)]
-        self._first, self._last = (rank == self.rank for rank, _ in homes)
-        self._roots = [torch.distributed.get_process_group_ranks(self.groups.pipeline)[rank] for rank, _ in homes]
+    def __init__(self, call: Call, schedule: Schedule, rank: int, iterator: Iterator[Any] | None, groups: Groups) -> None:
+        self._call, self._config, self._iterator, self._groups = call, call.config, iterator, groups
+        self._one_barrier = schedule.vocabulary is Vocabulary.ONE_BARRIER
+        self._tensor = call.groups.tp
+        self._shard: VocabularyShard = unwrap_model(call.chunks[0]).vocabulary
+        if self._shard.tied and not call.forward_only:
+            self._shard.tied.expect(call.num_microbatches)
+        self._reader = Reader(call.chunks[0])
+        homes = [schedule.placement.home(stage) for stage in (0, schedule.placement.last_stage)]
+        self._first, self._last = (home == rank for home, _ in homes)
+        self._roots = [torch.distributed.get_process_group_ranks(groups.pipeline)[home] for home, _ in homes]
         # The embedding of the first stage takes what all shards have looked up.
-        self._arrived = unwrap_model(self.chunks[homes[0][1]]).embedding.word_embeddings if self._first else None
+        self._arrived = unwrap_model(call.chunks[homes[0][1]]).embedding.word_embeddings if self._first else None
         self._microbatches: dict[int, _Microbatch] = {}
         self._works: dict[Collective, Any] = {}  # joined, and not waited for
         self.reported: list[Any] = []
         self.num_tokens: torch.Tensor | int = 0
 
-    def run(self, work: Pass) -> None:
-        """One pass of the shard."""
+    def run(self, work: Pass, *_: Any) -> dict[int, Tensors]:
+        """Run one pass of the shard. It makes no messages: collectives carry its results."""
         match work.kind:
             case Kind.IF:
                 read = self._microbatches[work.microbatch] = self._read()
@@ -166,13 +152,13 @@ class VocabularyPasses:
             case Kind.S:
                 one = self._microbatches[work.microbatch]
                 assert one.output is not None, "its broadcast has been waited for, or it was made here"
-                early = self.variant is Vocabulary.ONE_BARRIER and not self.forward_only
+                early = self._one_barrier and not self._call.forward_only
                 one.part = self._shard.output(one.output, one.labels, with_gradient=early)
-                one.held, one.output = self.hold(one.part.held), None
+                one.held, one.output = hold(one.part.held), None
             case Kind.T:
                 one = self._microbatches[work.microbatch]
                 assert one.part is not None and one.weights is not None and one.statistics is not None
-                late = self.variant is not Vocabulary.ONE_BARRIER
+                late = not self._one_barrier
                 gradient = one.part.backward(one.statistics, one.weights, with_gradient=late)
                 if late:
                     one.gradient = gradient
@@ -184,12 +170,13 @@ class VocabularyPasses:
                 self._shard.embedding.backward(one.tokens, one.embedding_gradient)
                 one.embedding_gradient, one.caught = None, []
                 self._end(work.microbatch)
+        return {}
 
-    def join(self, collective: Collective) -> None:
+    def start(self, collective: Collective) -> None:
         """Start this rank's part in a collective."""
         one = self._microbatches[collective.microbatch]
         first, last = self._roots
-        pipeline = self.groups.pipeline
+        pipeline = self._groups.pipeline
         match collective.exchange:
             case Exchange.EMBEDDING:
                 assert one.embedding is not None, "IF has run"
@@ -203,38 +190,38 @@ class VocabularyPasses:
                 statistics = one.part.statistics
                 one.gathered = statistics.new_empty((self._shard.shards.count, *statistics.shape))
                 parts = list(one.gathered.unbind())
-                work = torch.distributed.all_gather(parts, statistics, group=self.groups.shards, async_op=True)
+                work = torch.distributed.all_gather(parts, statistics, group=self._groups.shards, async_op=True)
             case Exchange.GRADIENT:
                 with self._gradient_ready(one, collective.microbatch):
-                    assert one.gradient is not None, "S or T has made what it is made of"
+                    assert one.gradient is not None, "S or T has run"
                     work = torch.distributed.reduce(one.gradient, last, group=pipeline, async_op=True)
             case Exchange.EMBEDDING_GRADIENT:
                 one.embedding_gradient = one.caught[0].contiguous() if one.caught else self._blank_embedding(one)
                 work = torch.distributed.broadcast(one.embedding_gradient, first, group=pipeline, async_op=True)
         self._works[collective] = work
 
-    def wait(self, collective: Collective) -> None:
-        """Go on once a collective that was joined is over; on a GPU, have the passes wait for it."""
+    def finish(self, collective: Collective) -> None:
+        """Wait for a collective; on a GPU the stream of the passes waits, not the host."""
         self._works.pop(collective).wait()
         one = self._microbatches.get(collective.microbatch)
         if one is None:
-            return  # this rank only gave, and has done with the microbatch
+            return  # this rank only contributed, and has finished the microbatch
         match collective.exchange:
             case Exchange.EMBEDDING:
                 if self._first and one.embedding is not None:
-                    complete_embedding(one.embedding, self.tensor, self._scatters)
+                    complete_embedding(one.embedding, self._tensor, self._scatters)
                 else:
                     one.embedding = None
             case Exchange.STATISTICS:
-                self._settle(one)
-                if self.forward_only:
+                self._compute_losses(one)
+                if self._call.forward_only:
                     del self._microbatches[collective.microbatch]
             case Exchange.GRADIENT if not self._last:
                 one.gradient = None
                 self._end(collective.microbatch)
 
     def abandon(self) -> None:
-        """Let go of everything, once what has been joined is over."""
+        """Wait for the collectives under way, and let go of everything."""
         for work in self._works.values():
             work.wait()
         self._works.clear()
@@ -266,12 +253,12 @@ class VocabularyPasses:
         """What the last stage's backward starts from."""
         one = self._microbatches[microbatch]
         assert one.gradient is not None
-        gradient = complete_gradient(one.gradient, self.tensor, self.config.sequence_parallel)
-        if self.variant is Vocabulary.ONE_BARRIER:
-            self._settle(one)
+        gradient = complete_gradient(one.gradient, self._tensor, self._config.sequence_parallel)
+        if self._one_barrier:
+            self._compute_losses(one)
             assert one.weights is not None
-            parts = self.tensor.size() if self.config.sequence_parallel else 1
-            gradient = weigh(gradient, one.weights, self.tensor.rank() if parts > 1 else 0, parts)
+            parts = self._tensor.size() if self._config.sequence_parallel else 1
+            gradient = weigh(gradient, one.weights, self._tensor.rank() if parts > 1 else 0, parts)
         one.gradient = None
         self._end(microbatch)
         return gradient.to(dtype)
@@ -279,23 +266,23 @@ class VocabularyPasses:
     def _read(self) -> _Microbatch:
         """Have the user's forward step read a microbatch."""
         batch: list[Any] = []
-        data = None if self.iterator is None else noting(self.iterator, batch)
-        _, loss = self.forward_step_func(data, self._reader)
+        data = None if self._iterator is None else noting(self._iterator, batch)
+        _, loss = self._call.forward_step_func(data, self._reader)
         inputs = self._reader.inputs
         if inputs.get("labels") is None:
             raise ValueError("with vocabulary parallelism the forward step has to give the model labels, on every rank")
         return _Microbatch(batch, inputs["input_ids"], inputs["labels"], loss)
 
-    def _settle(self, one: _Microbatch) -> None:
-        """Find the losses of a microbatch, and what each token weighs; once."""
+    def _compute_losses(self, one: _Microbatch) -> None:
+        """Compute the losses of a microbatch and the weight of each token, once."""
         if one.statistics is not None:
             return
         one.statistics = statistics = self._join_statistics(one)
-        config = self.config
-        losses = statistics.losses.requires_grad_(not self.forward_only)
+        config = self._config
+        losses = statistics.losses.requires_grad_(not self._call.forward_only)
         if config.timers is not None:
             config.timers("forward-compute", log_level=2).start()
-        with torch.set_grad_enabled(not self.forward_only):
+        with torch.set_grad_enabled(not self._call.forward_only):
             loss, num_tokens = schedules.forward_step_calc_loss(
                 self._reader,
                 losses,
@@ -303,13 +290,13 @@ class VocabularyPasses:
                 config,
                 None,
                 False,
-                self.num_microbatches,
+                self._call.num_microbatches,
                 self.reported,
-                cp_group_size=self.context_parallel_size,
+                cp_group_size=self._call.groups.cp.size(),
                 is_last_stage=True,
             )
             self.num_tokens = self.num_tokens + num_tokens
-            if not self.forward_only:
+            if not self._call.forward_only:
                 scaled = loss if config.grad_scale_func is None else config.grad_scale_func(loss)
                 (one.weights,) = torch.autograd.grad(scaled, losses)
 
@@ -320,29 +307,29 @@ class VocabularyPasses:
         return Statistics(one.gathered, shard.loss, (batch, sequence), shard.shards.total_counted)
 
     def _gradient_ready(self, one: _Microbatch, microbatch: int) -> AbstractContextManager[Any]:
-        """Make this shard's part of the gradient by the last stage's output; returns a context in which it is there.
+        """Make this shard's part of the gradient by the last stage's output; returns a context in which it has been computed.
 
-        T has made it, or it is made now, of what S has made and of all shards' statistics: on a GPU beside the passes.
+        T has made it; or it is made here, from what S has made and the statistics of all shards, on a GPU on a side stream.
         """
-        if self.variant is not Vocabulary.ONE_BARRIER:
+        if not self._one_barrier:
             return nullcontext()
         assert one.part is not None and one.gathered is not None
         statistics = self._works[Collective(Exchange.STATISTICS, microbatch)]  # T, which waits for it, comes later
         device = one.gathered.device
-        with beside(device):
+        with side_stream(device):
             statistics.wait()
             if device.type == "cuda":
                 for tensor in (one.gathered, one.part.statistics, *one.part.held):
                     tensor.record_stream(torch.cuda.current_stream())
                 one.gradient = one.part.input_gradient(self._join_statistics(one))
             else:
-                self._settle(one)
+                self._compute_losses(one)
                 assert one.statistics is not None
                 one.gradient = one.part.input_gradient(one.statistics)
         if device.type == "cuda":
             one.gradient.record_stream(torch.cuda.current_stream())
-        one.held = self.hold(one.part.held)
-        return beside(device)
+        one.held = hold(one.part.held)
+        return side_stream(device)
 
     @property
     def _scatters(self) -> bool:
@@ -351,14 +338,14 @@ class VocabularyPasses:
 
     def _blank_output(self, one: _Microbatch) -> torch.Tensor:
         batch, sequence = one.labels.shape
-        parts = self.tensor.size() if self.config.sequence_parallel else 1
+        parts = self._tensor.size() if self._config.sequence_parallel else 1
         weight = self._shard.output.weight
         return weight.new_empty((sequence // parts, batch, weight.size(1)))
 
     def _blank_embedding(self, one: _Microbatch) -> torch.Tensor:
         batch, sequence = one.tokens.shape
         weight = self._shard.embedding.weight
-        shape = (sequence // self.tensor.size(), batch) if self._scatters else (batch, sequence)
+        shape = (sequence // self._tensor.size(), batch) if self._scatters else (batch, sequence)
         return weight.new_empty((*shape, weight.size(1)))
 
     def _end(self, microbatch: int) -> None:
@@ -381,11 +368,3 @@ class _Catch(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:  # type: ignore[override]
         ctx.caught.append(gradient)
         return None, None, None
-
-
-def noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
-    """The items, each noted as it is read. All that is asked of them is what is next: Megatron-LM's can do no more."""
-    with suppress(StopIteration):
-        while True:
-            noted.append(next(items))
-            yield noted[-1]

@@ -1,7 +1,7 @@
 """Training iterations: forwards and backwards under the schedule, the optimizer's step, the next learning rate.
 
 With ``--post-validation`` a step may be taken ahead of the verdict on its gradients. It is then open while the next iteration
-begins, and is settled, and told of, where that iteration's program validates.
+begins, and is resolved, and reported, where that iteration's program validates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.pipeline.optimizer.policy import Observation, Policy
 from megatron.pipeline.optimizer.snapshot import Keep
 from megatron.pipeline.optimizer.step_ahead import Outcome, StepAhead, clips, snapshot_of
 from megatron.pipeline.record.report import PendingReport
-from megatron.pipeline.runtime.forward_backward import Verdict
+from megatron.pipeline.runtime.iteration import ValidationResult
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.trainer.data import Batch, check_finite, forward_step
 from megatron.pipeline.trainer.metrics import Step
@@ -55,7 +55,7 @@ class _Open:
         report: what was measured.
         agreed: over the world: terminated, late, bytes of the copy, seconds and wasted seconds per microbatch (see
             ``Observation``).
-        before: whether the step before was ahead, and stood; None where this iteration's time tells nothing of that.
+        before: whether the step before was ahead, and accepted; None where the time of this iteration does not depend on that.
     """
 
     ahead: bool
@@ -74,10 +74,10 @@ class Iterations:
 
     Args:
         stops: says whether this rank has been asked to terminate, and whether its time is over.
-        tell: called on every rank when an iteration is settled: with what it was, what was measured, and lines for the log.
+        tell: called on every rank when an iteration is resolved: with what it was, what was measured, and lines for the log.
 
     Attributes:
-        stopped: what ``stops`` said on any rank after the last iteration that is settled.
+        stopped: what ``stops`` said on any rank after the last iteration that is resolved.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Iterations:
         seeding.set_iteration(self._training.chunks, self._training.iteration)
         if self._open is None:
             self._clear_gradients()
-        with self._pipeline.validating(self._settle) if self._open else nullcontext():
+        with self._pipeline.validating(self._resolve) if self._open else nullcontext():
             reports = run_schedule(self._args, self._training, self._data, microbatches, check=self._check())
         if any(self.stopped):
             return True
         self._open = done = self._step(reports, began, batch, microbatches, may_be_ahead)
         if done.ahead:
             return False
-        self._settle()
+        self._resolve()
         if not may_be_ahead:
             self._last = None
         return True
@@ -128,7 +128,7 @@ class Iterations:
         """Take the optimizer's step and start all that is to be known of the iteration."""
         training = self._training
         ahead = bool(may and self._policy and self._policy.ahead)
-        outcome = StepAhead(training.optimizer, self._snapshot).settle if ahead else self._plain_step()
+        outcome = StepAhead(training.optimizer, self._snapshot).resolve if ahead else self._plain_step()
         ended = time.perf_counter()
         costs = [seconds / microbatches for seconds in (ended - began, self._wasted)]
         copied = self._snapshot.bytes if self._snapshot else 0
@@ -152,9 +152,9 @@ class Iterations:
             self._snapshot.ready()
             self._snapshot.release()
         successful, norm, _ = self._training.optimizer.step()
-        return lambda: Outcome(successful, norm, undone=False)
+        return lambda: Outcome(successful, norm, rolled_back=False)
 
-    def _settle(self) -> Verdict:
+    def _resolve(self) -> ValidationResult:
         """Wait for what is still on its way of the open iteration, make the parameters what they must be, and tell of it."""
         done, self._open = self._open, None
         assert done is not None, "there is an open iteration"
@@ -170,8 +170,8 @@ class Iterations:
             self._copied = copied
             size = f"{copied / 2**20:.4g} MiB on the largest rank"
             lines.append(f" post-validation: the copy that can undo a step takes {size} ({self._args.post_validation_copy})")
-        stood = outcome.successful and not clips(self._args.clip_grad, norm or 0.0)
-        self._last, self._wasted = (done.ended, (done.ahead, stood)), wasted
+        accepted = outcome.successful and not clips(self._args.clip_grad, norm or 0.0)
+        self._last, self._wasted = (done.ended, (done.ahead, accepted)), wasted
         step = Step(
             iteration=self._training.iteration,
             consumed_samples=self._training.consumed_samples,
@@ -181,23 +181,23 @@ class Iterations:
             learning_rate=get_canonical_lr_for_logging(self._training.optimizer.param_groups) or 0.0,
             loss_scale=float(self._training.optimizer.get_loss_scale()),
             seconds=done.seconds,
-            step="undone" if outcome.undone else "ahead" if done.ahead else "synchronous",
+            step="undone" if outcome.rolled_back else "ahead" if done.ahead else "synchronous",
         )
         if outcome.successful:
             self._training.scheduler.step(increment=done.batch)
         unchecked, self._unchecked = self._unchecked, []
         self._tell(step, done.report, lines)
         if any(self.stopped):
-            return Verdict.STOP
+            return ValidationResult.STOPPED
         if done.ahead:
             self._clear_gradients()
             if self._snapshot and self._policy and self._policy.ahead:
                 self._snapshot.take_early()
-        if outcome.undone:
-            return Verdict.AGAIN
+        if outcome.rolled_back:
+            return ValidationResult.ROLLED_BACK
         for loss in unchecked:
             check_finite(loss)
-        return Verdict.GO_ON
+        return ValidationResult.ACCEPTED
 
     def _check(self) -> Callable[[torch.Tensor], None] | None:
         """What becomes of a microbatch's loss: on parameters that may not stand, it cannot be judged yet."""

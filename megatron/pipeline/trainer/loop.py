@@ -11,21 +11,18 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from megatron.core.datasets.utils import Split
 from megatron.core.timers import Timers
 
-from megatron.pipeline.record.report import PendingReport, Report
+from megatron.pipeline.record.report import PendingReport
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.runtime.replan import Steps
 from megatron.pipeline.trainer import checkpoint
 from megatron.pipeline.trainer.data import Samples, evaluates
 from megatron.pipeline.trainer.iterations import Iterations, evaluate
-from megatron.pipeline.trainer.metrics import Measured, Step
-from megatron.pipeline.trainer.planning import replanning
+from megatron.pipeline.trainer.metrics import Step
+from megatron.pipeline.trainer.reports import Reports
 from megatron.pipeline.trainer.run_log import Log
 from megatron.pipeline.trainer.state import Training
-from megatron.pipeline.trainer.trace import write_trace
 
 
 def train(args: Namespace, training: Training, samples: Samples, pipeline: Pipeline, log: Log, timers: Timers | None) -> None:
@@ -63,26 +60,27 @@ def _pauses(
     if training.iteration >= args.train_iters:  # a checkpoint was there
         return
     started = time.monotonic()
-    profiling = replanning(args, pipeline)
+    reports = Reports(args, pipeline)
 
     def stops() -> tuple[bool, bool]:
         late = bool(args.exit_duration_in_mins) and time.monotonic() - started > 60 * args.exit_duration_in_mins
         return terminated(), late
 
     def tell(step: Step, pending: PendingReport | None, lines: list[str]) -> None:
-        nonlocal profiling
-        report = _report(args, step, pending, pipeline, log, timers, always=profiling is not None)
-        for line in lines:
+        logged = step.iteration % args.log_interval == 0
+        wanted = log.writes and bool(args.metrics or args.tensorboard_dir or logged)
+        log.step(step, reports.measured(step.iteration, pending, wanted))
+        if timers is not None and logged:
+            timers.log(list(timers._timers), normalizer=args.log_interval)
+        for line in (*lines, *reports.use(step.iteration)):
             log.line(line)
-        if profiling is not None and report is not None:
-            profiling = _go_on(profiling, report, log)
 
     with samples.microbatches(Split.train, training.consumed_samples) as data:
         assert data is not None, "the training split is never empty: check_data saw to it"
         iterations = Iterations(args, training, pipeline, data, stops, tell)
         reason = ""
         while training.iteration < args.train_iters and not reason:
-            may_be_ahead = profiling is None and not _pauses_after(args, training.iteration + 1)
+            may_be_ahead = not reports.replans and not _pauses_after(args, training.iteration + 1)
             if iterations.run(may_be_ahead):
                 reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
                 yield reason
@@ -101,41 +99,6 @@ def _reason_to_stop(args: Namespace, iteration: int, terminated: bool, late: boo
     if terminated:
         return "SIGTERM"
     return f"--exit-duration-in-mins {args.exit_duration_in_mins:g}" if late else ""
-
-
-def _report(
-    args: Namespace,
-    step: Step,
-    pending: PendingReport | None,
-    pipeline: Pipeline,
-    log: Log,
-    timers: Timers | None,
-    always: bool,
-) -> Report | None:
-    """Log an iteration, with what was measured if this rank wants that now."""
-    logged = step.iteration % args.log_interval == 0
-    traces = args.pipeline_trace and logged and torch.distributed.get_rank() == 0
-    wanted = always or traces or (log.writes and (args.metrics or args.tensorboard_dir or logged))
-    report = pending.wait() if pending and wanted else None
-    measured = None
-    if report and log.writes:
-        measured = Measured(report.bubble_rate, pipeline.slowdown(report), report.peak_activation_bytes)
-    log.step(step, measured)
-    if traces and report:
-        write_trace(args.pipeline_trace, step.iteration, pipeline, report)
-    if timers is not None and logged:
-        timers.log(list(timers._timers), normalizer=args.log_interval)
-    return report
-
-
-def _go_on(profiling: Steps, report: Report, log: Log) -> Steps | None:
-    """One step of ``--pipeline-costs profile``; None when it was the last."""
-    try:
-        for line in profiling.send(report):
-            log.line(line)
-    except StopIteration:
-        return None
-    return profiling
 
 
 def _evaluate_split(args: Namespace, training: Training, samples: Samples, split: Split, log: Log) -> None:

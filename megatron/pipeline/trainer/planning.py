@@ -11,7 +11,7 @@ from textwrap import indent
 
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, OFF, PROFILE
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import (
@@ -26,10 +26,11 @@ from megatron.pipeline.planning.choose import (
     variants,
 )
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
-from megatron.pipeline.runtime.pipeline import ROUNDED_UP, STOCK, Pipeline
+from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective

@@ -10,11 +10,12 @@ import torch
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.flags.flags import OFF, PROFILE
+from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import end_in_layers, stage_layers
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape.balance import heaviest

@@ -38,10 +38,10 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     that take no time. Its memory is always this iteration's. ``makespan_bubble_rate`` is what the log says at the start: at the
     known costs, or at equal ones.
     """
-    schedule = pipeline.schedule_of(report)
-    found = measured_costs(schedule, [report], report)
-    planned = simulate(schedule, pipeline.costs or found)
-    memory = activation_profile(schedule, planned, found)
+    schedule, measured = report.schedule, measured_costs([report], report)
+    planned = simulate(schedule, pipeline.costs or measured)
+    at_start = planned if pipeline.costs else simulate(schedule, pipeline.planned_costs)
+    memory = activation_profile(schedule, planned, measured)
     waits = [
         [(f"{_verb(message, stages)} {message}", start, end) for message, start, end in one.waits]
         for stages, one in zip(schedule.placement.stages, report.ranks, strict=True)
@@ -55,7 +55,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         "memory": report.memory,
         "planned": {
             "costs": "of all iterations" if pipeline.costs else "of this iteration",
-            "makespan_bubble_rate": simulate(schedule, pipeline.planned_costs).makespan_bubble_rate,
+            "makespan_bubble_rate": at_start.makespan_bubble_rate,
             "timeline": json.loads(planned.to_json()),
             "memory": memory,
         },

@@ -15,56 +15,24 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.planning.choose import Variant
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.tune.iteration import OFF, STOCK, Candidate, Cluster
+from megatron.pipeline.tune.iteration import Candidate, Cluster
 
-# Flags that a search gives itself, with what they are where it does not.
-SEARCHED: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "sequence_parallel": False,
-    "micro_batch_size": 1,
-    "num_layers_per_virtual_pipeline_stage": None,
-    "num_virtual_stages_per_pipeline_rank": None,
-    "pipeline_model_parallel_layout": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "layer_redistribution": False,
-    "pipeline_schedule": STOCK,
-    "pipeline_memory_limit": None,
-    "pipeline_costs": None,
-    "post_validation": False,
-    "post_validation_when": None,
-    "post_validation_copy": None,
-    "vocab_parallel": OFF,
-    "offload": OFF,
-    "offload_profile": False,
-    "offload_host_memory": None,
-    "offload_cpu_bandwidth": None,
-    "recompute_activations": False,
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": None,
-    "recompute_fused_backward": False,
-    "use_distributed_optimizer": False,
-    "overlap_grad_reduce": False,
-    "overlap_param_gather": False,
-}
+# The flags that the search itself sets, with the values that they have where it does not.
+SEARCHED = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.MEMORY) | {"micro_batch_size": 1}
 # What only the output layer of --vocab-parallel can do: with any of these no other way is tried.
 _NEEDS_SPREADING = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE_RECOMPUTE = {"recompute_granularity": "selective"}
-OURS = ("1f1b", "zb-h1", "zb-auto", "interleaved", "gis", "v-auto")
-STOCKS = ("1f1b", "interleaved")
+# The families to try where the user names none, those with one chunk per rank first; and those that megatron-core has itself.
+_SUGGESTED = [family for family in families.FAMILIES.values() if family.suggested]
+OURS = [family.name for family in sorted(_SUGGESTED, key=lambda family: family.chunks > 1)]
+STOCKS = [name for name, family in families.FAMILIES.items() if family.exposed_hops]
 _CHUNKS = {"interleaved": (2, 3, 4)}  # of families that take several; more hardly help those that split the backward
 LONG = 4096  # tokens of a sequence that are worth cutting up
 

@@ -19,16 +19,15 @@ from typing import Any
 
 import yaml
 
+from megatron.pipeline.flags.flags import Role, neutral
+
 WARM_UP = 2  # iterations that are slower than the rest
 TOLERANCE = 1e-4  # of losses: the same model on the same data, summed up in another order
 _ROUNDS = 2  # of all configurations, in alternating order
 _LAST_LINES, _LONGEST = 5, 200  # of a log, and characters of each
-# What a trial is not to write, read or wait for.
-_UNWANTED = frozenset(
-    "save save-interval load finetune tensorboard-dir pipeline-trace metrics rampup-batch-size train-iters exit-interval "
-    "exit-duration-in-mins lr-warmup-iters lr-warmup-fraction lr-decay-iters eval-iters log-interval pipeline-costs-cache".split()
-)
-_DATA = ("data-path", "train-data-path", "mock-data")
+# The flags that a trial leaves out: it writes and reads nothing but its data, and has a length of its own.
+_UNWANTED = neutral(Role.FILES, Role.LENGTH).keys() - {"data_cache_path"}
+_DATA = ("data_path", "train_data_path", "mock_data")
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _config(path: Path) -> dict[str, Any]:
     kept = {key: value for key, value in content.items() if _key(key) not in _UNWANTED}
     for key, value in list(kept.items()):
         beside = path.resolve().parent / str(value)
-        if _key(key) == "pipeline-costs" and beside.is_file():  # of a trial, the configuration lies elsewhere
+        if _key(key) == "pipeline_costs" and beside.is_file():  # of a trial, the configuration lies elsewhere
             kept[key] = str(beside)
     return kept
 
@@ -214,4 +213,4 @@ def _end(log: Path) -> str:
 
 
 def _key(name: object) -> str:
-    return str(name).lstrip("-").replace("_", "-")
+    return str(name).lstrip("-").replace("-", "_")

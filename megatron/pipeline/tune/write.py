@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.trainer.atomic import write_text
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import SEARCHED
@@ -73,11 +74,11 @@ def extras(result: Result) -> list[str]:
     """What goes with a schedule, in flags without their dashes."""
     args = result.candidate.args
     told = {
-        f"vocab-parallel {args.vocab_parallel}": args.vocab_parallel != "off",
+        f"vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,
         "layer-redistribution": args.layer_redistribution,
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
         f"recompute {args.recompute_granularity}": args.recompute_granularity,
-        f"offload {args.offload}": args.offload != "off",
+        f"offload {args.offload}": args.offload != OFF,
         "post-validation": args.post_validation,
     }
     return [what for what, given in told.items() if given]

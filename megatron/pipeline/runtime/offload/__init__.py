@@ -1,1 +1,1 @@
-"""Activations in host memory: what copies them (lanes), what keeps them (host memory), and which are away (activations)."""
+"""Activations in host memory: what copies them (streams), what keeps them (host memory), and which are away (activations)."""

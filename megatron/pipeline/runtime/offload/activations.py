@@ -1,4 +1,4 @@
-"""What one microbatch holds on one chunk between forward and backward, and its way to host memory and back."""
+"""The activations of one microbatch on one chunk between forward and backward, and their copies to host memory and back."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron.pipeline.runtime.offload.handles import Block, Hold, Stays, View, unpack
+from megatron.pipeline.record.memory import hold
+from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
+from megatron.pipeline.runtime.offload.handles import Block, KeptOnDevice, OffloadedView, unpack
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
-from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
 
 _ALIGNMENT = 512  # bytes, of every storage in an arena
 
@@ -31,35 +32,31 @@ class _Where(Enum):
 class Store:
     """The activations of one microbatch on one chunk, in one iteration.
 
-    What a forward saves for its backward is known by its storage: a storage moves as a whole and once, however many tensors
-    view it, and all of them lie in one arena. The methods are called in this order, ``capture`` and ``adopt`` any number of
-    times; where nothing is to be moved, they do nothing.
+    A storage moves as a whole and once, however many tensors view it, and all storages lie in one arena. The methods are called
+    in this order, ``capture`` and ``adopt`` any number of times; where nothing is to be moved, they do nothing.
 
-    What autograd holds are handles. They alone keep the memory, before it leaves and after it is back: what a forward drops
-    does not travel, and what a backward frees is free.
+    Autograd holds handles instead of tensors. They alone keep the memory, before it leaves and after it is back: a tensor that
+    a forward drops is not copied, and one that a backward frees is freed.
 
     Args:
-        lanes, pool: of this rank, for all stores.
-        parameters: addresses of the storages that are left alone, as for an ``ActivationMeter``: of parameters, and of
-            whatever else stays on the device anyhow.
-        hold: ``Recorder.hold``, which counts bytes on the device.
+        streams, pool: of this rank, for all stores.
+        parameters: addresses of the storages that stay on the device in any case: those of parameters and buffers.
         smallest: bytes below which a storage is left alone.
 
     Attributes:
         bytes: that move, once ``start_offload`` has been called.
     """
 
-    def __init__(self, lanes: Lanes, pool: HostPool, parameters: Set[int], hold: Hold, smallest: int) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: CopyStreams, pool: HostPool, parameters: Set[int], smallest: int) -> None:
+        self._streams = streams
         self._pool = pool
         self._parameters = parameters
-        self._hold = hold
         self._smallest = smallest
         self._where = _Where.HERE
         self._blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()  # by address, while here
-        self._views: list[weakref.ref[View]] = []
-        self._adopted: list[tuple[torch.Tensor, View]] = []
-        self._moving: list[Block] = []  # what a copy reads or writes must live
+        self._views: list[weakref.ref[OffloadedView]] = []
+        self._adopted: list[tuple[torch.Tensor, OffloadedView]] = []
+        self._moving: list[Block] = []  # kept alive for the copy that reads or writes them
         self._arriving: list[torch.Tensor] = []
         self._arena: Arena | None = None
         self._tickets: list[Ticket] = []
@@ -72,14 +69,14 @@ class Store:
         return tuple(ticket.times for ticket in self._tickets)
 
     def capture(self) -> AbstractContextManager[None]:
-        """A context for a forward, in which what autograd saves is taken note of."""
+        """A context for a forward: autograd then saves handles instead of tensors."""
         self._expect(_Where.HERE)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
 
     def adopt(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Move tensors as well that the caller keeps, such as a stage's inputs: leaves of a graph.
+        """Also move tensors that the caller keeps, such as a stage's inputs: leaves of a graph.
 
-        While away they have their shape but no memory. Once they are back they are counted until they die.
+        While offloaded they have their shape but no memory. Once they are back they are counted until they die.
         """
         self._expect(_Where.HERE)
         for tensor in tensors:
@@ -87,13 +84,13 @@ class Store:
                 self._adopted.append((tensor, self._view(tensor)))
 
     def start_offload(self) -> None:
-        """Start copying to host memory what has been computed by now.
+        """Start copying the activations to host memory.
 
         Raises:
             RuntimeError: there is not enough host memory.
         """
         self._expect(_Where.HERE)
-        # What has been discarded since it was saved, to be made again before backward reads it, stays what it is.
+        # A storage that has been emptied since it was saved is filled again before backward reads it, and does not move.
         blocks = [block for block in self._blocks.values() if block.is_whole]
         total = 0
         for block in blocks:
@@ -101,13 +98,13 @@ class Store:
             total += -(-block.nbytes // _ALIGNMENT) * _ALIGNMENT
         if blocks:
             self._arena = self._pool.take(total)
-            self._tickets.append(self._lanes.to_host([(block.there(), self._in_arena(block)) for block in blocks]))
+            self._tickets.append(self._streams.to_host([(block.there(), self._in_arena(block)) for block in blocks]))
         self.bytes = sum(block.nbytes for block in blocks)
         self._moving = blocks
         self._where = _Where.LEAVING
 
     def finish_offload(self) -> None:
-        """Wait for the copy and let go of the memory on the device."""
+        """Wait for the copy and free the memory on the device."""
         self._expect(_Where.LEAVING)
         if self._moving:
             self._tickets[-1].wait()
@@ -125,19 +122,19 @@ class Store:
         self._where = _Where.AWAY
 
     def start_reload(self) -> None:
-        """Allocate memory on the device, for as much as is still needed, and start copying back."""
+        """Allocate memory on the device for what is still needed, and start copying back."""
         self._expect(_Where.AWAY)
         self._moving = [block for block in self._blocks.values() if block.is_away]
-        self._arriving = [_blank(block.nbytes, self._lanes.device) for block in self._moving]
+        self._arriving = [_blank(block.nbytes, self._streams.device) for block in self._moving]
         if self._moving:
             sources = [self._in_arena(block) for block in self._moving]
-            self._tickets.append(self._lanes.to_device(list(zip(sources, self._arriving, strict=True))))
+            self._tickets.append(self._streams.to_device(list(zip(sources, self._arriving, strict=True))))
         for block, arriving in zip(self._moving, self._arriving, strict=True):
-            block.held = self._hold([arriving])
+            block.held = hold([arriving])
         self._where = _Where.RETURNING
 
     def finish_reload(self) -> None:
-        """Wait for the copy; from here on backward finds everything. Nothing of it is kept by the store."""
+        """Wait for the copy; the backward may run from here on. The store keeps nothing."""
         self._expect(_Where.RETURNING)
         if self._moving:
             self._tickets[-1].wait()
@@ -150,7 +147,7 @@ class Store:
         self._where = _Where.BACK
 
     def abandon(self) -> None:
-        """Give the iteration up, at any moment: wait for copies under way and give the host memory back."""
+        """Give up the iteration, at any moment: wait for copies under way and return the host memory."""
         try:
             if self._moving:
                 self._tickets[-1].wait()
@@ -171,23 +168,23 @@ class Store:
         assert self._arena is not None
         return self._arena.bytes[block.start : block.start + block.nbytes]
 
-    def _pack(self, tensor: torch.Tensor) -> Stays | View:
-        return self._view(tensor) if self._moves(tensor) else Stays(tensor, self._hold)
+    def _pack(self, tensor: torch.Tensor) -> KeptOnDevice | OffloadedView:
+        return self._view(tensor) if self._moves(tensor) else KeptOnDevice(tensor)
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._lanes.device:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._streams.device:
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= max(self._smallest, 1) and storage.data_ptr() not in self._parameters
 
-    def _view(self, tensor: torch.Tensor) -> View:
+    def _view(self, tensor: torch.Tensor) -> OffloadedView:
         address = tensor.untyped_storage().data_ptr()
         block = self._blocks.get(address)
         if block is None:
-            block = self._blocks[address] = Block(tensor, self._hold)
-        view = View(tensor, block)
+            block = self._blocks[address] = Block(tensor)
+        view = OffloadedView(tensor, block)
         self._views.append(weakref.ref(view))
         return view
 

@@ -1,24 +1,23 @@
-"""What autograd holds in place of the tensors that it saved, while their memory comes and goes."""
+"""The handles that autograd holds in place of the tensors that it saved, while their memory is moved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-Hold = Callable[[Iterable[torch.Tensor]], list[Any]]  # Recorder.hold: counts bytes on the device while what it returns lives
+from megatron.pipeline.record.memory import hold
 
 
 class Block:
-    """One storage. Whoever holds this holds its memory on the device, while it is there."""
+    """One storage. An object that holds this keeps the storage's memory on the device, while it is there."""
 
     __slots__ = ("__weakref__", "_bytes", "held", "nbytes", "start")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._bytes: torch.Tensor | None = whole
-        self.held = hold([whole])
+        self.held: list[Any] = hold([whole])  # counts the bytes on the device
         self.nbytes = whole.numel()
         self.start = 0  # in the arena
 
@@ -44,8 +43,8 @@ class Block:
         return self._bytes
 
 
-class View:
-    """A tensor whose storage moves: what autograd holds in its place."""
+class OffloadedView:
+    """The handle of a tensor whose storage moves."""
 
     __slots__ = ("__weakref__", "_dtype", "_geometry", "_stale", "_tensor", "_version", "block")
 
@@ -59,7 +58,7 @@ class View:
         self._geometry = tensor.storage_offset(), tensor.size(), tensor.stride()
 
     def leave(self) -> None:
-        """The storage has been copied. What has changed the tensor by now may be in the copy."""
+        """The storage has been copied. If the tensor has changed by now, the copy may have the change."""
         assert self._tensor is not None
         self._stale = self._tensor._version != self._version
         self._tensor = None
@@ -74,12 +73,12 @@ class View:
         return torch.empty(0, dtype=self._dtype, device=there.device).set_(there.untyped_storage(), *self._geometry)
 
 
-class Stays:
-    """A tensor that is left on the device, counted while autograd holds this."""
+class KeptOnDevice:
+    """The handle of a tensor that is not moved; it is counted while autograd holds this."""
 
     __slots__ = ("_held", "_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, hold: Hold) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
         self._version = tensor._version
         self._held = hold([tensor]) if _has_memory(tensor) else []
@@ -88,12 +87,12 @@ class Stays:
         return _unchanged(self._tensor, self._version)
 
 
-def unpack(saved: Stays | View) -> torch.Tensor:
+def unpack(saved: KeptOnDevice | OffloadedView) -> torch.Tensor:
     return saved.unpack()
 
 
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Autograd leaves this check to whoever has hooks."""
+    """With hooks, autograd leaves this check to them."""
     if tensor._version != version:
         raise _changed(tensor.shape)
     return tensor

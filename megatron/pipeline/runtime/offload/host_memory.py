@@ -38,8 +38,7 @@ class Arena:
 
 
 class HostPool:
-    """Arenas by size, reused. Where sizes repeat nothing is allocated any more, and where they vary an arena serves that is up
-    to an eighth larger than needed.
+    """Arenas that are allocated once and reused. A request may get an idle arena that is up to an eighth larger than needed.
 
     Args:
         limit: bytes that may be allocated, those of idle arenas included; None for no limit.
@@ -53,14 +52,14 @@ class HostPool:
     def __init__(self, limit: int | None, pinned: bool) -> None:
         self._limit = limit
         self._pinned = pinned
-        self._idle: list[Arena] = []  # the one given back last, last
+        self._idle: list[Arena] = []  # the most recently returned is last
         self.allocated = 0
         self.in_use = 0
         self.most_in_use = 0
         self.allocations = 0
 
     def take(self, nbytes: int) -> Arena:
-        """An arena of at least ``nbytes``. Its contents are whatever they were.
+        """An arena of at least ``nbytes``. Its contents are undefined.
 
         Raises:
             RuntimeError: it would not fit within the limit, or cannot be pinned.
@@ -71,7 +70,7 @@ class HostPool:
         return arena
 
     def give(self, arena: Arena) -> None:
-        """Take an arena back, once nothing but what follows in the computing stream will use it."""
+        """Take an arena back. Only work that follows in the compute stream may use it from here on."""
         self.in_use -= arena.size
         self._idle.append(arena)
 
@@ -91,7 +90,7 @@ class HostPool:
                     f"({_mib(self.in_use)} are in use, {_mib(size)} more were asked for), and the limit is {_mib(self._limit)}: "
                     f"raise {LIMIT_FLAG}, or offload less"
                 )
-            while self.allocated + size > self._limit:  # what is idle has another size
+            while self.allocated + size > self._limit:  # idle arenas have other sizes
                 self.allocated -= self._idle.pop(0).size
         arena = Arena(size, self._pinned, self.allocated)
         self.allocated += size

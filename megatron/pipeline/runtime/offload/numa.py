@@ -1,6 +1,6 @@
-"""Binds this process to the CPUs beside its GPU, so that host memory which it touches first lies there too.
+"""Binds this process to the CPUs of its GPU's NUMA node, so that host memory that it touches first lies there too.
 
-torch's own way (``torch.numa``, as of ``torchrun --numa-binding``) is taken where it works: it needs the program numactl.
+``torch.numa`` (as of ``torchrun --numa-binding``) is used where it works: it needs the program numactl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def bind(device: torch.device, root: Path = _SYSTEM) -> str:
         return "NUMA: nothing bound: this process computes on the CPU"
     try:
         return f"NUMA: {_bind(device, root)}"
-    except Exception as error:  # unusual machines are unusual in many ways
+    except Exception as error:  # training goes on without binding
         return f"NUMA: nothing bound: {type(error).__name__}: {error}"
 
 
@@ -40,27 +40,26 @@ def _bind(device: torch.device, root: Path) -> str:
     properties: Any = torch.cuda.get_device_properties(index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     node = int((root / "bus/pci/devices" / address / "numa_node").read_text())
-    if node < 0:  # which torch takes for the first node, however many there are
+    if node < 0:  # torch would take it for the first node
         return f"nothing bound: the system does not say which node GPU {index} ({address}) is next to"
-    beside = cpus((root / f"devices/system/node/node{node}/cpulist").read_text())
+    near = cpus((root / f"devices/system/node/node{node}/cpulist").read_text())
     allowed = os.sched_getaffinity(0)
-    if allowed <= beside:
+    if allowed <= near:
         return f"nothing to bind: all {len(allowed)} CPUs of this process are on node {node}, next to GPU {index}"
-    if not allowed & beside:
+    if not allowed & near:
         return f"nothing bound: this process may not use the CPUs of node {node}, next to GPU {index}"
     if root != _SYSTEM or not _bound_by_torch(index):
-        _bind_threads(allowed, allowed & beside)
+        _bind_threads(allowed, allowed & near)
     return f"bound to {len(os.sched_getaffinity(0))} CPUs of node {node}, next to GPU {index} ({address})"
 
 
 def cpus(ranges: str) -> set[int]:
     """The numbers in a list such as ``0-3,8``."""
-    found: set[int] = set()
-    for one in ranges.strip().split(","):
-        first, _, last = one.partition("-")
-        if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+    numbers: set[int] = set()
+    for part in filter(None, ranges.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
 
 
 def _bound_by_torch(index: int) -> bool:
@@ -80,5 +79,5 @@ def _bind_threads(before: set[int], after: set[int]) -> None:
     os.sched_setaffinity(0, after)
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it may have ended
-            if os.sched_getaffinity(int(thread)) == before:  # nobody has bound it to others
+            if os.sched_getaffinity(int(thread)) == before:  # it has not been bound to others
                 os.sched_setaffinity(int(thread), after)

@@ -1,4 +1,4 @@
-"""What one rank offloads with: for all iterations its lanes and host memory, for each iteration the stores that are in flight."""
+"""Offloading on one rank: copy streams and host memory for all iterations, and the stores of each iteration."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.offload.activations import Store
-from megatron.pipeline.runtime.offload.handles import Hold
+from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, copy_streams_for
 from megatron.pipeline.runtime.offload.host_memory import HostPool
-from megatron.pipeline.runtime.offload.lanes import Lanes, lanes_for
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.lower.program import Copy, Program
 
@@ -36,57 +35,50 @@ class Settings:
 
 
 class Offloading:
-    """The lanes and the host memory of one rank, made when they are first needed, and kept."""
+    """The copy streams and the host memory of one rank, made when they are first needed, and kept."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings = settings
         self._device = device
 
     @cached_property
-    def lanes(self) -> Lanes:
-        return lanes_for(self._device, self.settings.bandwidth, self.settings.bandwidth)
+    def copy_streams(self) -> CopyStreams:
+        return copy_streams_for(self._device, self.settings.bandwidth, self.settings.bandwidth)
 
     @cached_property
     def pool(self) -> HostPool:
         return HostPool(self.settings.host_limit, pinned=self._device.type == "cuda")
 
-    def iteration(self, program: Program, staying: Iterable[torch.Tensor], hold: Hold) -> InFlight:
+    def iteration(self, program: Program, staying: Iterable[torch.Tensor]) -> InFlight:
         """The stores of one iteration.
 
         Args:
-            staying: parameters, buffers and whatever else stays on the device.
-            hold: ``Recorder.hold``.
+            staying: tensors that stay on the device, such as parameters and buffers.
         """
-        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying), hold)
+        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying))
 
 
 class InFlight:
-    """What is offloaded in one iteration, by microbatch and chunk: everything that a program says about copies."""
+    """The stores of one iteration, by microbatch and chunk, and the copies that its program starts and waits for."""
 
-    @classmethod
-    def of_nothing(cls) -> InFlight:
-        """For a program without copies."""
-        return cls(Offloading(Settings(), torch.device("cpu")), (), frozenset(), lambda _: [])
-
-    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int], hold: Hold) -> None:
+    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int]) -> None:
         self._offloading = offloading
         self._staying = staying
-        self._hold = hold
         self._moved = {one.work[1:3] for one in program if isinstance(one, Copy)}
         self._stores: dict[tuple[int, int], Store] = {}
         self._ended: dict[tuple[int, int], Store] = {}
 
     def capturing(self, work: Pass, keeps_graph: bool) -> AbstractContextManager[None]:
-        """The context of a forward. One that will be recomputed keeps nothing but its inputs."""
+        """The context of a forward. A forward that will be recomputed keeps only its inputs."""
         if work[1:3] not in self._moved:
             return nullcontext()
         pool, settings = self._offloading.pool, self._offloading.settings
-        store = Store(self._offloading.lanes, pool, self._staying, self._hold, settings.smallest)
+        store = Store(self._offloading.copy_streams, pool, self._staying, settings.smallest)
         self._stores[work[1:3]] = store
         return store.capture() if keeps_graph else nullcontext()
 
     def adopt(self, work: Pass, tensors: Iterable[torch.Tensor | None]) -> None:
-        """Tensors that the executor keeps between a forward and its backward move as well."""
+        """Also move tensors that are kept between a forward and its backward."""
         if work[1:3] in self._stores:
             self._stores[work[1:3]].adopt(tensors)
 
@@ -104,7 +96,7 @@ class InFlight:
             store.finish_reload()
 
     def abandon(self) -> None:
-        """Give the iteration up."""
+        """Give up the iteration."""
         for store in self._stores.values():
             store.abandon()
         self._stores.clear()

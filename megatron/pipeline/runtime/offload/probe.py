@@ -1,5 +1,4 @@
-"""How fast activations get to host memory and back on this machine: measured copies, alone, both ways at once, and with the
-neighbours at once."""
+"""The speed of copies to host memory and back on this machine: measured alone, in both directions, and on all ranks at once."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena
-from megatron.pipeline.runtime.offload.lanes import Lanes, Ticket
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.schedule.core.costs import CopyCosts
 
-# Copies are planned to take so much longer than measured: a pass that waits for one costs more than a bit of memory.
+# Copies are planned to take longer than measured, by this factor: a pass that waits for a copy costs more than some memory.
 MARGIN = 1.1
 
-_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of one copy: a GPU's lane gets up to speed, a CPU's does not take long
+_BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of one copy: a GPU's stream gets up to speed, a CPU's does not take long
 _COPIES = 4  # in a row, of which the first does not count
 
 
@@ -29,7 +28,7 @@ class Speeds:
     Attributes:
         host: the machine that the rank runs on.
         pipeline_rank: of the rank.
-        alone: with nothing else on the way but the same of ranks with the same pipeline rank.
+        alone: while only ranks with the same pipeline rank copy, in the same direction.
         both: with the other direction at the same time.
         together: with all other ranks in the same direction at the same time.
     """
@@ -50,12 +49,12 @@ def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_rank
         if turn == pipeline_rank:
             alone = probe.to_host(), probe.to_device()
             both = probe.both()
-    found = []
+    crowded = []
     for one_way in (probe.to_host, probe.to_device):
         torch.distributed.barrier()
-        found.append(one_way())
+        crowded.append(one_way())
     torch.distributed.barrier()
-    mine = Speeds(host, pipeline_rank, alone, both, (found[0], found[1]))
+    mine = Speeds(host, pipeline_rank, alone, both, (crowded[0], crowded[1]))
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     return agreed(everyone)
@@ -101,8 +100,8 @@ class _Probe:
     """Copies of fixed size, in memory of their own: a limit is for activations."""
 
     def __init__(self, offloading: Offloading) -> None:
-        self._lanes: Lanes = offloading.lanes
-        device = self._lanes.device
+        self._streams: CopyStreams = offloading.copy_streams
+        device = self._streams.device
         size = _BYTES[device.type]
         self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
         self._arenas = [Arena(size, pinned=device.type == "cuda") for _ in range(2)]
@@ -121,16 +120,16 @@ class _Probe:
         return self._seconds([one for one, _ in tickets]), self._seconds([other for _, other in tickets])
 
     def _out(self) -> Ticket:
-        return self._lanes.to_host([(self._device[0], self._host[0])])
+        return self._streams.to_host([(self._device[0], self._host[0])])
 
     def _back(self) -> Ticket:
-        return self._lanes.to_device([(self._host[1], self._device[1])])
+        return self._streams.to_device([(self._host[1], self._device[1])])
 
     def _seconds(self, tickets: Sequence[Ticket]) -> float:
         for ticket in tickets:
             ticket.wait()
-        if self._lanes.device.type == "cuda":
-            torch.cuda.synchronize(self._lanes.device)
+        if self._streams.device.type == "cuda":
+            torch.cuda.synchronize(self._streams.device)
         return statistics.median(map(_duration, tickets[1:])) / self._size
 
 

@@ -37,7 +37,7 @@ def host_copies(device: torch.device, host: str) -> tuple[float, float]:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     offloading = Offloading(Settings(), device)
     costs = probe.measure(offloading, host, rank, ranks)
-    offloading.lanes.close()
+    offloading.copy_streams.close()
     return probe.MARGIN / costs.to_host, probe.MARGIN / costs.to_device
 
 

@@ -1,4 +1,4 @@
-"""The two directions between one device and host memory: copies that run beside the computation, each direction in order."""
+"""Copies between a device and host memory that run while passes compute: one stream for each direction."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ class Ticket(Protocol):
     """Copies under way."""
 
     def wait(self) -> None:
-        """What is computed from here on finds them done. On a GPU the stream waits, never the host."""
+        """Passes that follow find the copies done. On a GPU the stream waits, never the host."""
 
     @property
     def times(self) -> tuple[Any, Any]:
         """Their start and end, as a ``Recorder`` marks moments: events on a GPU, else seconds since the epoch."""
 
 
-class Lanes(Protocol):
-    """Copies of one direction run one after another, those of both at once. A list of copies starts at once and in order."""
+class CopyStreams(Protocol):
+    """Copies of one direction run one after another; the two directions run at the same time."""
 
     device: torch.device
 
     def to_host(self, pairs: Pairs) -> Ticket:
-        """Start copies from the device, of what has been computed by now. Sources must live until the ticket's ``wait``."""
+        """Start copies from the device, behind what has been launched so far. Sources must live until the ticket's ``wait``."""
 
     def to_device(self, pairs: Pairs) -> Ticket:
         """Start copies to the device. Targets must live until the ticket's ``wait``."""
 
     def close(self) -> None:
-        """No more copies; those under way are given up where that is possible."""
+        """Accept no more copies; cancel those that have not begun, where that is possible."""
 
 
-def lanes_for(
+def copy_streams_for(
     device: torch.device, bandwidth_to_host: float | None = None, bandwidth_to_device: float | None = None
-) -> StreamLanes | ThreadLanes:
-    """The lanes of a device. Bandwidths, in bytes a second, are those that a CPU imitates; a GPU has its own."""
+) -> CudaCopyStreams | ThreadCopyStreams:
+    """The streams of a device. Bandwidths, in bytes a second, are those that a CPU imitates; a GPU has its own."""
     if device.type == "cuda":
-        return StreamLanes(device)
-    return ThreadLanes(bandwidth_to_host, bandwidth_to_device)
+        return CudaCopyStreams(device)
+    return ThreadCopyStreams(bandwidth_to_host, bandwidth_to_device)
 
 
-class StreamLanes:
-    """A GPU's: one stream for each direction.
+class CudaCopyStreams:
+    """The copy streams of a GPU.
 
     No tensor is recorded on these streams (``record_stream``), which would keep its memory until the host asks again. Order
-    alone makes it right. A source is freed on the computing stream after the ``wait``, so whatever takes its memory comes
-    after the copy. A target is allocated on the computing stream before the copy, which starts behind an event recorded
-    there: whatever had that memory before has ended. The same holds for host memory: a reload's source is written again by
-    a later copy to the host, which starts behind an event that follows the reload's ``wait``.
+    alone makes it right. A source is freed on the compute stream after the ``wait``, so the next use of its memory follows the
+    copy. A target is allocated on the compute stream before the copy, which starts behind an event recorded there: earlier
+    uses of that memory have ended. The same holds for host memory: a reload's source is written again by a later copy to the
+    host, which starts behind an event that follows the reload's ``wait``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,14 +75,14 @@ class StreamLanes:
         """Nothing to close."""
 
     @torch.no_grad()
-    def _start(self, lane: torch.cuda.Stream, pairs: Pairs) -> Ticket:
-        lane.wait_stream(torch.cuda.current_stream(self.device))
+    def _start(self, stream: torch.cuda.Stream, pairs: Pairs) -> Ticket:
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(lane):
-            start.record(lane)
+        with torch.cuda.stream(stream):
+            start.record(stream)
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-            end.record(lane)
+            end.record(stream)
         return _StreamTicket(self.device, (start, end))
 
 
@@ -95,8 +95,8 @@ class _StreamTicket:
         torch.cuda.current_stream(self._device).wait_event(self.times[1])
 
 
-class ThreadLanes:
-    """A CPU's, which imitate a GPU's: one thread for each direction, as slow as they are told to be.
+class ThreadCopyStreams:
+    """Imitates a GPU's copy streams on a CPU: one thread for each direction, with a given bandwidth.
 
     Bytes are copied at the end of the time that their copy takes, so that what reads targets or reuses sources too early
     gets other numbers. The threads end with ``close``, with this object or with the process, whichever comes first.
@@ -107,8 +107,8 @@ class ThreadLanes:
 
     def __init__(self, bandwidth_to_host: float | None = None, bandwidth_to_device: float | None = None) -> None:
         self.device = torch.device("cpu")
-        self._to_host = _Lane("copies to the host", bandwidth_to_host)
-        self._to_device = _Lane("copies to the device", bandwidth_to_device)
+        self._to_host = _Direction("copies to the host", bandwidth_to_host)
+        self._to_device = _Direction("copies to the device", bandwidth_to_device)
         # Also when the interpreter exits: a thread inside of torch must not outlive it.
         self._closing = weakref.finalize(self, _close, self._to_host, self._to_device)
 
@@ -119,7 +119,7 @@ class ThreadLanes:
         return self._to_device.start(pairs)
 
     def close(self) -> None:
-        """End the threads. Copies that have not begun fail, which whoever waits for them is told."""
+        """End the threads. Copies that have not begun fail: their ``wait`` raises."""
         self._closing()
 
 
@@ -129,7 +129,7 @@ class _ThreadTicket:
 
     def wait(self) -> None:
         """Raises:
-        RuntimeError: the lanes were closed before the copies; or whatever error a copy met.
+        RuntimeError: the streams were closed before the copies. An error of a copy is raised here as well.
         """
         self._done.result()
 
@@ -141,8 +141,8 @@ class _ThreadTicket:
 _Job = tuple[list[tuple[torch.Tensor, torch.Tensor]], Future[tuple[float, float]]]
 
 
-class _Lane:
-    """One direction. Its thread refers to this object alone, so that ``ThreadLanes`` can be garbage."""
+class _Direction:
+    """One direction. Its thread refers to this object alone, so that ``ThreadCopyStreams`` can be garbage."""
 
     def __init__(self, name: str, bandwidth: float | None) -> None:
         self._name = name
@@ -183,7 +183,7 @@ class _Lane:
         except BaseException as error:
             done.set_exception(error)
         else:
-            pairs.clear()  # before anybody learns that the copies are over, and looks at what memory is left
+            pairs.clear()  # before ``wait`` returns: nothing is held by then
             done.set_result(times)
         return True
 
@@ -202,9 +202,9 @@ class _Lane:
         return start, time.time()
 
     def _reason(self) -> str:
-        return f"{self._name}: the lanes have been closed"
+        return f"{self._name}: the streams have been closed"
 
 
-def _close(*lanes: _Lane) -> None:
-    for lane in lanes:
-        lane.close()
+def _close(*streams: _Direction) -> None:
+    for stream in streams:
+        stream.close()

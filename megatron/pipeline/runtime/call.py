@@ -1,0 +1,133 @@
+"""One call of a ``forward_backward_func``: megatron-core's keywords, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+from megatron.pipeline.patches import compat
+
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.program import Flow
+
+_GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """The keywords of megatron-core 0.16.1's schedules, under their names and with their meaning.
+
+    Attributes:
+        chunks: of this rank's model.
+        iterators: of the data, one for each chunk.
+        config: of the model.
+
+    Raises:
+        ValueError: ``p2p_communicator`` or ``pg_collection`` is given without the other, or lacks a group.
+    """
+
+    forward_step_func: Callable[..., Any]
+    data_iterator: Iterator[Any] | list[Iterator[Any]] | None
+    model: torch.nn.Module | list[torch.nn.Module]
+    num_microbatches: int
+    seq_length: int
+    micro_batch_size: int
+    decoder_seq_length: int | None = None
+    forward_only: bool = False
+    collect_non_loss_data: bool = False
+    first_val_step: bool | None = None
+    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
+    p2p_communicator: P2PCommunicator | None = None
+    pg_collection: ProcessGroupCollection | None = None
+    force_all_reduce: bool | None = False
+
+    @cached_property
+    def chunks(self) -> list[torch.nn.Module]:
+        return self.model if isinstance(self.model, list) else [self.model]
+
+    @cached_property
+    def iterators(self) -> list[Any]:
+        return self.data_iterator if isinstance(self.data_iterator, list) else [self.data_iterator] * len(self.chunks)
+
+    @cached_property
+    def config(self) -> Any:
+        return get_model_config(self.chunks[0])
+
+    @cached_property
+    def pipeline(self) -> torch.distributed.ProcessGroup:
+        """The pipeline's ranks."""
+        groups = self.groups
+        group: torch.distributed.ProcessGroup = self.p2p_communicator.pp_group if self.p2p_communicator else groups.pp
+        return group
+
+    @cached_property
+    def groups(self) -> ProcessGroupCollection:
+        """As given, or from parallel_state as in megatron-core's schedules."""
+        if (self.p2p_communicator is None) != (self.pg_collection is None):
+            raise ValueError("give both p2p_communicator and pg_collection, or neither")
+        if self.pg_collection is not None:
+            missing = [name for name in _GROUPS if not hasattr(self.pg_collection, name)]
+            if missing:
+                raise ValueError(f"pg_collection lacks {', '.join(missing)}; set a group you do not need to None")
+            return self.pg_collection
+        groups = ProcessGroupCollection()
+        groups.tp = parallel_state.get_tensor_model_parallel_group()
+        groups.cp = parallel_state.get_context_parallel_group()
+        groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+        groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+        groups.pp = parallel_state.get_pipeline_model_parallel_group()
+        groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+        return groups
+
+    def shapes(self, splits: int) -> dict[Flow, list[Any]]:
+        """What a message carries, for microbatches in that many slices; a gradient has the shapes of the activation that this
+        rank sent."""
+        received = schedules.get_tensor_shapes(
+            seq_length=self.seq_length // splits,
+            micro_batch_size=self.micro_batch_size,
+            decoder_seq_length=self.decoder_seq_length and self.decoder_seq_length // splits,
+            config=self.config,
+            tp_group=self.groups.tp,
+            cp_group=self.groups.cp,
+        )
+        sent = list(received)
+        if self.adjust_tensor_shapes_fn is not None:
+            received, sent = self.adjust_tensor_shapes_fn(received, sent)
+        return {Flow.ACTIVATION: received, Flow.GRADIENT: sent}
+
+    def check(self, schedule: Schedule) -> None:
+        """Refuse what a schedule that is data cannot do, or what does not fit this one.
+
+        Raises:
+            ValueError: says what to change.
+        """
+        placement, ranks, chunks = schedule.placement, self.pipeline.size(), len(self.chunks)
+        if (placement.ranks, schedule.microbatches) != (ranks, self.num_microbatches):
+            raise ValueError(
+                f"schedule {schedule.name} is for {placement.ranks} ranks and {schedule.microbatches} microbatches, but the "
+                f"pipeline group has {ranks} ranks and the iteration {self.num_microbatches} microbatches: plan one for these"
+            )
+        if placement.chunks != chunks:
+            raise ValueError(
+                f"schedule {schedule.name} has {placement.chunks} chunk(s) per rank, but the model has {chunks}: "
+                "build the model for the schedule's placement"
+            )
+        if self.adjust_tensor_shapes_fn is not None and chunks > 1:
+            raise ValueError("adjust_tensor_shapes_fn works with one chunk per rank only, as in megatron-core")
+        if self.collect_non_loss_data and schedule.splits > 1:
+            raise ValueError("collect_non_loss_data needs whole sequences: choose a schedule without slices")
+        if self.collect_non_loss_data and schedule.vocabulary:
+            raise ValueError(
+                "collect_non_loss_data needs logits of the whole vocabulary on one rank: train without --vocab-parallel"
+            )
+        if refused := compat.unsupported(self.config, in_config=True):
+            setting, reason = refused
+            raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")

@@ -1,0 +1,228 @@
+"""One training or evaluation iteration of one rank under a plan.
+
+It does for any program what ``megatron.core.pipeline_parallel.schedules`` does for its three built-in orders: it reuses
+upstream's forward and backward steps and groups, honours the same settings of ``config``, and ends with
+``finalize_model_grads_func``. What differs is that the order of passes is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import unwrap_model
+
+from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.gradient_sync import GradientSync
+from megatron.pipeline.runtime.model_stages import ModelStages, per_chunk
+from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading
+from megatron.pipeline.runtime.p2p import Channels, Transport
+from megatron.pipeline.runtime.rewind import Rewind
+from megatron.pipeline.runtime.stage_passes import StagePasses
+from megatron.pipeline.runtime.vocabulary import Groups
+from megatron.pipeline.runtime.vocabulary_stages import VocabularyStages
+from megatron.pipeline.runtime.wiring import Wiring, wiring
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Program
+
+
+class ValidationResult(Enum):
+    """Whether the optimizer step before an iteration is kept. The first forwards of the iteration ran before that was known."""
+
+    ACCEPTED = auto()  # the step is kept
+    ROLLED_BACK = auto()  # the step has been undone, or taken again with clipped gradients: forwards start anew
+    STOPPED = auto()  # training ends before this iteration
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A schedule that has been verified, with its programs."""
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _wiring(plan: Plan, rank: int) -> Wiring:
+    return wiring(plan.programs[rank], rank, plan.schedule.placement)
+
+
+class _Attempt(NamedTuple):
+    """What one run of a program needs; after a roll-back there is a second one."""
+
+    stages: ModelStages
+    offloaded: InFlight | None
+    executor: Executor
+    embedding: Any  # upstream's buffer of inputs of the output layer
+
+
+class Iteration:
+    """One iteration, to run once.
+
+    Args:
+        plan: for the number of microbatches and chunks of the call; of forwards alone for an evaluation.
+        channels: for messages.
+        record: makes what measures the passes, or does not.
+        posting: how sends and receives are started.
+        resolve: called where the program validates, if the optimizer step before this iteration has yet to be accepted: brings
+            parameters and gradients into the state that the rest of the iteration needs, and returns what became of the step.
+            All ranks of the pipeline must get the same result.
+        groups: of the vocabulary's collectives; None for plans without any.
+        offloading: moves what the plan copies to host memory; None for plans without copies.
+
+    Attributes:
+        executor: runs the program; None before ``run``.
+        recorder: has measured the iteration, once it has run; None before.
+        attempts: how many times the program has begun.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        channels: Channels,
+        record: Callable[[], Recorder | Unmeasured] = Unmeasured,
+        posting: Posting = Posting.SINGLE,
+        resolve: Callable[[], ValidationResult] | None = None,
+        groups: Groups | None = None,
+        offloading: Offloading | None = None,
+    ) -> None:
+        self.plan = plan
+        self._channels = channels
+        self._record = record
+        self._posting = posting
+        self._resolve = resolve
+        self._groups = groups
+        self._offloading = offloading
+        self.executor: Executor | None = None
+        self.recorder: Recorder | Unmeasured | None = None
+        self.attempts = 0
+
+    def run(self, call: Call) -> list[Any]:
+        """Run it.
+
+        Returns:
+            What the loss function reported for every microbatch, on the rank with the last stage; elsewhere, and for an
+            iteration that was stopped, an empty list.
+
+        Raises:
+            ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
+        """
+        call.check(self.plan.schedule)
+        config, rank = call.config, self._channels.rank
+        reduces_late = config.grad_sync_func is not None and rank != 0
+        sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
+        with _timed(config):
+            if self._resolve is None:
+                attempt = self._begin(call, call.iterators, sync)
+            else:
+                rewind = Rewind(call.chunks, call.iterators)
+                attempt = self._begin(call, rewind.iterators, sync)
+                result = self._resolve()
+                if result is not ValidationResult.ACCEPTED:
+                    attempt.executor.abandon()
+                    rewind.rewind()
+                rewind.forget()
+                if result is ValidationResult.STOPPED:
+                    return []
+                if result is ValidationResult.ROLLED_BACK:
+                    attempt = self._begin(call, rewind.iterators, sync)
+            assert self.recorder is not None
+            with sync, self.recorder.observing():
+                attempt.executor.finish()
+            self.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+            if not call.forward_only:
+                self._finish_gradients(call, attempt, reduces_late)
+        return attempt.stages.reported
+
+    def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:
+        """Run the program up to its validation."""
+        plan, rank, config = self.plan, self._channels.rank, call.config
+        embedding = None
+        if not call.forward_only and config.finalize_model_grads_func is not None:
+            chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
+            embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
+        self.recorder = self._record()
+        program = plan.programs[rank]
+        stages: ModelStages
+        if plan.schedule.vocabulary:
+            assert self._groups is not None, f"schedule {plan.schedule.name} has collectives of a vocabulary: give their groups"
+            stages = VocabularyStages(call, plan.schedule, rank, iterators, self._groups)
+        else:
+            stages = ModelStages(call, plan.schedule, rank, iterators)
+        offloaded = self._in_flight(program, call.chunks)
+        handlers = StagePasses(stages, program, not call.forward_only, offloaded).handlers
+        if isinstance(stages, VocabularyStages):
+            handlers = handlers.joined(stages.handlers)
+        dtype = config.pipeline_dtype or config.params_dtype
+        device = next(call.chunks[0].parameters()).device
+        transport = Transport(self._channels, call.shapes(plan.schedule.splits), dtype, device, self._posting)
+        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around)
+        self.attempts += 1
+        with self.recorder.observing():
+            executor.begin()
+        return _Attempt(stages, offloaded, executor, embedding)
+
+    def situation(self, iterations: int) -> Situation:
+        """Where this rank is, for a report of a failure. May be called from another thread.
+
+        Args:
+            iterations: how many have begun.
+        """
+        executor = self.executor
+        position = executor.position if executor else None
+        progress = iterations, self.attempts, executor.begun if executor else 0
+        if executor is None or position is None:
+            return Situation(progress=progress)
+        return Situation.in_program(executor.program, position, executor.begun, progress, self._channels.ranks.__getitem__)
+
+    @property
+    def _holds_output(self) -> bool:
+        """Whether this rank has the output layer of the whole vocabulary."""
+        schedule = self.plan.schedule
+        return self._channels.rank == schedule.placement.home(schedule.placement.last_stage)[0] and not schedule.vocabulary
+
+    def _in_flight(self, program: Program, chunks: Sequence[torch.nn.Module]) -> InFlight | None:
+        """What moves activations to host memory and back, if any are to be moved."""
+        if not self.plan.schedule.has_copies:
+            return None
+        if self._offloading is None:
+            raise ValueError(f"schedule {self.plan.schedule.name} copies activations to host memory: say with what (offloading)")
+        # DDP has a list called ``buffers``.
+        staying = (tensor for chunk in unwrap_model(list(chunks)) for tensor in (*chunk.parameters(), *chunk.buffers()))
+        return self._offloading.iteration(program, staying)
+
+    def _finish_gradients(self, call: Call, attempt: _Attempt, reduces_late: bool) -> None:
+        config = call.config
+        if reduces_late:
+            for index, chunk in enumerate(call.chunks):
+                per_chunk(config.grad_sync_func, index)(chunk.parameters())
+        if config.finalize_model_grads_func is None:
+            return
+        schedules.finish_embedding_wgrad_compute(config, attempt.embedding, self._holds_output, call.groups.tp)
+        config.finalize_model_grads_func(
+            call.chunks,
+            attempt.stages.num_tokens if config.calculate_per_token_loss else None,
+            pg_collection=call.groups,
+            force_all_reduce=call.force_all_reduce,
+        )
+
+
+@contextmanager
+def _timed(config: Any) -> Iterator[None]:
+    """Upstream's timer of an iteration, if there are timers."""
+    if config.timers is None:
+        yield
+        return
+    config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    yield
+    config.timers("forward-backward").stop()

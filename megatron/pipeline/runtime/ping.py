@@ -1,0 +1,77 @@
+"""How long a message takes between two ranks of a pipeline, measured between iterations."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import torch
+
+from megatron.pipeline.runtime.p2p import Tensors, Transport
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.lower.program import Flow, Message
+
+_PINGS = 5  # that count, after one that opens the connection
+
+
+def ping(transport: Transport, rank: int, placement: Placement) -> list[float]:
+    """Seconds of one hop, between every two ranks that exchange messages, measured by the lower of them with whole messages
+    that go there and back. Collective over the pipeline; between iterations.
+
+    The time from a send to the end of its receive inside an iteration is no measure: it is mostly the wait for the pass.
+    """
+    homes = [placement.home(stage)[0] for stage in range(placement.last_stage + 1)]
+    pairs = sorted({(min(pair), max(pair)) for pair in pairwise(homes) if pair[0] != pair[1]})
+    seconds: list[float] = []
+    for low, high in pairs:
+        if rank == low:
+            seconds += _ask(transport, high)
+        elif rank == high:
+            _answer(transport, low)
+    return seconds
+
+
+def _ask(transport: Transport, peer: int) -> list[float]:
+    seconds = []
+    for message, answer in zip(*_messages(), strict=True):
+        _receive(transport, answer, peer)
+        began = _now()
+        _send(transport, message, peer, transport.blank(message.flow))
+        transport.wait(answer)
+        seconds.append((_now() - began) / 2)
+        transport.finish(message, peer)
+    return seconds[1:]
+
+
+def _answer(transport: Transport, peer: int) -> None:
+    there, back = _messages()
+    _receive(transport, there[0], peer)
+    for number, answer in enumerate(back):
+        tensors = transport.wait(there[number])
+        if answer is not back[-1]:
+            _receive(transport, there[number + 1], peer)
+        _send(transport, answer, peer, tensors)
+        transport.finish(answer, peer)
+
+
+def _messages() -> tuple[list[Message], list[Message]]:
+    """Messages there and back, with numbers of stages that the model does not have."""
+    there, back = ([Message(Flow.ACTIVATION, number, stage) for number in range(1 + _PINGS)] for stage in (-1, -2))
+    return there, back
+
+
+def _receive(transport: Transport, message: Message, peer: int) -> None:
+    """Started alone: NCCL reports only the end of everything that was started together."""
+    transport.receive(message, peer)
+    transport.start()
+
+
+def _send(transport: Transport, message: Message, peer: int, tensors: Tensors) -> None:
+    transport.send(message, peer, tensors, when_sent=lambda: None)
+    transport.start()
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,51 @@
+"""One server and one browser for all tests of the page."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from served import serving
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    with serving() as (address, _):
+        yield address
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from browser.opened import CHROMIUM, playwright
+
+    with playwright.sync_playwright() as started:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # which root may not have
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def opened(browser: Any, address: str) -> Iterator[Any]:
+    from browser.opened import TIMEOUT, Opened
+
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, accept_downloads=True)
+    opened = Opened(context.new_page(), address)
+    opened.page.set_default_timeout(TIMEOUT)
+
+    def request(request: Any) -> None:
+        if not request.url.startswith((address, "data:", "blob:")):
+            opened.wrong.append(f"asked for {request.url}")
+
+    def said(message: Any) -> None:
+        if message.type in ("error", "warning"):
+            opened.wrong.append(message.text)
+
+    opened.page.on("request", request)
+    opened.page.on("console", said)
+    opened.page.on("pageerror", lambda error: opened.wrong.append(str(error)))
+    yield opened
+    context.close()
+    assert not opened.wrong  # no error, and no request to anywhere else, whatever the test did

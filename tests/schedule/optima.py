@@ -1,0 +1,75 @@
+"""Optima that CP-SAT has proven, stored so that plans are compared with them in no time: ``python tests/schedule/optima.py``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.optimum.exact import optimum
+
+STORED = Path(__file__).with_name("optima.json")
+SECONDS = 60  # of search for each
+
+
+class Case(NamedTuple):
+    """A family, its sizes, a memory limit in microbatches, and the seconds of F, B and W."""
+
+    name: str
+    ranks: int
+    microbatches: int
+    limit: float | None
+    costs: tuple[float, float, float]
+
+    def __str__(self) -> str:
+        return f"{self.name} p={self.ranks} m={self.microbatches} limit={self.limit} costs={','.join(map(str, self.costs))}"
+
+    def problem(self) -> Problem:
+        costs = uniform(families.placement(self.name, self.ranks), *self.costs)
+        return families.problem(self.name, self.ranks, self.microbatches, costs, memory_limit=self.limit)
+
+
+CASES = [
+    Case(*sizes, costs)
+    for sizes, costs in product(
+        [
+            ("zb-auto", 3, 6, 3), ("zb-auto", 3, 5, 2), ("zb-auto", 4, 5, 6), ("v-half", 3, 4, None), ("v-half", 4, 5, None),
+            ("v-min", 3, 5, None), ("v-min", 4, 4, None), ("v-auto", 4, 4, 2.5), ("zb-v", 2, 4, None),
+        ],
+        [(1, 1, 1), (1, 1.2, 0.8), (1, 1.4, 0.9)],
+    )
+]  # fmt: skip
+
+
+def proven(case: Case) -> float:
+    """The optimum.
+
+    Raises:
+        AssertionError: it is not proven within ``SECONDS``.
+    """
+    problem = case.problem()
+    found = optimum(problem, seconds=SECONDS, hint=families.solve(case.name, problem))
+    assert found.proven, f"{case}: between {found.bound} and {found.value}"
+    return found.value
+
+
+def stored() -> dict[str, float]:
+    return json.loads(STORED.read_text())["optima"]
+
+
+def main(cases: Sequence[Case] = CASES) -> None:
+    solver = f"ortools {metadata.version('ortools')}"
+    optima = {str(case): proven(case) for case in cases}
+    text = json.dumps({"proven": f"{datetime.now(UTC):%Y-%m-%d}", "solver": solver, "optima": optima}, indent=1)
+    STORED.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
