@@ -36,7 +36,7 @@ def fail(directory: Path, how: str, failing: int, *more: str) -> tuple[list[int 
     ranks = [forked(rank_alone, rank, port, stderr, how, failing, *more) for rank in range(RANKS)]
     for rank, process in enumerate(ranks):
         if (how, rank) != ("stop", failing):
-            process.join(timeout=60)
+            process.join(timeout=120)
     for process in ranks:
         process.kill()  # the one that stays stopped
         process.join()
@@ -165,7 +165,7 @@ def test_a_killed_rank_under_torchrun() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode != 0
