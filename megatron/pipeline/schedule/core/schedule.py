@@ -226,30 +226,45 @@ class RankPasses:
         """In how many parts a pass runs."""
         return self.last_part(*work[:3]).part + 1 if self.is_divided else 1
 
-    def on_lane(self, lane: Lane) -> tuple[Pass, ...]:
-        """The passes of a lane in the order in which they run there: that of their places, or, where they start as soon as they
-        can, of what they need."""
-        placed = (work for work in self.passes if work.kind.row.lane is lane and work.kind.row.starts)
-        early = (one for work in self.passes for one in self.started_by(work) if one.kind.row.lane is lane)
-        return (*placed, *early)
+    @cached_property
+    def lanes(self) -> dict[Lane, list[Pass]]:
+        """The passes of each lane in the order in which they run there: that of their places, or, where they start as soon as
+        they can, that of the passes that they need."""
+        lanes: dict[Lane, list[Pass]] = {kind.row.lane: [] for kind in self.kinds if kind.row.lane}
+        starting = {kind: lanes[kind.row.lane] for kind in self.kinds if kind.row.lane and kind.row.starts}
+        for work in self.passes if lanes else ():
+            if work.kind in starting:
+                starting[work.kind].append(work)
+            for each in self.started_by(work):
+                if each.kind.row.lane:
+                    lanes[each.kind.row.lane].append(each)
+        return lanes
 
     def started_by(self, work: Pass) -> Iterator[Pass]:
         """The passes on lanes that start as soon as a pass has ended, which they need."""
-        for kind in self._early:
-            if work.kind in needed_on_own_rank(kind) and self.has(kind, work):
+        for kind in self._early.get(work.kind, ()):
+            if self.has(kind, work):
                 yield work._replace(kind=kind)
 
     @cached_property
-    def _early(self) -> list[Kind]:
-        return [kind for kind in self.kinds if kind.is_concurrent and not kind.row.starts]
+    def _early(self) -> dict[Kind, list[Kind]]:
+        """By kind, the kinds on lanes that start as soon as such a pass has ended."""
+        found: dict[Kind, list[Kind]] = {}
+        for kind in self.kinds:
+            if kind.is_concurrent and not kind.row.starts:
+                for needed in needed_on_own_rank(kind):
+                    found.setdefault(needed, []).append(kind)
+        return found
 
     @cached_property
     def awaited(self) -> dict[Pass, list[Pass]]:
         """For every pass that waits for passes on lanes which the rank has started, these."""
         started = {kind for kind in self.kinds if kind.row.starts_on_lane}
+        waiting = {kind for kind in self.kinds if not (kind.is_concurrent or started.isdisjoint(needed_on_own_rank(kind)))}
+        waiting |= {kind for kind, between in self._dividers.items() if not started.isdisjoint(between)}
         found: dict[Pass, list[Pass]] = {}
-        for work in self.passes if started else ():
-            if not work.kind.is_concurrent and (needs := [need for need in self.before(work) if need.kind in started]):
+        for work in self.passes if waiting else ():
+            if work.kind in waiting and (needs := [need for need in self.before(work) if need.kind in started]):
                 found[work] = needs
         return found
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.pipeline.schedule.core.kinds import sources, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Problem
 
@@ -52,31 +54,28 @@ def lines(problem: Problem) -> list[Line]:
     placement, costs = problem.placement, problem.costs.sliced(problem.splits)
     total = problem.microbatches * problem.splits
     stages = range(placement.last_stage + 1)
+    chains = [stage_kinds(stage in problem.recompute, stage in problem.fused) for stage in stages]
     known: dict[tuple[int, Kind], int] = {}
     made: list[Line] = []
-
-    def add(stage: int, kind: Kind, seconds: float, change: float, *before: tuple[int, Kind]) -> None:
-        rank = placement.home(stage)[0]
-        hops = [(known[other], float(costs.hop) if placement.home(other[0])[0] != rank else 0.0) for other in before]
+    forwards = ((stage, kind) for stage in stages for kind in chains[stage] if kind.is_forward)
+    backwards = ((stage, kind) for stage in reversed(stages) for kind in chains[stage] if not kind.is_forward)
+    for stage, kind in chain(forwards, backwards):
+        cost, (rank, chunk) = costs.stages[stage], placement.home(stage)
+        before: list[tuple[int, float]] = []
+        for source in sources(placement, None)[kind, rank, chunk]:
+            its_stage = placement.stage(*source.homes[0])
+            needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
+            before.append((needed, source.hops * float(costs.hop)))
+        seconds, both = cost.seconds(kind), cost.seconds(Kind.BW)
+        if kind is Kind.B:
+            seconds = min(cost.backward, both)
+        elif kind is Kind.W:
+            seconds = min(cost.backward + cost.weight, both) - min(cost.backward, both)
+        change = cost.allocated(kind, stage in problem.recompute)
+        own = Kind.B if kind is Kind.BW else kind
+        known[stage, own] = len(made)
         count = len(range(placement.replica(stage), total, placement.replicas))
-        known[stage, kind] = len(made)
-        made.append(Line(stage, rank, kind, float(seconds), float(change), count, tuple(hops)))
-
-    for stage in stages:
-        cost, again = costs.stages[stage], stage in problem.recompute
-        before = [] if placement.is_first(stage) else [(stage - 1, Kind.F)]
-        add(stage, Kind.F, cost.forward, cost.allocated(Kind.F, again), *before)
-    for stage in reversed(stages):
-        cost, again, fused = costs.stages[stage], stage in problem.recompute, stage in problem.fused
-        before = [] if placement.is_last(stage) else [(stage + 1, Kind.B)]
-        both = cost.seconds(Kind.BW)
-        backward = both if fused else min(cost.backward, both)
-        if again:
-            add(stage, Kind.R, cost.recompute, cost.allocated(Kind.R), (stage, Kind.F))
-        kind = Kind.BW if fused else Kind.B
-        add(stage, Kind.B, backward, cost.allocated(kind), (stage, Kind.R if again else Kind.F), *before)
-        if not fused:
-            add(stage, Kind.W, min(cost.backward + cost.weight, both) - backward, cost.allocated(Kind.W), (stage, Kind.B))
+        made.append(Line(stage, rank, own, float(seconds), float(change), count, tuple(before)))
     return made
 
 

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
@@ -126,8 +127,7 @@ class _Model:
         """Every pass of a rank: B and W of what may run either fused or split."""
         works = []
         for chunk, stage in enumerate(self._problem.placement.stages[rank]):
-            kinds = [Kind.F, *([Kind.R] if stage in self._problem.recompute else [])]
-            kinds += [Kind.BW] if stage in self._problem.fused else [Kind.B, Kind.W]
+            kinds = stage_kinds(stage in self._problem.recompute, stage in self._problem.fused)
             works += [Pass(kind, number, chunk) for number in self._empty.numbers(rank, chunk) for kind in kinds]
         return works
 
@@ -272,7 +272,6 @@ class _Model:
 
         Passes that take no time can begin together; microbatch by microbatch they keep every dependency.
         """
-        chain = {Kind.F: 0, Kind.R: 1, Kind.B: 2, Kind.BW: 2, Kind.W: 3}
         rows = []
         for rank, works in enumerate(self._passes):
             timed = []
@@ -280,7 +279,7 @@ class _Model:
                 start, end = solver.value(self._starts[rank, work]), solver.value(self._ends[rank, work])
                 stage = self._problem.placement.stage(rank, work.chunk)
                 along = stage if work.kind is Kind.F else -stage
-                timed.append((start, end, *self._turn(work), along, chain[work.kind], work))
+                timed.append((start, end, *self._turn(work), along, STAGE_KINDS.index(work.kind), work))
             timed.sort()
             fused = {work for (where, work), choice in self._fused.items() if where == rank and solver.value(choice)}
             weights = {work._replace(kind=Kind.W) for work in fused}

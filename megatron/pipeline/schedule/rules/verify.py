@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
 from megatron.pipeline.schedule.time.simulate import activation_changes
 
 # Found once: looking up Kind.F takes longer than everything else that is done with a pass.
-F, R, B, W, BW, S, T, IF, IB, D2H, H2D = Kind
+F, D2H, H2D = Kind.F, Kind.D2H, Kind.H2D
 
 __all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
 
@@ -85,16 +85,15 @@ def every_pass_is_known(schedule: Schedule) -> None:
 
 def no_pass_is_repeated(schedule: Schedule) -> None:
     """No pass runs twice, and no backward runs both fused and split."""
-    for rank, passes in enumerate(schedule.passes):
+    for rank, row in enumerate(schedule.rows):
         seen: set[Pass] = set()
-        for work in passes:
+        for work in row.passes:
             if work in seen:
                 raise ScheduleError(f"rank {rank}: {work} runs twice; remove one")
             seen.add(work)
-        for whole in {work.kind for work in passes if work.kind.row.replaces}:
-            replaced = {(microbatch, chunk) for kind, microbatch, chunk, _ in passes if kind is whole}
-            for work in passes:
-                if work.kind in whole.row.replaces and work[1:3] in replaced:
+        for whole in row.kinds:
+            for work in () if row.kinds.isdisjoint(whole.row.replaces) else row.passes:
+                if work.kind in whole.row.replaces and row.has(whole, work):
                     raise ScheduleError(
                         f"rank {rank}: {work} runs again what {Pass(whole, *work[1:3])} does; keep either {whole}, or "
                         f"{' and '.join(whole.row.replaces)}"
@@ -158,18 +157,17 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
     their order, and DDP counts on the last microbatch to finish the gradients of a chunk.
     """
     splits = schedule.splits
-    for rank, passes in enumerate(schedule.passes):
+    for rank, row in enumerate(schedule.rows):
+        lines = {kind: kind.row.in_order for kind in row.kinds}
         last: dict[tuple[str, int, int], tuple[int, Pass]] = {}
-        for work in passes:
+        for work in row.passes:
             kind, place, chunk, part = work
             if splits > 1 and kind is not F:
                 place += splits - 1 - 2 * (place % splits)
-            for kinds in kind.row.in_order:
+            for kinds in lines[kind]:
                 before, other = last.get((kinds, chunk, part), (-1, work))
                 if place < before:
-                    whole = "order" if splits == 1 else "order, and the slices of one microbatch must be in reverse"
-                    if kind is F:
-                        whole = "order"
+                    whole = "order" if splits == 1 or kind is F else "order, and the slices of one microbatch must be in reverse"
                     raise ScheduleError(
                         f"rank {rank}: {work} runs after {other}; {kinds} of one chunk must be in microbatch {whole}"
                     )

@@ -97,9 +97,9 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
                 order = ", ".join(f"{kind.__name__} {each}" for kind, each in chain)
                 raise ScheduleError(f"rank {rank}: {work} needs, in this order: {order}")
         started = [each.work for each in program if isinstance(each, Copy)]
-        for lane in {kind.row.lane for kind in row.kinds if kind.row.lane}:
+        for lane, passes in row.lanes.items():
             here = [work for work in started if work.kind.row.lane is lane]
-            for first, found in zip(row.on_lane(lane), here, strict=True):
+            for first, found in zip(passes, here, strict=True):
                 if first != found:
                     raise ScheduleError(
                         f"rank {rank}: Copy {found} starts where its lane has {first}; they start in the order of F"

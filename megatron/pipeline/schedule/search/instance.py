@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.core.kinds import stage_kinds
+from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Where, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.families.family import Order
 from megatron.pipeline.schedule.search import engine
-from megatron.pipeline.schedule.search.engine import DOWN, KINDS, MID, POST, PRE, UP, Array
+from megatron.pipeline.schedule.search.engine import DOWN, KINDS, MID, POST, UP, Array
 from megatron.pipeline.schedule.time.jitter import factors
 
 
@@ -195,6 +195,10 @@ class Instance:
 
 
 def _slots(backwards: bool) -> dict[Kind, int]:
-    if backwards:
-        return {Kind.W: PRE, Kind.B: DOWN, Kind.BW: DOWN, Kind.R: MID, Kind.F: UP}
-    return {Kind.F: DOWN, Kind.R: MID, Kind.B: UP, Kind.BW: UP, Kind.W: POST}
+    """The engine's kind of each kind of a stage: DOWN or UP where it needs another stage, else MID or POST by its place."""
+    slots: dict[Kind, int] = {}
+    for kind in STAGE_KINDS:
+        needed = {need.where for need in kind.row.needs}
+        stays = POST if UP in slots.values() else MID
+        slots[kind] = DOWN if Where.PREVIOUS in needed else UP if Where.NEXT in needed else stays
+    return {kind: POST - slot if backwards else slot for kind, slot in slots.items()}

@@ -62,7 +62,7 @@ class LaneRow(NamedTuple):
 
     rank: int
     lane: Lane
-    passes: tuple[Pass, ...]
+    passes: Sequence[Pass]
     seconds: list[float]
 
 
@@ -79,8 +79,15 @@ def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
 
 def _lane_row(schedule: Schedule, costs: Costs, rank: int, lane: Lane) -> LaneRow:
     row, stages = schedule.rows[rank], schedule.placement.stages[rank]
-    passes = row.on_lane(lane)
-    seconds = [costs.seconds(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
+    passes = row.lanes.get(lane, [])
+    taken = {
+        (kind, chunk, again): costs.seconds(kind, stage, again)
+        for kind in row.kinds
+        if kind.row.lane is lane
+        for chunk, stage in enumerate(stages)
+        for again in (False, True)
+    }
+    seconds = [taken[work.kind, work.chunk, row.has(Kind.R, work)] / row.parts(work) for work in passes]
     return LaneRow(rank, lane, passes, seconds)
 
 
