@@ -285,11 +285,17 @@ def test_versions_are_printed_and_nothing_is_imported_for_that(capsys: pytest.Ca
     assert "'torch'" not in done.stdout and "'megatron.core'" not in done.stdout
 
 
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "
+    "--train-iters 3 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 255"
+)
+
+
 @pytest.mark.parametrize(
     ("command", "package"),
     [
         ("memory --num-layers 2", "megatron-core"),
-        ("tune --num-layers 2 --gpus 2 --gpu A100-80GB", "megatron-core"),
+        (f"tune {MODEL} --gpus 2 --gpu A100-80GB", "megatron-core"),
         ("tune --measure --ranks 1 -o device.json", "torch"),
         (f"launch {ROOT / 'pretrain_gpt.py'}", "megatron-core"),
         (f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}", "torch"),
