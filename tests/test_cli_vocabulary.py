@@ -58,7 +58,7 @@ def test_the_text_says_what_the_model_is(capsys: pytest.CaptureFixture[str]) -> 
         ("--seq 2048 --heads 23", "a hidden size of 3072 is not a multiple of 23 heads"),
         ("--seq 2048 --efficiency 2", "efficiency of a device is a share above 0 and of at most 1, got 2"),
         ("--seq 2048 --layers 3", "3 cannot be split over 8"),
-        ("--seq 2048 --layers 999999999", "999999999 layers are too many to share out over 8 ranks; take fewer"),
+        ("--seq 2048 --layers 999999999", "999999999 layers are too many for 8 ranks; take fewer"),
         ("--seq 2048 --schedule auto", "--schedule auto would compare different schedules: name one without slices"),
         ("--seq 2048 --schedule seq-1f1b", "slices"),
         ("--seq 2048 --schedule nothing", "unknown schedule 'nothing'"),

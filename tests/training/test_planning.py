@@ -181,7 +181,7 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
     [
         (
             "",
-            "vocabulary spread as 2, 64 rows on each of 2 ranks: in all 100 tokens, 28 rows of padding that count",
+            "vocabulary sharded as 2, 64 rows on each of 2 ranks: in all 100 tokens, 28 rows of padding that count",
         ),
         ("--vocab-mask-padding", "0 rows of padding that count in the softmax, 28 that do not"),
         (

@@ -94,7 +94,7 @@ def test_a_spread_vocabulary_is_the_same_work_in_equal_shares(placement: Placeme
         spread = estimate(given, placement, layers, device, vocabulary)
         assert len(set(spread.stages)) == 1
         share = spread.vocabulary
-        spread_loss = sum(map(device.moving, traffic.loss_traffic(given, given.vocabulary, spread=True)))
+        spread_loss = sum(map(device.moving, traffic.loss_traffic(given, given.vocabulary, sharded=True)))
         seconds = share.S + share.T
         assert seconds == pytest.approx((output - loss + spread_loss) / 4)
         slower = 1.0 if vocabulary is Vocabulary.INTERLACED else DURING_COLLECTIVES
@@ -173,7 +173,7 @@ def test_bytes_that_kernels_move() -> None:
     halves = moved(holding=Holding(tensor=2, sequence_parallel=True))
     assert halves == (23, 37)
     assert traffic.loss_traffic(given, 10) == (2048 * 10 * 6, 2048 * 10 * 6)
-    assert traffic.loss_traffic(given, 10, spread=True) == (2048 * 10 * 10, 2048 * 10 * 6)
+    assert traffic.loss_traffic(given, 10, sharded=True) == (2048 * 10 * 10, 2048 * 10 * 6)
     assert traffic.embedding_traffic(given) == (2 * 2 * unit, 5 * 2 * unit)
     assert traffic.embedding_traffic(given, 0.25) == (1.25 * 2 * unit, 2 * 2 * unit)
 

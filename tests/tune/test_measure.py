@@ -30,7 +30,7 @@ from megatron.pipeline.tune.measure import fit, links, outcome, processes, rank
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 from megatron.pipeline.tune.measure.fit import Sending
 from megatron.pipeline.tune.measure.links import nodes, partners
-from megatron.pipeline.tune.measure.rank import Found, Timing
+from megatron.pipeline.tune.measure.rank import Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()
@@ -47,10 +47,10 @@ def base() -> Device:
     return device.named("A100-80GB")
 
 
-def found(timings: tuple[Timing, ...] = (), links: dict[str, Link] | None = None, **others: Any) -> Found:
+def found(timings: tuple[Timing, ...] = (), links: dict[str, Link] | None = None, **others: Any) -> Measurements:
     values: dict[str, Any] = {"name": "a processor", "gpu": False, "torch": "2", "ranks": 2, "nodes": 1, "memory": 1e9}
     values |= {"peak": 1e11, "bandwidth": 1e10, "to_host": 1e9, "to_device": 2e9, "too_large": ()}
-    return Found(**values | {"timings": timings, "links": links or {}} | others)
+    return Measurements(**values | {"timings": timings, "links": links or {}} | others)
 
 
 def timing(size: Size, total: float, activation: float = 1.0) -> Timing:

@@ -138,13 +138,13 @@ def test_what_only_memory_makes_too_slow_is_tried_with_offload() -> None:
     assert isinstance(evaluate(on.cluster, offloaded, beat), Result)
     beaten = evaluate(on.cluster, plain, beat)
     assert isinstance(beaten, Dominated) and beaten.memory_bound
-    assert any(one.offload for one in search._taken(search.Found(), beaten, on))
+    assert any(one.offload for one in search._taken(search.SearchResult(), beaten, on))
 
 
-def same(one: search.Found, other: search.Found) -> bool:
+def same(one: search.SearchResult, other: search.SearchResult) -> bool:
     """Whether two searches did the same."""
 
-    def told(found: search.Found) -> object:
+    def told(found: search.SearchResult) -> object:
         results = [(each.candidate.changes, each.seconds, each.fullest.total) for each in found.results]
         return results, found.tried, found.beaten, found.left_out, found.work
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from megatron.pipeline.tune import trial
-from megatron.pipeline.tune.trial import Measured
+from megatron.pipeline.tune.trial import Trial
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny.yaml"
 
@@ -56,7 +56,7 @@ def test_rounds_alternate_and_the_better_one_counts(tmp_path: Path, monkeypatch:
     configs = [write(tmp_path / "a.yaml", seed=1), write(tmp_path / "b.yaml", seed=2)]
     one, other = trial.run(configs, ranks=2, iterations=5, flags=["--lr", "1"])
     assert [config["seed"] for config in launcher.configs] == [1, 2, 2, 1]
-    assert one == Measured(1.0, 10.0, (4, 20), (3.0, 2.0, 1.0, 0.0, -1.0))
+    assert one == Trial(1.0, 10.0, (4, 20), (3.0, 2.0, 1.0, 0.0, -1.0))
     assert (other.seconds, other.tokens_per_second) == (1.5, pytest.approx(10 / 1.5))
     command = launcher.commands[0]
     assert command[command.index("--nproc-per-node") + 1] == "2" and command[command.index("--lr") + 1] == "1"
@@ -117,7 +117,7 @@ def test_nothing_is_left_of_what_takes_too_long(tmp_path: Path) -> None:
 
 
 def test_the_table_has_predicted_and_measured_side_by_side() -> None:
-    measured = [Measured(2.0, 500.0, (2**20, 2**21), (3.0, 2.5, 2.25, 2.0)), Measured(failure="ended")]
+    measured = [Trial(2.0, 500.0, (2**20, 2**21), (3.0, 2.5, 2.25, 2.0)), Trial(failure="ended")]
     heads, rows = trial.table(["stock", "zb-v"], [1.0, 0.5], measured)
     assert rows == [
         ["stock", "1", "2", "0.50", "500", "1.0 2.0", "3.00000 2.50000 2.25000"],
@@ -128,10 +128,10 @@ def test_the_table_has_predicted_and_measured_side_by_side() -> None:
 
 def test_losses_of_one_model_agree_or_a_warning_says_which_do_not() -> None:
     names = ["stock", "zb-v", "failed"]
-    failed = Measured(failure="ended")
-    same = [Measured(losses=(3.0, 2.0)), Measured(losses=(3.0001, 2.0001)), failed]
+    failed = Trial(failure="ended")
+    same = [Trial(losses=(3.0, 2.0)), Trial(losses=(3.0001, 2.0001)), failed]
     assert trial.disagreement(names, same) == ""
-    other = [Measured(losses=(3.0, 2.0)), Measured(losses=(3.0, 2.1)), failed]
+    other = [Trial(losses=(3.0, 2.0)), Trial(losses=(3.0, 2.1)), failed]
     assert trial.disagreement(names, other).startswith("losses differ by 4.8e-02 in iteration 2 (2.0 of stock, 2.1 of zb-v)")
     assert trial.disagreement(names, [failed] * 3) == ""
 

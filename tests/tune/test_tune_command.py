@@ -130,7 +130,7 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
         ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),
         ([*BATCH, "--gpus", "12", "--gpu", "A100-80GB"], "12 GPUs are not whole nodes of 8: change --gpus or --gpus-per-node"),
         ([*BATCH, "--gpus", "0", "--gpu", "A100-80GB"], "--gpus: expected a whole number of at least 1, got '0'"),
-        ([*BATCH, *FOUR, "--pipeline", "two"], "--pipeline: expected whole numbers of at least 1, such as 1,2,4, got 'two'"),
+        ([*BATCH, *FOUR, "--pipeline", "two"], "--pipeline: 'two': expected whole numbers of at least 1, such as 2 or 2,4"),
         ([*BATCH, *FOUR, "--schedules", "zb-h3"], "unknown schedule 'zb-h3'; known are .* did you mean zb-h2 or zb-h1"),
         ([*BATCH, *FOUR, "--no-such-flag"], "--no-such-flag"),
         ([*BATCH, *FOUR, "-o", str(TINY)], "is a file: give a directory"),
@@ -138,7 +138,7 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
         (FOUR, "compares iterations of one batch: give --global-batch-size"),
         (
             "--gpus 64 --gpu A100-80GB --global-batch-size 7 --tensor 1 --pipeline 4".split(),
-            "there is no layout of this model for 64 GPUs and a batch of 7: a batch of 7 cannot be shared out to 16 data-par",
+            "there is no layout of this model for 64 GPUs and a batch of 7: a batch of 7 cannot be divided among 16 data-par",
         ),
         (
             [*BATCH, *FOUR, "--tensor", "3"],

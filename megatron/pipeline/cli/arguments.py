@@ -50,7 +50,7 @@ def complain(message: str) -> int:
 
 
 def cost_flags() -> Parser:
-    """What passes cost and what they hold, and the limit."""
+    """Flags for the costs and the memory of passes, and for the memory limit."""
     flags = Parser(add_help=False)
     flags.add_argument(
         "--cost",
@@ -138,7 +138,7 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
 
 
 def offload_flags() -> Parser:
-    """What goes to host memory."""
+    """Flags for offloading to host memory."""
     flags = Parser(add_help=False)
     flags.add_argument(
         "--offload",
@@ -156,13 +156,13 @@ def offload_flags() -> Parser:
 
 
 def pass_flags() -> Parser:
-    """Which stages run which passes."""
+    """Flags for the passes of stages."""
     flags = Parser(add_help=False)
     flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
     flags.add_argument(
         "--vocab-parallel",
         choices=["off", *map(str, Vocabulary)],
-        help="spread the vocabulary over all ranks, with two barriers between the last forward and the last backward (1), one "
+        help="shard the vocabulary over all ranks, with two barriers between the last forward and the last backward (1), one "
         "(2), or all ranks in step (interlaced)",
     )
     flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")

@@ -174,7 +174,7 @@ def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without megatron-core's warnings of optional packages that it does not find here."""
+    """Silence megatron-core's warnings about optional packages that are not installed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.core")
         logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -214,7 +214,7 @@ def _world_size(args: Namespace) -> int:
 
 
 def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str, float]]:
-    """What would fit, with the bytes of its fullest rank."""
+    """Flags with which the training fits, with the bytes of its fullest rank."""
     for remedy in REMEDIES:
         try:
             changes = neutral(Role.CHUNKS) if "--pipeline-schedule" in remedy else {}
@@ -282,12 +282,12 @@ def _table(prediction: Prediction) -> str:
 
 
 def _name(args: Namespace) -> str:
-    """A schedule with what goes with it."""
+    """The name of a schedule with its options."""
     return " ".join([args.pipeline_schedule, *_extras(args)])
 
 
 def _extras(args: Namespace) -> list[str]:
-    """What changes a schedule, by its flags."""
+    """The flags that change a schedule."""
     values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
     return [f"{flag} {value}" for flag, value in values.items() if value != OFF]
 

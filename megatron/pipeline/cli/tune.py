@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.cli.arguments import Commands, count, names
+from megatron.pipeline.cli.arguments import Commands, count, names, whole_numbers
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.cli.tune_measure import sizes
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE
@@ -26,7 +25,7 @@ from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.iteration import Candidate, Cluster, Infeasible, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
-from megatron.pipeline.tune.search import BEST, WORK, Found, search
+from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search
 from megatron.pipeline.tune.trial import WARM_UP
 from megatron.pipeline.tune.write import chosen, extras, write_config
 from megatron.pipeline.view.plots import Training, draw_throughput
@@ -69,10 +68,10 @@ def add(commands: Commands) -> None:
     flag("--work", type=count, default=WORK, metavar="N", help=f"budget of planning, which is counted, not timed ({WORK})")
     flag("--seconds", type=count, metavar="S", help="end planning after this time: the result then depends on the machine")
     flag("--processes", type=count, metavar="N", help="processes that plan (all cores); the result does not depend on it")
-    group = parser.add_argument_group("what is tried, where not everything is to be")
-    group.add_argument("--pipeline", type=sizes, metavar="4,8", help="pipeline-parallel sizes (all)")
-    group.add_argument("--context", type=sizes, metavar="1,2", help="context-parallel sizes (those that leave 4096 tokens)")
-    group.add_argument("--expert", type=sizes, metavar="1,2", help="expert-parallel sizes (powers of two)")
+    group = parser.add_argument_group("limits of the search")
+    group.add_argument("--pipeline", type=whole_numbers, metavar="4,8", help="pipeline-parallel sizes (all)")
+    group.add_argument("--context", type=whole_numbers, metavar="1,2", help="context-parallel sizes (leaving 4096 tokens)")
+    group.add_argument("--expert", type=whole_numbers, metavar="1,2", help="expert-parallel sizes (powers of two)")
     group.add_argument(
         "--schedules", type=names, metavar="NAME,..", help="families (those that can be best); auto ones plan for what fits"
     )
@@ -116,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
         _verify(options, written, [*ours.best(_TRIED), *stock.best(1)])
 
 
-def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[Found, Found]:
+def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResult, SearchResult]:
     """Ours, and those that megatron-core's own schedules can run.
 
     Raises:
@@ -140,12 +139,12 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[Found, Fou
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
 
 
-def _limit(found: Found, options: argparse.Namespace) -> str:
-    """What has ended a search."""
+def _limit(found: SearchResult, options: argparse.Namespace) -> str:
+    """The flag that ended a search."""
     return f"--seconds {options.seconds}" if found.stopped else f"--work {options.work}"
 
 
-def report(base: Namespace, cluster: Cluster, ours: Found, stock: Found) -> dict[str, Any]:
+def report(base: Namespace, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """What ``--json`` says."""
     shape = Shape.of(base_shape(base))
     return {
@@ -207,6 +206,8 @@ def base_shape(base: Namespace) -> Namespace:
 
 def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
+    import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
+
     from megatron.pipeline.trainer.tokenizer import build_tokenizer
 
     base = read_flags(flags)
@@ -242,7 +243,7 @@ def _choices(options: argparse.Namespace) -> Choices:
     )
 
 
-def _write(directory: Path, flags: list[str], cluster: Cluster, ours: Found, stock: Found) -> dict[str, Path]:
+def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Path]:
     """The files of the best trainings, by what they are."""
     results = dict(zip(_FILES, ours.best(), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
     written = {}
@@ -276,7 +277,7 @@ def _layout(result: Result) -> str:
     return " ".join(f"{name.upper()}{contents[name]}" for name in shown if contents[name] > 1 or len(shown) == 1)
 
 
-def _text(contents: dict[str, Any], cluster: Cluster, ours: Found, stock: Found) -> str:
+def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> str:
     title = (
         f"{contents['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
         f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens an iteration\n"
@@ -309,7 +310,7 @@ def _text(contents: dict[str, Any], cluster: Cluster, ours: Found, stock: Found)
 
 
 def _not_interleaved(stock: Candidate) -> str:
-    """What keeps megatron-core from interleaving in a layout, if anything does: its 1F1B is no match for what is not kept."""
+    """Why megatron-core cannot interleave in a layout; empty if it can."""
     ranks, microbatches = stock.placement.ranks, stock.microbatches
     if stock.variant.name != "1f1b" or microbatches % ranks == 0:
         return ""
@@ -357,8 +358,8 @@ def _how_to_run(cluster: Cluster, directory: Path) -> str:
     return "\n".join(lines)
 
 
-def _fits_nowhere(layouts: Layouts, found: Found) -> str:
-    """What is short, by how much, and the smallest changes that fit."""
+def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
+    """How much memory is missing, and the smallest changes with which something fits."""
     cluster, base = layouts.cluster, layouts.base
     if not found.misfits:
         reasons = "; ".join(f"{reason} ({times} times)" if times > 1 else reason for reason, times in found.refused[:3])

@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from megatron.pipeline.cli.arguments import whole_numbers
 from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device
@@ -16,7 +17,7 @@ from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.trainer import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank
-from megatron.pipeline.tune.measure.rank import Found, Job
+from megatron.pipeline.tune.measure.rank import Job, Measurements
 from megatron.pipeline.tune.measure.sizes import candidates, dense, layer_flags, shape
 from megatron.pipeline.view.table import plain_table
 
@@ -50,11 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", type=int, metavar="N", help="processes that measure at once (all GPUs; without one, all cores)")
     group.add_argument(
         "--tensor",
-        type=sizes,
+        type=whole_numbers,
         metavar="1,2,4,8",
         help="tensor-parallel sizes: those that do not divide the model are left out (1,2,4,8)",
     )
-    group.add_argument("--micro-batch-sizes", type=sizes, metavar="1,2,4", help="samples at once (1,2,4)")
+    group.add_argument("--micro-batch-sizes", type=whole_numbers, metavar="1,2,4", help="samples at once (1,2,4)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -93,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
     wrote(options.output)
 
 
-def text(found: Found, args: Namespace, measured: Device) -> str:
+def text(found: Measurements, args: Namespace, measured: Device) -> str:
     """What was measured, for people: times, and how well the formulas agree with them."""
     heads = ("tensor", "samples", "F ms", "B ms", "W ms", "predicted", "activation MiB", "predicted")
     rows = []
@@ -149,8 +150,8 @@ def _ranks(wanted: int | None) -> int:
     return wanted or gpus or cores
 
 
-def _found(job: Job, ranks: int) -> Found | None:
-    """What all ranks find, on the one process that is to tell; None on others."""
+def _found(job: Job, ranks: int) -> Measurements | None:
+    """The measurements of all ranks on the process that prints them; None on other ranks."""
     first = os.environ.get("RANK", "0") == "0"
     try:
         if "RANK" in os.environ:
@@ -170,14 +171,3 @@ def _found(job: Job, ranks: int) -> Found | None:
 
 def _say(at: str) -> None:
     print(f"mpipe tune --measure: {at}", file=sys.stderr, flush=True)
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """An argument type for ``1,2,4``."""
-    try:
-        numbers = tuple(int(word) for word in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected whole numbers of at least 1, such as 1,2,4, got {text!r}")
-    return numbers

@@ -23,7 +23,7 @@ from megatron.pipeline.shape.balance import balanced_layers
 from megatron.pipeline.shape.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
 from megatron.pipeline.view.table import plain_table
 
-# How the vocabulary is spread, and whether layers make up for it, by what the table calls it.
+# How the vocabulary is sharded, and whether layers are redistributed, by the name in the table.
 METHODS: dict[str, tuple[Vocabulary | None, bool]] = {
     "off": (None, False),
     "redistribution": (None, True),
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
             f"--schedule {families.AUTO} would compare different schedules: name one without slices, such as 1f1b or zb-v"
         )
     if options.layers * options.pp > MOST_PASSES:
-        raise ValueError(f"{options.layers} layers are too many to share out over {options.pp} ranks; take fewer")
+        raise ValueError(f"{options.layers} layers are too many for {options.pp} ranks; take fewer")
     given = {"peak": options.peak * 1e12, "efficiency": options.efficiency, "bandwidth": options.bandwidth * 1e9}
     device = replace(named(DEVICE), **given).with_links(options.link * 1e9)
     shape = Shape.plain(options.layers, options.hidden, options.heads, options.seq, 1, options.micro_batch_size)

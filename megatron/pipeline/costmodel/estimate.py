@@ -42,7 +42,7 @@ def estimate(
 
     Args:
         layers: of every stage, in the model's order.
-        vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
+        vocabulary: how the vocabulary is sharded over all ranks; None where the first and the last stage have it.
         split: whether the schedule has B and W apart: what B makes again is then held until W.
         links: what ranks talk over; by default all of them are on one node.
         exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see ``Family``.
@@ -147,7 +147,7 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
     rows = shards(shape, ranks).rows
     product = device.seconds(gpt.row_work(shape) * rows) / shape.holding.context
     early = 2 if vocabulary is Vocabulary.ONE_BARRIER else 1
-    loss = list(map(device.moving, traffic.loss_traffic(shape, rows, spread=True)))
+    loss = list(map(device.moving, traffic.loss_traffic(shape, rows, sharded=True)))
     embedding = list(map(device.moving, traffic.embedding_traffic(shape, 1 / ranks)))
     return VocabularyCosts(
         S=device.latency + early * product + loss[0] + (loss[1] if early == 2 else 0.0),

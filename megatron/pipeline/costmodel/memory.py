@@ -69,7 +69,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
 
     Args:
         args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
-        schedule: what an iteration runs; its vocabulary is spread if it says so, even if ``args`` differ.
+        schedule: what an iteration runs; its vocabulary is sharded if the schedule says so, even if ``args`` differ.
         layers: transformer layers of every stage, in the model's order.
 
     Raises:

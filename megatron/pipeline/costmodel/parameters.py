@@ -1,4 +1,4 @@
-"""How many parameters every rank has, to the last bias, and what they take."""
+"""The exact number of parameters of every rank, and their bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parameters(
 
     Args:
         layers: of every stage, in the model's order.
-        vocabulary: how the vocabulary is spread over all ranks, if it is.
+        vocabulary: how the vocabulary is sharded over all ranks; None if it is not.
         tied: whether embedding and output layer are one matrix; without ``vocabulary`` each end has it, unless one rank has both.
     """
     firsts = [sum(layers[:stage]) for stage in range(len(layers))]
@@ -93,7 +93,7 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
 
 
 def total_parameters(shape: Shape, tied: bool) -> int:
-    """Of the whole model, each once."""
+    """Parameters of the whole model, each counted once."""
     experts = shape.experts and replace(shape.experts, parallel=1, tensor=1)
     whole = replace(shape, experts=experts, holding=Holding())
     return parameters(whole, Placement(((0,),)), [shape.layers], None, tied)[0].total

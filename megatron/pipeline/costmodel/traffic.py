@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a GPT read and write which are no matrix products: norms, activation functions, dropout, softmax.
+"""Bytes that kernels other than matrix products read and write: norms, activation functions, dropout, softmax.
 
 Each kernel reads what it takes and writes what it makes, once; kernels are those of megatron-core with its fusions: activation
 function with bias, dropout with residual, scaled masked softmax, and fused attention unless ``Holding`` says otherwise. Counts
@@ -52,17 +52,17 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     )
 
 
-def loss_traffic(shape: Shape, rows: float, spread: bool = False) -> tuple[float, float]:
+def loss_traffic(shape: Shape, rows: float, sharded: bool = False) -> tuple[float, float]:
     """Bytes that the cross entropy of ``rows`` rows of the vocabulary moves, forward and backward.
 
     Forward reads logits and writes their softmax in float32 (``activations.output_activation``), backward reads that and writes a
     gradient of the logits' precision.
 
     Args:
-        spread: under ``--vocab-parallel`` exponentials are made in float32 before they can be divided by the sum over all ranks.
+        sharded: with ``--vocab-parallel``, which makes exponentials in float32 before it can divide them by the sum of all ranks.
     """
     number, entries = shape.holding.number, shape.tokens / shape.holding.context * rows
-    return entries * (number + (2 if spread else 1) * SINGLE), entries * (number + SINGLE)
+    return entries * (number + (2 if sharded else 1) * SINGLE), entries * (number + SINGLE)
 
 
 def embedding_traffic(shape: Shape, share: float = 1.0) -> tuple[float, float]:

@@ -78,7 +78,7 @@ def actions() -> list[argparse.Action]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML's own would take the last."""
+    """Refuses duplicate keys, of which YAML's own loader takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -99,7 +99,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows defaults except None and those of switches."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         silent = action.default is None or action.nargs == 0
@@ -179,7 +179,7 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _elsewhere(parser: argparse.ArgumentParser) -> str:
-    """Where the other flags of Megatron-LM are."""
+    """Where to find the other flags of Megatron-LM."""
     return ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
 
 

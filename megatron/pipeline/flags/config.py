@@ -104,12 +104,12 @@ def microbatch_counts(args: Namespace) -> list[int]:
 
 
 def _shared_fields(args: Namespace, config: type) -> dict[str, Any]:
-    """The flags that bear the name of a field of a megatron-core configuration."""
+    """The flags with the names of fields of a megatron-core configuration."""
     return {field.name: getattr(args, field.name) for field in fields(config) if hasattr(args, field.name)}
 
 
 def _one_or_all(values: list[Any]) -> Any:
-    """megatron-core takes a list only of several."""
+    """The value of a list with one element, or the list: megatron-core takes a list of several values only."""
     return values if len(values) > 1 else values[0]
 
 

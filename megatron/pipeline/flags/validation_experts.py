@@ -88,7 +88,8 @@ def _check_router(args: Namespace, experts: int) -> None:
         raise ValueError("--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid")
     if len(kinds) != len(coefficients):
         raise ValueError(
-            f"--moe-router-load-balancing-type has {len(kinds)} values and --moe-aux-loss-coeff {len(coefficients)}: give as many"
+            f"--moe-router-load-balancing-type has {len(kinds)} values and --moe-aux-loss-coeff "
+            f"{len(coefficients)}: give equally many"
         )
     if "sinkhorn" in kinds and (len(kinds) > 1 or any(coefficients) or args.moe_expert_capacity_factor):
         raise ValueError(

@@ -172,12 +172,12 @@ class _OwnPageOnly:
 
 
 def _query(given: Mapping[str, str]) -> Query:
-    """In one order, so that the same parameters are the same query."""
+    """The query in a fixed order, so that equal parameters are equal queries."""
     return tuple(sorted(given.items()))
 
 
 async def _while_wanted(request: Request, made: Awaitable[Answer]) -> Response:
-    """The response that is being made; given up once the browser does not wait for it any more."""
+    """The response, which is cancelled when the browser disconnects."""
     making, leaving = asyncio.ensure_future(made), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -200,7 +200,7 @@ async def _left(request: Request) -> None:
 
 
 def _warm_up(ask: Ask) -> None:
-    """Load what the first plan would wait for."""
+    """Load what the first plan needs, before it is asked for."""
     answers.planned((("schedule", "v-auto"), ("pp", "3"), ("microbatches", "7"), ("cost", "F=1,B=1.3,W=0.9,comm=0.1")), ask)
 
 

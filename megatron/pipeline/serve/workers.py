@@ -29,7 +29,7 @@ class Busy(Exception):
 
 
 class Late(Busy):
-    """A job took longer than any may."""
+    """A job took longer than ``Workers.limit``."""
 
 
 @dataclass(eq=False)
@@ -184,7 +184,7 @@ class Workers:
             _close(process, end)
 
     async def _ask(self, end: Connection, job: _Job) -> Any:
-        """What the process at the other end makes of a job.
+        """Send a job to a process and return its result.
 
         Raises:
             BrokenPipeError: it had ended before.
@@ -211,7 +211,7 @@ class Workers:
 
 
 def _work(requests: Connection, warm_up: Callable[[], object]) -> None:
-    """What a process does until its parent is gone."""
+    """Run jobs until the parent process ends."""
     end_with_parent()
     warm_up()
     with contextlib.suppress(EOFError, OSError):
@@ -241,6 +241,6 @@ def _close(process: multiprocessing.process.BaseProcess, end: Connection) -> Non
 
 
 def default_count() -> int:
-    """One process per core that this one may use; at least 2, so that one is kept for who waits, and at most 4."""
+    """One process per core that this one may use; at least 2, so that one is free for short jobs, and at most 4."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2, min(4, cores))

@@ -132,8 +132,8 @@ class Samples:
 
 def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
     """Which of this rank's chunks need data; see ``Samples``."""
-    spread = args.vocab_parallel != OFF
-    return [args.reset_attention_mask or (spread and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
+    sharded = args.vocab_parallel != OFF
+    return [args.reset_attention_mask or (sharded and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
 
 
 def get_batch(data: Iterator[Batch] | None) -> Batch:

@@ -1,7 +1,7 @@
 """Training iterations: forwards and backwards under the schedule, the optimizer's step, the next learning rate.
 
-With ``--post-validation`` a step may be taken ahead of the verdict on its gradients. It is then open while the next iteration
-begins, and is resolved, and reported, where that iteration's program validates.
+With ``--post-validation`` a step may be taken before the validation of its gradients. It stays provisional until the next
+iteration's ``Validate``, which accepts it or rolls it back, and logs it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Stops = Callable[[], tuple[bool, bool]]
 
 @dataclass
 class _Open:
-    """An iteration whose passes and step are done, and of which something is still on its way.
+    """An iteration whose passes and step are done, but whose step may be provisional or whose loss is still being sent.
 
     Attributes:
-        ahead: whether the step was taken ahead of its verdict.
+        ahead: whether the step was taken before the validation of its gradients.
         outcome: of the step; waits for it where it was taken ahead.
         batch: samples of the iteration, over all ranks.
         seconds: of the iteration.

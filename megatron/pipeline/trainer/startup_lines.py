@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts: schedule, cut of the model, what is planned, and what stands in its way."""
+"""The lines that a run prints at its start: schedule, split of the model, plan, and what limits it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WHEN = {
 
 
 def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> list[str]:
-    """What runs, and where it starts; in lines."""
+    """Lines about the schedule, the ranks and the first iteration."""
     sizes = (
         f"{args.tensor_model_parallel_size} tensor x {args.pipeline_model_parallel_size} pipeline x "
         f"{args.context_parallel_size} context x {args.data_parallel_size} data parallel"
@@ -51,7 +51,7 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
 
 
 def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
-    """How the model is cut, what the largest iteration is planned to be like, and what stands in the way of that; in lines."""
+    """Lines about the split of the model, the plan of the largest iteration, and what limits it."""
     lines = [*pipeline.notes, _plan(args, pipeline)]
     if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
         lines.append(_NO_ENGINE)
@@ -88,7 +88,7 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
 
 
 def _redistribution(args: Namespace, placement: Placement, layers: list[int]) -> str:
-    """Why --layer-redistribution chose these."""
+    """Why --layer-redistribution chose these numbers of layers."""
     extra = end_in_layers(args, placement)
     mean = (sum(layers) + sum(extra.values())) / placement.ranks
     return (
@@ -98,19 +98,19 @@ def _redistribution(args: Namespace, placement: Placement, layers: list[int]) ->
 
 
 def _shards(args: Namespace) -> str:
-    """How the vocabulary is cut."""
+    """A line about the shards of the vocabulary."""
     count = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocab_mask_padding)
     rows = count * cut.rows
     masked = rows - cut.total_counted
     return (
-        f"vocabulary spread as {args.vocab_parallel}, {cut.rows} rows on each of {count} ranks: in all {cut.size} tokens, "
+        f"vocabulary sharded as {args.vocab_parallel}, {cut.rows} rows on each of {count} ranks: in all {cut.size} tokens, "
         f"{rows - cut.size - masked} rows of padding that count in the softmax, {masked} that do not"
     )
 
 
 def offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
-    """How much goes to host memory."""
+    """A line about activations in host memory."""
     schedule, costs = pipeline.plan(max(microbatch_counts(args))).schedule, pipeline.planned_costs
     words = f" offload {'as the file says' if args.offload == OFF else args.offload}:"
     if pipeline.costs is None:
@@ -123,7 +123,7 @@ def offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
 
 
 def obstacles(args: Namespace, placement: Placement) -> list[str]:
-    """What keeps ranks waiting for each other at the end of an iteration, which post-validation cannot help."""
+    """Reasons why ranks wait for each other at the end of an iteration in spite of post-validation."""
     apart = placement.home(0)[0] != placement.home(placement.last_stage)[0]
     if not (args.post_validation and apart):
         return []

@@ -1,4 +1,4 @@
-"""How long one iteration of a training takes, and what its time goes into: from flags, a schedule's family and a cluster.
+"""The time of one iteration of a training and its parts, predicted from flags, a schedule's family and a cluster.
 
 ``evaluate`` plans the schedule for the memory that is left on a GPU, simulates it at the costs of ``estimate``, and adds what
 comes between two pipelines: the sum of gradients over data-parallel ranks, the optimizer's step, and new weights on all of them.
@@ -91,13 +91,13 @@ class Candidate:
 
     @property
     def tokens(self) -> int:
-        """Of an iteration."""
+        """Tokens of an iteration."""
         return int(self.args.global_batch_size * self.args.seq_length)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of an iteration, as a mean over all ranks, by what they go into.
+    """The parts of an iteration's seconds, as means over all ranks.
 
     Attributes:
         kernels: what computes, on the ranks that share a layer at the same time.
@@ -121,7 +121,7 @@ class Parts:
 
     @property
     def limit(self) -> str:
-        """The largest that is not computing."""
+        """The name of the largest part other than ``kernels``."""
         lost = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return max(lost, key=lambda name: lost[name])
 
@@ -261,7 +261,7 @@ def links_of(cluster: Cluster, args: Namespace) -> Links:
 
 
 def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
-    """Seconds between two pipelines on the slowest rank.
+    """Seconds from the end of one pipeline to the start of the next on the slowest rank.
 
     Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
     ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what is longer than these counts, and the last bucket.
@@ -341,7 +341,7 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
 
 
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
-    """What every rank holds at least under a family with one order: without the vocabulary's passes, and of few microbatches."""
+    """A lower bound on every rank's memory under a family with one order: few microbatches, without vocabulary passes."""
     ranks = candidate.placement.ranks
     count = min(candidate.microbatches, 2 * ranks)
     bare = replace(candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF}))

@@ -75,12 +75,12 @@ class Layouts:
             left, rest = divmod(gpus, tensor * context)
             pipelines = [] if rest else self._pipelines(left)
             if not pipelines:
-                self.refused[_not_shared_out(gpus, tensor, context, self.choices.pipeline or ())] += 1
+                self.refused[_why_not_divided(gpus, tensor, context, self.choices.pipeline or ())] += 1
             for pipeline in pipelines:
                 data = gpus // (tensor * context * pipeline)
                 microbatches = self._microbatches(data)
                 if not microbatches:
-                    self.refused[f"a batch of {base.global_batch_size} cannot be shared out to {data} data-parallel ranks"] += 1
+                    self.refused[f"a batch of {base.global_batch_size} cannot be divided among {data} data-parallel ranks"] += 1
                 for microbatch in microbatches:
                     sizes = {
                         "tensor_model_parallel_size": tensor,
@@ -132,14 +132,14 @@ class Layouts:
         names = self.choices.schedules or (STOCKS if stock else OURS)
         if stock:
             names = [name for name in names if name in STOCKS] or STOCKS
-        spread: list[dict[str, Any]] = [{}]
+        methods: list[dict[str, Any]] = [{}]
         if pipelined and stock:
-            spread.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
+            methods.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
         elif pipelined:
-            spread += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
+            methods += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
         if any(getattr(self.base, name) for name in _NEEDS_VOCAB_PARALLEL):
-            spread = [changes for changes in spread if "vocab_parallel" in changes]
-        for changes, variant in product(spread, _variants(names, ranks)):
+            methods = [changes for changes in methods if "vocab_parallel" in changes]
+        for changes, variant in product(methods, _variants(names, ranks)):
             chosen: dict[str, Any] = {} if stock else {"pipeline_schedule": variant.name}
             if families.named(variant.name).any_chunks and variant.chunks:
                 chosen["num_virtual_stages_per_pipeline_rank"] = variant.chunks
@@ -161,7 +161,7 @@ class Layouts:
             yield from self._changed_all(candidate, [{"offload": "full"}])
 
     def interlocked(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same, and what plans for the memory at hand in its place, with iterations that interlock."""
+        """The same candidate with post-validation, and families that plan for the memory limit, with post-validation too."""
         ranks = candidate.args.pipeline_model_parallel_size
         if candidate.is_stock or ranks == 1:
             return
@@ -211,7 +211,7 @@ class Layouts:
         return [size for size in self.choices.microbatch or (1, 2, 4, 8) if whole % (size * data) == 0]
 
 
-def _not_shared_out(gpus: int, tensor: int, context: int, pipelines: Sequence[int]) -> str:
+def _why_not_divided(gpus: int, tensor: int, context: int, pipelines: Sequence[int]) -> str:
     """Why these sizes cannot use that number of GPUs, with the first sizes that show it."""
     if gpus % tensor:
         return f"{gpus} GPUs are not a multiple of TP {tensor}"

@@ -1,4 +1,4 @@
-"""What would make a model fit that fits nowhere: the smallest changes, one of each kind."""
+"""The smallest changes with which a model fits that fits in no layout, one of each kind."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def smallest_changes(layouts: Layouts) -> list[str]:
 
 
 def least_needed(layouts: Layouts, misfits: Sequence[Infeasible]) -> Infeasible:
-    """Of what does not fit, what needs least, with all that it needs.
+    """The candidate that needs the least memory of those that do not fit, with all that it needs.
 
-    A search does not plan what cannot fit anyway, so what it says of that may be less, and it tries nothing that saves memory
-    there: both are made up for.
+    A search does not plan candidates that cannot fit, so their ``needs`` may be too low, and it does not try to save memory
+    there: this function does both.
     """
     cluster = layouts.cluster
     leaner = [
@@ -64,12 +64,12 @@ def least_needed(layouts: Layouts, misfits: Sequence[Infeasible]) -> Infeasible:
 
 
 def fits(layouts: Layouts) -> bool:
-    """Whether anything of the least memory does."""
+    """Whether any of the candidates with the least memory fits."""
     return any(isinstance(outcome, Result) for outcome in _leanest(layouts))
 
 
 def _leanest(layouts: Layouts) -> Iterator[object]:
-    """What becomes of candidates that save memory in all ways, in every layout of one sample at a time."""
+    """The outcomes of candidates with all measures that save memory, in every layout with one sample per microbatch."""
     narrow = replace(layouts, choices=replace(layouts.choices, microbatch=(1,), schedules=("1f1b", "v-auto")))
     for layout in narrow:
         for candidate in narrow.candidates(layout, stock=False):

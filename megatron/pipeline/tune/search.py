@@ -1,4 +1,4 @@
-"""The best trainings on a cluster: over layouts, schedules and what saves memory, each planned and simulated.
+"""Search for the best trainings on a cluster: layouts, schedules and measures that save memory, each planned and simulated.
 
 First everything that is planned in a moment, in every layout; then all schedules of the best layouts; then the others, in the
 order of what they could take at best. What more memory would make faster is tried again with what saves some. What a search finds
@@ -34,7 +34,7 @@ Outcome: TypeAlias = Result | Infeasible | Dominated
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The outcome of a search.
 
     Attributes:
@@ -44,7 +44,7 @@ class Found:
             looked at.
         work: what planning took, as ``work`` counts it.
         stopped: whether the time limit has ended the search.
-        refused: why flags do not go together, by how often.
+        refused: why flags contradict each other, with how often.
     """
 
     results: list[Result] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Found:
         return list(different.values())[:wanted]
 
     def front(self) -> list[Result]:
-        """Those that no other beats in both time and memory, the fastest first."""
+        """The results that are not dominated in time and memory, the fastest first."""
         return pareto(self.results, lambda result: (result.seconds, result.fullest.total))
 
 
@@ -85,7 +85,7 @@ def place(candidate: Candidate) -> Place:
 
 
 class _Entry(NamedTuple):
-    """A candidate that waits for its turn: what has less of a turn goes first, then what could take least."""
+    """A candidate in the queue: the lowest ``turn`` goes first, then the lowest bound on its seconds."""
 
     turn: int
     least: float
@@ -95,7 +95,7 @@ class _Entry(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """What is known and has not begun: what is planned in a moment, and by layout what takes longer."""
+    """The candidates in the queue: those that are planned at once, and by layout those that take longer."""
 
     layouts: Layouts
     quick: list[_Entry] = field(default_factory=list)
@@ -110,11 +110,11 @@ class _Waiting:
             self.back(entry)
 
     def back(self, entry: _Entry) -> None:
-        """Let it wait, again."""
+        """Put an entry into the queue, again."""
         heapq.heappush(self.slow[place(entry.candidate)] if entry.turn else self.quick, entry)
 
     def next(self, best: Sequence[Result], idle: bool) -> _Entry | None:
-        """What is to begin now; None where that depends on what runs, or where nothing is left.
+        """The next entry to plan; None where that depends on running ones, or where the queue is empty.
 
         Args:
             best: of every layout that is to be finished before the others.
@@ -147,7 +147,7 @@ def search(
     budget: float = float("inf"),
     seconds: float = float("inf"),
     progress: Callable[[int, int], None] = lambda done, known: None,
-) -> Found:
+) -> SearchResult:
     """Find the fastest trainings.
 
     Args:
@@ -161,7 +161,7 @@ def search(
     Raises:
         BrokenProcessPool: a process has died.
     """
-    found, waiting = Found(), _Waiting(layouts)
+    found, waiting = SearchResult(), _Waiting(layouts)
     running: deque[tuple[Candidate, Future[Outcome]]] = deque()
     end = time.monotonic() + seconds
     for layout in layouts:
@@ -198,8 +198,8 @@ def search(
     return found
 
 
-def _taken(found: Found, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
-    """Note what became of a candidate; what should be tried because of it."""
+def _taken(found: SearchResult, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
+    """Record the outcome of a candidate, and return the candidates to try because of it."""
     if isinstance(outcome, Dominated):
         found.beaten += 1
     else:
@@ -227,7 +227,7 @@ def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> flo
 
 
 def _turn(candidate: Candidate) -> int:
-    """0 for what is planned in a moment, 1 for what is searched, 2 for offload, which takes longest."""
+    """0 for families with one order, 1 for those that search, 2 for offload, which takes longest."""
     if candidate.offload is not None:
         return 2
     return int(families.named(candidate.variant.name).plans_for_limits)
@@ -244,7 +244,7 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 
 def _give_up(pool: ProcessPoolExecutor) -> None:
-    """End processes in the middle of what they do."""
+    """End processes at once."""
     workers = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for worker in workers:

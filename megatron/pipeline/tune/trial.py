@@ -31,8 +31,8 @@ _DATA = ("data_path", "train_data_path", "mock_data")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What a trial of one configuration took.
+class Trial:
+    """The result of a trial of one configuration.
 
     Attributes:
         seconds: of an iteration, the median of those after ``WARM_UP``, in the better of its rounds.
@@ -56,7 +56,7 @@ def run(
     flags: Sequence[str] = (),
     timeout: float = 600.0,
     rounds: int = _ROUNDS,
-) -> list[Measured]:
+) -> list[Trial]:
     """Train a few iterations under each of these configurations.
 
     Every one runs in every round, each second round in the opposite order, and the better of its rounds counts: so other load
@@ -79,7 +79,7 @@ def run(
         raise ValueError(f"{iterations} iterations are too few for a trial: give more than {WARM_UP}, which are to warm up")
     program = script()
     texts = [_config(path) for path in configs]
-    found: list[list[Measured]] = [[] for _ in configs]
+    found: list[list[Trial]] = [[] for _ in configs]
     for number in range(rounds):
         order = range(len(configs)) if number % 2 == 0 else reversed(range(len(configs)))
         for index in order:
@@ -104,7 +104,7 @@ def script() -> Path:
 
 
 def table(
-    names: Sequence[str], predicted_seconds: Sequence[float], measured: Sequence[Measured]
+    names: Sequence[str], predicted_seconds: Sequence[float], measured: Sequence[Trial]
 ) -> tuple[list[str], list[list[str]]]:
     """Predicted against measured: heads and rows. A configuration that failed has no numbers."""
     heads = ["configuration", "predicted s", "measured s", "predicted/measured", "tokens/s", "activation MiB by rank", "losses"]
@@ -120,7 +120,7 @@ def table(
     return heads, rows
 
 
-def disagreement(names: Sequence[str], measured: Sequence[Measured]) -> str:
+def disagreement(names: Sequence[str], measured: Sequence[Trial]) -> str:
     """A warning where first losses differ by more than ``TOLERANCE``, with those that differ most; else nothing."""
     ran = [(name, one.losses) for name, one in zip(names, measured, strict=True) if one.losses]
     for iteration, losses in enumerate(zip(*(losses for _, losses in ran), strict=False), start=1):
@@ -134,7 +134,7 @@ def disagreement(names: Sequence[str], measured: Sequence[Measured]) -> str:
     return ""
 
 
-def _best(trials: Sequence[Measured]) -> Measured:
+def _best(trials: Sequence[Trial]) -> Trial:
     failed = [one for one in trials if one.failure]
     return failed[0] if failed else min(trials, key=lambda one: one.seconds)
 
@@ -155,7 +155,7 @@ def _config(path: Path) -> dict[str, Any]:
     return kept
 
 
-def _train(program: Path, config: dict[str, Any], ranks: int, iterations: int, flags: Sequence[str], timeout: float) -> Measured:
+def _train(program: Path, config: dict[str, Any], ranks: int, iterations: int, flags: Sequence[str], timeout: float) -> Trial:
     given = {_key(key) for key in config} | {_key(flag.partition("=")[0]) for flag in flags if flag.startswith("--")}
     with tempfile.TemporaryDirectory(prefix="trial-") as directory:
         metrics, log, file = (Path(directory) / name for name in ("metrics.jsonl", "log.txt", "config.yaml"))
@@ -166,17 +166,17 @@ def _train(program: Path, config: dict[str, Any], ranks: int, iterations: int, f
         with log.open("w") as output:
             code = _finish(command, output, timeout)
         if code is None:
-            return Measured(failure=f"took longer than {timeout:g} s\n{_end(log)}")
+            return Trial(failure=f"took longer than {timeout:g} s\n{_end(log)}")
         records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         if code or len(records) < iterations:
-            return Measured(failure=f"ended with status {code} after {len(records)} iterations\n{_end(log)}")
+            return Trial(failure=f"ended with status {code} after {len(records)} iterations\n{_end(log)}")
         return _read(records)
 
 
-def _read(records: Sequence[dict[str, Any]]) -> Measured:
+def _read(records: Sequence[dict[str, Any]]) -> Trial:
     steady = records[WARM_UP:]
     peaks = [record["peak_activation_bytes"] for record in records if record["peak_activation_bytes"]]
-    return Measured(
+    return Trial(
         seconds=median(record["iteration_seconds"] for record in steady),
         tokens_per_second=median(record["tokens_per_second"] for record in steady),
         peak_activation_bytes=tuple(map(max, zip(*peaks, strict=True))),
@@ -185,7 +185,7 @@ def _read(records: Sequence[dict[str, Any]]) -> Measured:
 
 
 def _finish(command: Sequence[str], output: Any, timeout: float) -> int | None:
-    """Run to the end and return its status; None where that takes too long. None of its processes is left in any case."""
+    """Run a command and return its exit status, or None after the timeout. All of its processes end in any case."""
     import psutil  # type: ignore[import-untyped]  # planning does without
 
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -1,4 +1,4 @@
-"""What a search has found, as files that ``pretrain_gpt.py --config`` runs: the flags, and the costs that its schedule is for."""
+"""Write the results of a search as files for ``pretrain_gpt.py --config``: the flags, and the costs of the schedule."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def chosen(result: Result) -> str:
 
 
 def extras(result: Result) -> list[str]:
-    """What goes with a schedule, in flags without their dashes."""
+    """The options of a training in addition to its schedule, as flags without their dashes."""
     args = result.candidate.args
     options = {
         f"vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,

@@ -40,7 +40,7 @@ class Iteration:
         return cls(number, str(content.get("schedule", "")), timeline)
 
     def label(self, room: float) -> str:
-        """What stands where it begins: the longest with less characters than there is room for, or nothing."""
+        """The label where it begins: the longest text with fewer characters than ``room``, or an empty one."""
         return next((text for text in (f"iteration {self.number}", str(self.number)) if len(text) < room), "")
 
     @property

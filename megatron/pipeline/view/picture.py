@@ -120,7 +120,7 @@ class _Numbers:
         self.size = min(_FONT, self._height, max(_SMALLEST, self._largest(typical_length(timelines.values()))))
 
     def text(self, title: str, timed: Timed) -> str:
-        """What stands in a box of the panel with that title."""
+        """The text in a box of the panel with that title."""
         return number(timed.work, self._splits.get(title, 1))
 
     def fits(self, length: float) -> bool:

@@ -117,7 +117,7 @@ def render(
 
 
 def _numbers(consecutive: Consecutive, column: Callable[[float], int]) -> _Texts:
-    """What stands above the first rank, from where each iteration begins there to where the next one does."""
+    """The line above the first rank: a label for each iteration, from its start to that of the next one."""
     first = [one.starts[0] for one in consecutive.iterations] + [consecutive.iterations[-1].ends[0]]
     for one, start, end in zip(consecutive.iterations, first, first[1:], strict=False):
         begin, behind = column(start), column(end)

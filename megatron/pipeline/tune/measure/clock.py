@@ -31,7 +31,7 @@ class Clock:
             torch.cuda.synchronize(self._device)
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds."""
+        """Seconds between two marks."""
         return float(start.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - start)
 
 

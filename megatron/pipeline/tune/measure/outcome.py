@@ -1,4 +1,4 @@
-"""From what ranks have measured to a ``Device`` in a file."""
+"""Make a ``Device`` from the ranks' measurements, and write it to a file."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.estimate import layer_size
 from megatron.pipeline.tune.measure import fit
-from megatron.pipeline.tune.measure.rank import Found, Timing
+from megatron.pipeline.tune.measure.rank import Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import shape
 
 
-def make(found: Found, args: Namespace, base: Device | None, command: str) -> Device:
-    """A device of what was measured.
+def make(found: Measurements, args: Namespace, base: Device | None, command: str) -> Device:
+    """A device from measurements.
 
     Args:
         args: flags of the model whose layers these are.

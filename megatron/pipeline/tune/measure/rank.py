@@ -56,8 +56,8 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What all ranks have measured together: where they differ, the slowest.
+class Measurements:
+    """The measurements of all ranks: where they differ, those of the slowest.
 
     Attributes:
         name: of the GPU or the processor.
@@ -85,7 +85,7 @@ class Found:
     too_large: tuple[Size, ...]
 
 
-def run(job: Job, tell: Tell) -> Found:
+def run(job: Job, tell: Tell) -> Measurements:
     """Measure, together with all other ranks of the world that torchrun's environment tells of.
 
     Returns:
@@ -118,7 +118,7 @@ def run(job: Job, tell: Tell) -> Found:
         found = links.measure_links(hosts, device, job.iterations, tell)
         timings, too_large = _layers(job, device, tell)
         neighbours = hosts.count(host)
-        return Found(
+        return Measurements(
             name=machine.name(device, neighbours),
             gpu=device.type == "cuda",
             torch=torch.__version__,
