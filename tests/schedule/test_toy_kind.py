@@ -224,7 +224,7 @@ def run(programs: tuple[Program, ...], schedule: Schedule, unit: float) -> list[
 
     def iterate(rank: int) -> None:
         program, transport = programs[rank], cast("Any", Mailboxes(rank, boxes))
-        wires = wiring(program, rank, schedule.placement.stages[rank])
+        wires = wiring(program, rank, schedule.placement)
         executor = Executor(program, wires, ranks[rank].handlers, transport, Unmeasured())
         executor.begin()
         executor.finish()

@@ -23,7 +23,7 @@ from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.tune.iteration import Candidate, Cluster, Misfit, Result
+from megatron.pipeline.tune.iteration import Candidate, Cluster, Infeasible, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, Found, search
@@ -189,7 +189,7 @@ def row(result: Result) -> dict[str, Any]:
         "bubble": result.parts.bubble / result.seconds,
         "parts": asdict(result.parts),
         "lost_to": result.parts.limit,
-        "starved": result.starved,
+        "starved": result.memory_bound,
         "bytes": {
             "state": fullest.state,
             "activations": fullest.activations,
@@ -335,7 +335,7 @@ def _table(results: list[Result]) -> str:
                 f"{result.seconds:.3g}",
                 f"{told['bubble']:.1%}",
                 *(f"{told['bytes'][name] / GIB:.1f}" for name in ("state", "activations", "other", "total")),
-                f"{lost}{', memory' if result.starved else ''}",
+                f"{lost}{', memory' if result.memory_bound else ''}",
                 ", ".join([chosen(result), *extras(result)]),
             ]
         )
@@ -373,7 +373,7 @@ def _fits_nowhere(layouts: Layouts, found: Found) -> str:
     )
 
 
-def _sizes_of(misfit: Misfit) -> dict[str, int]:
+def _sizes_of(misfit: Infeasible) -> dict[str, int]:
     args = misfit.candidate.args
     return {
         "TP": args.tensor_model_parallel_size,

@@ -54,7 +54,7 @@ class Plan:
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _wiring(plan: Plan, rank: int) -> Wiring:
-    return wiring(plan.programs[rank], rank, plan.schedule.placement.stages[rank])
+    return wiring(plan.programs[rank], rank, plan.schedule.placement)
 
 
 class _Attempt(NamedTuple):

@@ -6,7 +6,6 @@ global names, so a checkpoint loads under another pipeline size, placement or sc
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from argparse import Namespace
@@ -15,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import compat
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pipeline.schedule.core.names import OFF
@@ -55,19 +54,16 @@ def check_release(args: Namespace, placement: Placement) -> None:
     Raises:
         ValueError: says which release can, and what works with this one.
     """
-    newer = importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.checkpointable") is not None
-    if newer or not (args.save or args.load):
+    missing = compat.missing_module("megatron.core.dist_checkpointing.strategies.checkpointable")
+    if missing is None or not (args.save or args.load):
         return
-    needs = (
-        f"needs megatron-core 0.15 or later, and {megatron.core.__version__} is installed: pip install 'megatron-core~=0.16.0', "
-    )
     if args.use_distributed_optimizer:
-        raise ValueError(f"a checkpoint with --use-distributed-optimizer {needs}or leave that flag out")
+        raise ValueError(f"a checkpoint with --use-distributed-optimizer {missing}, or leave that flag out")
     first, last = placement.home(0), placement.home(placement.last_stage)
     tied = not args.untie_embeddings_and_output_weights and args.vocab_parallel == OFF
     if tied and first != last and first[0] == last[0]:
         raise ValueError(
-            f"a checkpoint of tied embeddings with both copies on one rank, as a V has them, {needs}or give "
+            f"a checkpoint of tied embeddings with both copies on one rank, as a V has them, {missing}, or give "
             "--untie-embeddings-and-output-weights, or a schedule with the ends on different ranks, such as zb-h1"
         )
 

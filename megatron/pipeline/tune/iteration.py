@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.estimate import EXPOSED_HOPS, estimate, layer_seconds
+from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
 from megatron.pipeline.planning.choose import Variant
@@ -33,7 +33,7 @@ BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; the last
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
-_STARVED = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
+_BOUND = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
 
 
@@ -135,7 +135,7 @@ class Result:
         ranks: memory of every pipeline rank.
         costs: what the schedule was planned for, in seconds and bytes.
         memory_limit: bytes of activations that it was planned within; None where the family has no choice.
-        starved: whether more memory would make it faster.
+        memory_bound: whether more memory would make it faster.
         mfu: operations of the model over what all GPUs could do, without recomputation.
     """
 
@@ -145,7 +145,7 @@ class Result:
     ranks: list[RankMemory]
     costs: Costs
     memory_limit: float | None
-    starved: bool
+    memory_bound: bool
     mfu: float
 
     @property
@@ -158,35 +158,35 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Infeasible:
     """A candidate that does not fit, with the bytes that its fullest rank needs at least.
 
     Attributes:
         state: how many of these are weights, gradients and optimizer state.
-        hopeless: whether no activations at all would fit.
+        state_too_large: whether no activations at all would fit.
     """
 
     candidate: Candidate
     needs: float
     state: float
-    hopeless: bool
+    state_too_large: bool
 
 
 @dataclass(frozen=True)
-class Beaten:
+class Dominated:
     """A candidate of which it is known, mostly without planning, that it takes longer than was asked for.
 
     Attributes:
-        starved: whether it might not, had it more memory.
+        memory_bound: whether it might not, had it more memory.
         planned: whether that took planning.
     """
 
     candidate: Candidate
-    starved: bool
+    memory_bound: bool
     planned: bool
 
 
-def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Misfit | Beaten:
+def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Infeasible | Dominated:
     """What a candidate takes and holds.
 
     Args:
@@ -196,7 +196,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     besides = beside_activations(args, placement, candidate.layers, candidate.vocabulary)
     left = [cluster.device.memory - beside.total for beside in besides]
     if min(left) <= 0:
-        return _misfit(candidate, besides, 0.0)
+        return _infeasible(candidate, besides, 0.0)
     costs = costs_of(cluster, candidate)
     between = between_pipelines(cluster, candidate, besides, costs)
     chooses = families.named(variant.name).plans_for_limits
@@ -204,21 +204,21 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     if not chooses and not candidate.offload:
         least = _least_peaks(candidate, costs)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
-            return _misfit(candidate, besides, max(least))
+            return _infeasible(candidate, besides, max(least))
     try:
         planned = _plan(candidate, costs, limit, beat - between)
     except LimitTooLow as error:
-        return _misfit(candidate, besides, error.least)
-    if isinstance(planned, Beaten):
+        return _infeasible(candidate, besides, error.least)
+    if isinstance(planned, Dominated):
         return planned
-    schedule, starved, pipeline = planned
+    schedule, memory_bound, pipeline = planned
     ranks = predict(args, schedule, candidate.layers)
     if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
-        return _misfit(candidate, besides, max(rank.activations for rank in ranks))
+        return _infeasible(candidate, besides, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
     mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
-    return Result(candidate, parts.total, parts, ranks, costs, limit, starved, mfu)
+    return Result(candidate, parts.total, parts, ranks, costs, limit, memory_bound, mfu)
 
 
 def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
@@ -226,8 +226,9 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     args, shape = candidate.args, Shape.of(candidate.args)
     overlaps = candidate.variant.name == "interleaved" and getattr(args, "overlap_p2p_comm", True)
     waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
-    exposed = EXPOSED_HOPS[candidate.variant.name] if waits else 0.0
-    split = candidate.variant.name not in _FUSED and not _fuses_again(args)
+    family = families.named(candidate.variant.name)
+    exposed = family.exposed_hops if waits else 0.0
+    split = not family.fused and not _fuses_again(args)
     return estimate(
         shape,
         candidate.placement,
@@ -238,9 +239,6 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
         links_of(cluster, args),
         exposed,
     )
-
-
-_FUSED = ("1f1b", "interleaved", "1f1b-v")
 
 
 def _fuses_again(args: Namespace) -> bool:
@@ -316,7 +314,7 @@ def work(candidate: Candidate) -> float:
     return passes * (_OFFLOADED if candidate.offload else 1) + searched
 
 
-def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Beaten:
+def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Dominated:
     """The schedule of ``planned_microbatches``, whether more memory might shorten it, and the seconds of a pipeline of all."""
     whole, count = candidate.microbatches, planned_microbatches(candidate)
     problem = _problem(candidate, costs, count, limit)
@@ -324,17 +322,17 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
     free = lower_bound(replace(problem, limits=None))
     least = free if candidate.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
-        return Beaten(candidate, free + more <= beat, planned=False)
-    starved = limit is not None and lower_bound(problem) > _STARVED * free
+        return Dominated(candidate, free + more <= beat, planned=False)
+    memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
     schedule = families.solve(candidate.variant.name, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
         if seconds + more > beat:
-            return Beaten(candidate, starved, planned=True)  # not worth planning again
+            return Dominated(candidate, memory_bound, planned=True)  # not worth planning again
         step = min(candidate.placement.ranks, count - 1)
         shorter = families.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
-    return schedule, starved, seconds + more * (count < whole)
+    return schedule, memory_bound, seconds + more * (count < whole)
 
 
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
@@ -368,7 +366,7 @@ def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
 
 def _work(candidate: Candidate, costs: Costs) -> list[float]:
     """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
-    kinds = (Kind.F, Kind.BW) if candidate.variant.name in _FUSED else (Kind.F, Kind.B, Kind.W)
+    kinds = (Kind.F, Kind.BW) if families.named(candidate.variant.name).fused else (Kind.F, Kind.B, Kind.W)
     if Shape.of(candidate.args).holding.recomputes:
         kinds = (*kinds, Kind.R)
     rows = candidate.placement.stages
@@ -400,6 +398,6 @@ def _without_links(device: Device) -> Device:
     return device.with_links(1e30)
 
 
-def _misfit(candidate: Candidate, besides: list[Beside], activations: float) -> Misfit:
+def _infeasible(candidate: Candidate, besides: list[Beside], activations: float) -> Infeasible:
     fullest = max(besides, key=lambda beside: beside.total)
-    return Misfit(candidate, fullest.total + activations, fullest.state, hopeless=not activations)
+    return Infeasible(candidate, fullest.total + activations, fullest.state, state_too_large=not activations)

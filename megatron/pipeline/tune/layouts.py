@@ -29,8 +29,10 @@ _NEEDS_SPREADING = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing
 
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 CORE_RECOMPUTE = {"recompute_granularity": "selective"}
-OURS = ("1f1b", "zb-h1", "zb-auto", "interleaved", "gis", "v-auto")
-STOCKS = ("1f1b", "interleaved")
+# The families to try where the user names none, those with one chunk per rank first; and those that megatron-core has itself.
+_SUGGESTED = [family for family in families.FAMILIES.values() if family.suggested]
+OURS = [family.name for family in sorted(_SUGGESTED, key=lambda family: family.chunks > 1)]
+STOCKS = [name for name, family in families.FAMILIES.items() if family.exposed_hops]
 _CHUNKS = {"interleaved": (2, 3, 4)}  # of families that take several; more hardly help those that split the backward
 LONG = 4096  # tokens of a sequence that are worth cutting up
 

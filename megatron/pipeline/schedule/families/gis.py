@@ -1,11 +1,11 @@
 """GIS and GIS-H: interleaved 1F1B in groups of g microbatches, p/2 <= g <= p, with W split off and run where there is time.
 
-Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", which names the two: g = p
-for ``gis``, half of it (rounded up) for ``gis-h``; ``group`` sets any other. A smaller group holds less, and waits longer for
-its first microbatch to come round to the next chunk.
+Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", names the two: g = p for
+``gis``, half of it (rounded up) for ``gis-h``; ``group`` sets another g. A smaller group holds less memory, and waits longer
+until its first microbatch returns for the next chunk.
 
-Every rank holds at most g(v-1) + p chunks of a microbatch, each 1/v of what a rank allocates for it, whatever the costs are.
-With F = B = W on every stage, no hops and m a multiple of g, the bubble of the span and of the makespan is at most
+For any costs every rank holds at most g(v-1) + p chunks of a microbatch, each 1/v of what a rank allocates for it. With
+F = B = W on every stage, no hops and m a multiple of g, the bubble of the span and of the makespan is at most
 
     p-1 + v(p-g)
 
@@ -32,7 +32,7 @@ from megatron.pipeline.schedule.time.simulate import simulate
 
 F, R, B, W, BW = Kind.F, Kind.R, Kind.B, Kind.W, Kind.BW
 
-# How late W may make a pass whose input arrives meanwhile, as a share of W. Which one is best depends on the costs.
+# By how much of its duration W may delay an F or B whose input arrives while it runs. The best share depends on the costs.
 _PATIENCE = (0, 0.5, 1)
 
 
@@ -68,10 +68,10 @@ class _Choices:
 
     The order of the F is fixed on every rank, and so is that of the B. F goes first, but rank r has at most g(v-1) + p-r
     microbatches between F and B, as many as 1F1B would have; with those of which only W is due, at most g(v-1) + p. W runs when
-    neither F nor B can, or when there is no memory for F without it.
+    neither F nor B can, or when F has no memory before it.
 
-    It always ends: that F waits for an earlier B or W is one more order between passes. An order in which every rank runs all
-    the F that it may have in flight, then B, W and F in turn, keeps all of them.
+    This cannot deadlock. The memory rule makes F wait for an earlier B or W, and the order in which every rank runs all the
+    F that it may have in flight, then B, W and F in turn, satisfies all these waits.
     """
 
     def __init__(self, problem: Problem, group: int, patience: float) -> None:
@@ -80,7 +80,7 @@ class _Choices:
         items = list(chunk_by_chunk(problem.microbatches, group, chunks))
         self.forwards = [Pass(F, *item) for item in items]
         self.backwards = [Pass(B, microbatch, chunks - 1 - chunk) for microbatch, chunk in items]
-        self.own_forwards = [work._replace(kind=F) for work in self.backwards]  # what these need on their own rank
+        self.own_forwards = [work._replace(kind=F) for work in self.backwards]  # which the backwards need on their own rank
         self.backward_kinds = [
             (R,) * (stage in problem.recompute) + (BW if stage in problem.fused else B,)
             for stage in range(len(problem.costs.stages))
@@ -97,7 +97,7 @@ class _Choices:
         return tuple(map(tuple, self.clock.ends))
 
     def _choose(self, rank: int, now: float) -> Sequence[Pass]:
-        """What the rank runs now; nothing to wait, for an arrival or the end of a pass."""
+        """What the rank runs now; empty to wait for an arrival or the end of a pass."""
         in_flight, due = self.ran[F][rank] - self.ran[B][rank], self.due[rank]
         forward, work = self._next(F, rank) if in_flight < self.most - rank else (math.inf, None)
         full = work is not None and in_flight + len(due) >= self.most

@@ -1,7 +1,7 @@
-"""A clock for rows that choose what to run next: time moves on from each moment at which something changes for a row to the next.
+"""An event-driven clock: rows (ranks and their lanes) choose what to run next, or follow an order, as time passes.
 
-Where the order of every row is given, and durations do not depend on what else runs, ``replay`` finds the same times without
-going through them in order, several times as fast.
+If the order of every row is given and durations do not depend on what else runs, ``replay`` finds the same times without
+visiting the moments in order, several times as fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.pipeline.schedule.time.replay import Rows
 
 
 class Shared(Protocol):
-    """What several rows share, so that each is slower while others are busy."""
+    """A resource of several rows, such as a switch: a row is slower while others use it."""
 
     def change(self, now: float, row: int, seconds: float | None) -> Mapping[int, float]:
         """A row starts work of ``seconds`` if alone, or ends it (None); returns when each busy row ends if nothing changes."""
@@ -42,7 +42,7 @@ class Clock:
         """
         Args:
             ranks: how many of the rows are ranks; rows of copies follow.
-            rows: their links; their passes are not looked at.
+            rows: only their links are used.
             made_at: when every result was made, by its number; None for those that passes have yet to make.
             seconds_of: durations by slot, of the rows whose passes do not take what their links say.
             shared: by row, for rows whose passes take longer while others run.
@@ -54,10 +54,10 @@ class Clock:
         self.ends: list[dict[Pass, float]] = [{} for _ in range(count)]
         self._ranks, self._links, self._made_at = ranks, rows.links, made_at
         self._seconds_of, self._shared = seconds_of, shared or {}
-        self._parts: dict[int, list[float]] = {}  # of results that every row has a part in
-        self._blocked: dict[int, set[tuple[int, float]]] = {}  # by number of a result: the rows that wait, and how far it travels
-        self._moments: list[tuple[float, int]] = []  # a heap: when to look at a row
-        self._known: set[tuple[float, int]] = set()  # the same
+        self._parts: dict[int, list[float]] = {}  # by number of a result that every rank has a part in: when parts were made
+        self._blocked: dict[int, set[tuple[int, float]]] = {}  # by number of a result: (row that waits, seconds it travels there)
+        self._moments: list[tuple[float, int]] = []  # a heap of (moment, row): when the row chooses, if it is free
+        self._known: set[tuple[float, int]] = set()  # moments of the heap
         for row in range(count):
             self.look(row, 0)
 

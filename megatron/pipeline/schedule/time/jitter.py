@@ -1,4 +1,4 @@
-"""What a schedule takes where its passes do not all take what the costs say: span and makespan under random durations."""
+"""Span and makespan of a schedule whose passes have random durations around their costs."""
 
 from __future__ import annotations
 
@@ -35,36 +35,36 @@ class Expected:
 
     @property
     def span(self) -> float:
-        """The mean: what an iteration takes in the long run, where iterations interlock."""
+        """The mean: the average iteration, if iterations interlock."""
         return float(self.spans.mean())
 
     @property
     def makespan(self) -> float:
-        """The mean: what an iteration takes in the long run, where iterations do not interlock."""
+        """The mean: the average iteration, if iterations do not interlock."""
         return float(self.makespans.mean())
 
     @property
     def span_95(self) -> float:
-        """What 95 % of the spans do not exceed."""
+        """The 95th percentile of the spans."""
         return float(np.quantile(self.spans, 0.95))
 
     @property
     def makespan_95(self) -> float:
-        """What 95 % of the makespans do not exceed."""
+        """The 95th percentile of the makespans."""
         return float(np.quantile(self.makespans, 0.95))
 
 
 def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, seed: int = 0) -> Expected:
-    """Simulate a schedule many times, with every pass longer or shorter by a random factor of its own.
+    """Simulate a schedule many times, with the duration of every pass multiplied by a random factor of its own.
 
-    The order of the passes stays what it is: ranks do not reorder them because one is late. Hops take what the costs say.
-    With jitter 0 every draw is what ``simulate`` says.
+    The order of the passes stays as it is: a rank does not reorder them when one is late. Hops and copies take what the costs
+    say. With jitter 0 every draw equals ``simulate``.
 
     Args:
         jitter: the standard deviation of a pass's duration, as a share of it: 0.1 for 10 %. See ``factors``.
         draws: how often to simulate.
         seed: of the random numbers. With the same seed, the same pass of the same stage has the same factors in every
-            schedule, so that schedules differ by what they are and not by their luck.
+            schedule, so that a comparison of two schedules does not depend on chance.
 
     Raises:
         ValueError: jitter, draws or seed is out of range, the costs are for another number of stages, or the schedule
@@ -95,8 +95,8 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
 
 
 def _drawn(schedule: Schedule, rows: Rows, jitter: float, draws: int, seed: int) -> list[list[Draws | int]]:
-    """The durations of every rank's passes, by slot; 0 for what is no work of the rank."""
-    tables: dict[tuple[Kind, int], Draws] = {}  # by kind and stage: of all its microbatches
+    """The durations of every rank's passes, by slot; 0 for a slot in which the rank computes nothing."""
+    tables: dict[tuple[Kind, int], Draws] = {}  # by kind and stage: durations of all microbatches
 
     def duration(rank: int, work: Pass, kind: Kind) -> Draws | int:
         seconds = rows.links[rank][work.chunk][work.kind].seconds
@@ -115,10 +115,10 @@ def _drawn(schedule: Schedule, rows: Rows, jitter: float, draws: int, seed: int)
 
 
 def factors(kind: Kind, stage: int, microbatches: int, jitter: float, draws: int, seed: int) -> NDArray[np.float64]:
-    """What the durations of one stage's passes of one kind are multiplied by, ``float[microbatches, draws]``.
+    """Random factors of the durations of one stage's passes of one kind, ``float[microbatches, draws]``.
 
-    Log-normal, so that a pass can take much longer but never less than nothing, with mean 1 and standard deviation
-    ``jitter``: the logarithm is normal with variance s = ln(1 + jitter^2) and mean -s/2. All factors are independent.
+    They are log-normal, so never negative, with mean 1 and standard deviation ``jitter``: the logarithm is normal with
+    variance s = ln(1 + jitter^2) and mean -s/2. All factors are independent.
     """
     variance = np.log1p(jitter**2)
     generator = np.random.default_rng([seed, stage, list(Kind).index(kind)])

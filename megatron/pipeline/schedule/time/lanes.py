@@ -1,8 +1,6 @@
-"""Copies to host memory and back as rows of their own: what a rank's two copy lanes do beside its passes.
+"""How copies to host memory and back slow each other down: the two directions of a rank, and the ranks behind one switch.
 
-A copy to the host starts once its F has ended and the ones before it have, a copy to the device once its place in the rank's row
-has been reached and the ones before it have ended. Where copies disturb each other (the directions of one rank, the ranks behind
-one switch), all that are on the way go on at the speeds that ``CopyCosts`` says, which change whenever one starts or ends.
+The copies under way share the speed that ``CopyCosts`` gives. The share of each changes whenever one starts or ends.
 """
 
 from __future__ import annotations

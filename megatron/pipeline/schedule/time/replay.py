@@ -1,4 +1,4 @@
-"""An event-driven replay of a schedule: rows of passes, each of which runs once its row is free and its inputs are there."""
+"""The times of rows of passes in a given order: each pass runs once its row is free and its inputs have arrived."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.pipeline.schedule.time.links import Rows, rows_of
 
 
 class Stuck(ValueError):
-    """A schedule cannot finish: ``rank`` can never start ``work``, because what it needs is never made before."""
+    """A schedule cannot finish: ``rank`` can never start ``work``, because a pass that it needs never runs before it."""
 
     def __init__(self, rank: int, work: Pass, needed: tuple[int, Pass]) -> None:
         super().__init__(
@@ -33,10 +33,10 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, range]]:
 
 
 class Replay(NamedTuple):
-    """What happens when every rank runs its passes in order.
+    """The times of all rows.
 
     Attributes:
-        runs: (row, its slots) that run without a wait for another one, in an order in which they can run.
+        runs: (row, slots that it runs without waiting), in an order in which they can run.
         starts, ends: of every pass, by row and slot.
     """
 

@@ -1,4 +1,4 @@
-"""When every pass runs and what it holds, given the costs."""
+"""When every pass of a schedule runs, and the activation memory of every rank, given the costs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run every rank's passes in order, each as soon as the rank is free and its inputs are there.
 
     A result reaches another rank one ``costs.hop`` after its pass ended, and its own rank at once. Copies to and from host
-    memory run beside the passes (see ``lanes``). Times are in the unit of the costs, from 0; costs given as ``Fraction`` give
-    exact times.
+    memory run concurrently with the passes (see ``lanes``). Times are in the unit of the costs, from 0; costs given as
+    ``Fraction`` give exact times.
 
     Raises:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).

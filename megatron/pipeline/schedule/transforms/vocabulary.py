@@ -1,9 +1,9 @@
-"""The passes of a vocabulary that is spread over all ranks, inserted into any schedule: transformer passes in, all passes out.
+"""Vocabulary parallelism: inserts the passes of a vocabulary that is sharded over all ranks into any schedule.
 
-``postpone`` gives every microbatch more time between its last F and its first B: as many intervals (the time in which every
-rank works through one microbatch) as there are barriers between the ranks on that way. ``spread`` then puts the vocabulary's
-passes where ranks are free for them. The argument is that of Yeung et al., "Balancing Pipeline Parallelism with Vocabulary
-Parallelism" (arXiv 2411.05288), section 5: a microbatch more is held for every interval, and no bubble is added.
+``postpone`` gives every microbatch more time between its last F and its first B: one interval (the time in which every rank
+works through one microbatch) for each barrier between the ranks. ``spread`` then puts the vocabulary's passes where ranks have
+time. Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288), section 5: every interval
+costs the memory of one microbatch more and adds no bubble.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, resu
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
-    """By how many microbatches backwards are postponed, and how many more every rank so holds.
+    """By how many microbatches backwards are postponed, which is also how many more microbatches every rank holds.
 
-    One for each barrier. Interlaced, where every rank stands still for the vocabulary of each microbatch, needs half a
-    pipeline more (nnScaler's schedule; Yeung et al., section 6: 1.5 times the activations of 1F1B).
+    One for each barrier. Interlaced, where all ranks stop for the vocabulary of each microbatch, needs half as many as there
+    are ranks (nnScaler's schedule; Yeung et al., section 6: 1.5 times the activations of 1F1B).
     """
     match vocabulary:
         case None:
@@ -39,13 +39,12 @@ def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
 
 
 def postpone(schedule: Schedule, by: int) -> Schedule:
-    """The same passes with more time between the forwards and the backwards: ``by`` microbatches'.
+    """Delay every backward by the forwards of ``by`` more microbatches.
 
-    Every backward comes after as many more forwards as so many microbatches have on a rank. Where ranks are far from doing the
-    same in turn, that can make them wait for each other in a circle: then every backward is where the one of ``by`` microbatches
-    later was, which never does.
+    If ranks interleave differently this can deadlock; then every backward takes the position of the backward ``by``
+    microbatches later, which cannot.
 
-    Either way it obeys the rules that the schedule obeys, and no rank holds more than ``by`` microbatches more.
+    Either way the result obeys the rules that the schedule obeys, and no rank holds more than ``by`` microbatches more.
     """
     ahead = _forwards_ahead(schedule, by)
     try:
@@ -80,15 +79,15 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
             if work.kind is Kind.F:
                 row[work] = None
             elif work.kind is not Kind.R:
-                # Which of a microbatch's backwards are split, and which run again, stays as it is.
+                # Every microbatch keeps its kinds: split or fused, recomputed or not.
                 kinds: tuple[Kind, ...] = (Kind.W,) if work.kind is Kind.W else (Kind.R, Kind.B, Kind.BW)
                 kinds += (Kind.W,) if work.kind is Kind.BW else ()
                 earlier = (work._replace(kind=kind, microbatch=work.microbatch - by) for kind in kinds)
-                for one in filter(present.__contains__, earlier):
-                    if one.kind is Kind.BW:  # adds to gradients that the microbatches before it have to be in
-                        before = (one._replace(kind=Kind.W, microbatch=number) for number in range(one.microbatch))
+                for moved in filter(present.__contains__, earlier):
+                    if moved.kind is Kind.BW:  # weight gradients are accumulated in microbatch order: earlier W come first
+                        before = (moved._replace(kind=Kind.W, microbatch=number) for number in range(moved.microbatch))
                         row |= dict.fromkeys(filter(present.__contains__, before))
-                    row[one] = None
+                    row[moved] = None
         rows.append((*row, *(work for work in passes if work not in row)))
     return replace(schedule, passes=tuple(rows))
 
