@@ -18,11 +18,11 @@ from megatron.core.transformer import TransformerConfig
 from sleeping import HIDDEN, MegatronStage, Sleeper, TorchStage, bind_to_core
 from torch.distributed import pipelining
 
-from megatron.pipeline import patches
+from megatron.pipeline import patches, planning
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.iteration import Iteration, Plan, ValidationResult
+from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.runtime.p2p import Channels
 from megatron.pipeline.runtime.vocabulary import Groups
@@ -33,7 +33,6 @@ from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.torch_csv import from_csv
 
@@ -212,7 +211,7 @@ class Ours:
         costs = costs or megatron.times.of(families.placement(family, ranks))
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
-        self.schedule = families.plan(
+        plan = planning.Request(
             family,
             ranks,
             microbatches,
@@ -221,8 +220,8 @@ class Ours:
             objective=objective,
             vocabulary=vocabulary,
             offload=mode,
-        )
-        plan = Plan(self.schedule, lower(self.schedule, costs))
+        ).plan()
+        self.schedule = plan.schedule
         self._iteration = partial(
             Iteration,
             plan,
@@ -244,7 +243,7 @@ class Stock:
     def __init__(self, chunks: int, megatron: Megatron) -> None:
         family = "1f1b" if chunks == 1 else "interleaved"
         self.name, self._megatron = f"{STOCK} {family}", megatron
-        self.schedule = families.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
+        self.schedule = planning.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
         self._forward_backward = schedules.get_forward_backward_func(megatron.ranks, chunks if chunks > 1 else None)
         placement = self.schedule.placement
         self._model = megatron.stages(placement, megatron.times.of(placement))
@@ -276,7 +275,7 @@ class Torch:
         self._schedule = own(stages[0] if len(stages) == 1 else stages, microbatches, loss_fn=lambda output, _: output.sum())
         self._first, self._last = 0 in mine, count - 1 in mine
         self._data = torch.zeros(microbatches, 1, HIDDEN)
-        self.schedule = families.plan("1f1b", ranks, microbatches) if name == "1F1B" else self._passes()
+        self.schedule = planning.plan("1f1b", ranks, microbatches) if name == "1F1B" else self._passes()
 
     def iterate(self) -> None:
         inputs = [self._data] if self._first else []

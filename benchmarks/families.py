@@ -14,12 +14,15 @@ from pathlib import Path
 
 from PIL import Image
 
-from megatron.pipeline.planning.choose import Request, candidates, choose, variants
+from megatron.pipeline import planning
+from megatron.pipeline.planning.choose import candidates, choose
+from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.optimum.bound import own_bound
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.view import draw
@@ -58,8 +61,10 @@ def measure(
     name: str, ranks: int, microbatches: int, costs: tuple[float, float, float, float], limit: float | None = None
 ) -> Measured:
     """Plan one family for equal stages, with its own memory where there is no limit."""
-    problem = families.problem(name, ranks, microbatches, uniform(families.placement(name, ranks), *costs), memory_limit=limit)
-    schedule = families.solve(name, problem)
+    problem = planning.Request(
+        name, ranks, microbatches, uniform(families.placement(name, ranks), *costs), memory_limit=limit
+    ).problem()
+    schedule = planning.solve(name, problem)
     timeline = simulate(schedule, problem.costs)
     peak = max(activation_peaks(schedule, problem.costs))
     return Measured(name, timeline, schedule.splits, peak, own_bound(schedule, problem))
@@ -83,7 +88,7 @@ def picture(name: str, path: Path) -> None:
     limit = DRAWN_WITHIN.get(name)
     title = f"{name}, within {limit:g} microbatches" if limit else name
     if name == "auto":
-        wanted = Request(4, 8, lambda placement: uniform(placement, *COSTS[0]), limit)
+        wanted = Request(AUTO, 4, 8, lambda placement: uniform(placement, *COSTS[0]), memory_limit=limit)
         best = choose(candidates(wanted, variants(4))[0]).best
         draw({f"{title}: {best.variant}": best.timeline}, path)
     else:
@@ -98,12 +103,12 @@ def picture_of_vocabulary(path: Path) -> None:
     last = replace(alone.stages[3], forward=1.6, backward=1.6, weight=1.6)
     drawn = {
         "off: the output layer on the last stage": simulate(
-            families.plan("1f1b", 4, 8), replace(alone, stages=(*alone.stages[:3], last))
+            planning.plan("1f1b", 4, 8), replace(alone, stages=(*alone.stages[:3], last))
         )
     }
     for name, shards in (("1", VocabularyCosts(S=0.15, T=0.3, IF=0.05, IB=0.05)), ("2", VocabularyCosts(0.3, 0.15, 0.05, 0.05))):
         costs = replace(alone, vocabulary=shards)
-        drawn[f"--vocab-parallel {name}"] = simulate(families.plan("1f1b", 4, 8, costs, vocabulary=Vocabulary(name)), costs)
+        drawn[f"--vocab-parallel {name}"] = simulate(planning.plan("1f1b", 4, 8, costs, vocabulary=Vocabulary(name)), costs)
     draw(drawn, path)
     _shrink(path)
 

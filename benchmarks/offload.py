@@ -47,7 +47,7 @@ from megatron.core.transformer.spec_utils import build_module
 from rich.console import Console
 from rich.table import Table
 
-from megatron.pipeline import patches
+from megatron.pipeline import patches, planning
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.record.cost_profile import measured_costs
@@ -59,7 +59,6 @@ from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform, with_equal_copies
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
@@ -396,7 +395,7 @@ def main() -> None:
         parser.error("there is no GPU: leave --device out, or give cpu")
     if not 0 <= options.rank < options.pp:
         parser.error(f"--rank {options.rank} is none of --pp {options.pp} ranks, which count from 0")
-    schedule = families.plan(options.schedule, options.pp, options.microbatches, chunks=options.chunks)
+    schedule = planning.plan(options.schedule, options.pp, options.microbatches, chunks=options.chunks)
     if schedule.placement.replicas > 1 or schedule.splits > 1:
         parser.error(f"{options.schedule} holds the model twice or cuts microbatches into slices: take another schedule")
 

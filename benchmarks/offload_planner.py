@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from exact_offload import least_peak
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, uniform
 from megatron.pipeline.schedule.core.passes import Offload
@@ -52,7 +53,7 @@ def gaps(quick: bool) -> list[Row]:
     rows: list[Row] = []
     for name, p, v, m, limit in instances[:: 4 if quick else 1]:
         placement = families.placement(name, p, v)
-        plain = families.plan(name, p, m, uniform(placement), v, limit)
+        plain = planning.plan(name, p, m, uniform(placement), v, limit)
         for mode in Offload:
             for k in (0.5, 1.0, 1.5, 2.0)[:: 3 if quick else 1]:
                 rows.append(
@@ -149,7 +150,7 @@ def large(quick: bool) -> list[Row]:
 def _reached(name: str, p: int, v: int, m: int, ks: Sequence[float], limit: float | None) -> Iterator[Row]:
     placement = families.placement(name, p, v)
     began = time.perf_counter()
-    plain = families.plan(name, p, m, uniform(placement), v, limit)
+    plain = planning.plan(name, p, m, uniform(placement), v, limit)
     base_seconds = time.perf_counter() - began
     for k in ks:
         costs = with_k(k, placement)

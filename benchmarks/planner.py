@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.placement import Placement
@@ -103,7 +104,7 @@ def random_set(count: int) -> list[tuple[str, Problem]]:
         least, most = (ranks, 3 * ranks) if name == "zb-auto" else ((ranks + 4) // 3, 2 * ranks)
         costs = random_costs(generator, families.placement(name, ranks))
         limit = generator.uniform(least, most)
-        found.append((name, families.problem(name, ranks, microbatches, costs, memory_limit=limit)))
+        found.append((name, planning.Request(name, ranks, microbatches, costs, memory_limit=limit).problem()))
     return found
 
 
@@ -122,7 +123,7 @@ def greedy(problem: Problem) -> float:
 def greedy_and_ours(quick: bool) -> list[Row]:
     rows: list[Row] = []
     for name, problem in random_set(12 if quick else 200):
-        schedule = families.solve(name, problem)
+        schedule = planning.solve(name, problem)
         verify(schedule, problem.costs, problem.limits)
         ours, plain, bound = problem.value(simulate(schedule, problem.costs)), greedy(problem), lower_bound(problem)
         sizes = {"p": problem.ranks, "m": problem.microbatches, "limit": max(problem.limits or ())}
@@ -159,10 +160,10 @@ def named_memories(quick: bool) -> list[Row]:
         cases = [(text, uniform(home, *costs, 0.05)) for text, costs in COSTS.items()]
         cases += [("uneven", random_costs(generator, home)) for _ in range(2)]
         for kind, costs in cases:
-            problem = families.problem(name, p, m, costs, memory_limit=times and times * p)
+            problem = planning.Request(name, p, m, costs, memory_limit=times and times * p).problem()
             if name == "1f1b-v":
                 problem = replace(problem, fused=frozenset(range(2 * p)))
-            above = gap(simulate(families.solve(name, problem), costs).span, lower_bound(problem))
+            above = gap(simulate(planning.solve(name, problem), costs).span, lower_bound(problem))
             rows.append({"name": f"{name}, {times}x" if times else name, "p": p, "m": m, "costs": kind, "gap": above})
     print("### Gap to the lower bound at the memory of the named schedules, m >= 3p, costs within a factor 2\n")
     lines = []
@@ -188,17 +189,17 @@ def measure(name: str, ranks: int, microbatches: int, chunks: int) -> Row:
     A small plan goes first: it loads (or makes) what numba compiles.
     """
     begin = time.perf_counter()
-    families.plan("v-min", 4, 9, uniform(families.placement("v-min", 4), 1, 1.2, 0.8, 0.05))
+    planning.plan("v-min", 4, 9, uniform(families.placement("v-min", 4), 1, 1.2, 0.8, 0.05))
     compiled = time.perf_counter() - begin
     costs = uniform(families.placement(name, ranks, chunks), 1, 1.2, 0.8, 0.05)
-    problem = families.problem(name, ranks, microbatches, costs, chunks)
+    problem = planning.Request(name, ranks, microbatches, costs, chunks).problem()
     moments = [time.perf_counter()]
 
     def lap() -> float:
         moments.append(time.perf_counter())
         return moments[-1] - moments[-2]
 
-    schedule = families.solve(name, problem)
+    schedule = planning.solve(name, problem)
     planned = lap()
     verify(schedule, costs, problem.limits)
     verified = lap()
@@ -254,11 +255,11 @@ def robustness(quick: bool) -> list[Row]:
     rows: list[Row] = []
     for (kind, hop), name in itertools.product((("1/1/1", 0.0), ("1/1.2/0.8", 0.05)), names[:: 4 if quick else 1]):
         costs = uniform(families.placement(name, p), *COSTS[kind], hop)
-        problem = families.problem(name, p, m, costs)
-        schedule = families.solve(name, problem)
+        problem = planning.Request(name, p, m, costs).problem()
+        schedule = planning.solve(name, problem)
         row: Row = {"costs": kind, "name": name, "nominal": simulate(schedule, costs).span}
         for jitter in jitters:
-            prepared = families.solve(name, replace(problem, jitter=jitter))
+            prepared = planning.solve(name, replace(problem, jitter=jitter))
             found, better = (expected(each, costs, jitter, seed=UNSEEN) for each in (schedule, prepared))
             row |= {f"mean {jitter}": found.span, f"95 % {jitter}": found.span_95, f"prepared {jitter}": better.span}
         rows.append(row)
@@ -280,8 +281,8 @@ def optima(quick: bool) -> list[Row]:
     ]  # fmt: skip
     rows: list[Row] = []
     for (name, p, m, limit), (kind, times) in itertools.product(instances[:: 4 if quick else 1], list(COSTS.items())[1:]):
-        problem = families.problem(name, p, m, uniform(families.placement(name, p), *times), memory_limit=limit)
-        schedule = families.solve(name, problem)
+        problem = planning.Request(name, p, m, uniform(families.placement(name, p), *times), memory_limit=limit).problem()
+        schedule = planning.solve(name, problem)
         ours, bound = simulate(schedule, problem.costs).span, lower_bound(problem)
         best = optimum(problem, 3 if quick else 6, hint=schedule)
         sizes = {"name": name, "p": p, "m": m, "limit": max(problem.limits or ()), "costs": kind}

@@ -18,6 +18,7 @@ from functools import cache
 
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, K, Method, Source
 
+from megatron.pipeline import planning
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import computing_seconds, estimate
@@ -121,7 +122,7 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
     def plan(microbatches: int, limit: float | None) -> Schedule:
         """Args: limit: microbatches that a rank may hold."""
         most = max(stage.activation for stage in planned.stages)
-        return families.plan(
+        return planning.plan(
             family.name,
             RANKS,
             microbatches,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.pipeline import planning
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -135,7 +136,7 @@ def test_a_bound_is_within_the_memory_that_the_schedule_holds(
     assert data["memory_limit"] == memory
     assert max(data["peak_activation"]) == memory
     for field, objective in (("lower_bound", "span"), ("makespan_lower_bound", "makespan")):
-        assert data[field] == lower_bound(families.problem(name, 4, 8, objective=objective))
+        assert data[field] == lower_bound(planning.Request(name, 4, 8, objective=objective).problem())
     assert f"no order within {memory} microbatches has a shorter makespan" in printed(capsys, size)
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
@@ -154,7 +155,7 @@ def test_a_limit_above_what_a_name_stands_for_is_not_used(capsys: pytest.Capture
 def test_jitter_is_told(objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = f"plan --schedule zb-h2 --pp 4 --microbatches 8 --jitter 0.3 --objective {objective}"
     data = told(capsys, plan)
-    found = expected(families.plan("zb-h2", 4, 8), families.problem("zb-h2", 4, 8).costs, 0.3)
+    found = expected(planning.plan("zb-h2", 4, 8), planning.Request("zb-h2", 4, 8).problem().costs, 0.3)
     assert (data["jitter"], data["expected_span"], data["expected_makespan"]) == (0.3, found.span, found.makespan)
     value = {"span": found.span, "makespan": found.makespan}[objective]
     assert f"expected {value:g} {objective} on average where pass times vary by 30%" in " ".join(printed(capsys, plan).split())
@@ -167,7 +168,7 @@ def test_jitter_is_told(objective: str, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_search_plans_for_the_expected_case(capsys: pytest.CaptureFixture[str]) -> None:
     auto = "plan --schedule zb-auto --pp 4 --microbatches 8 --jitter"
     assert told(capsys, f"{auto} 0.3")["passes"] == [
-        list(map(str, row)) for row in families.plan("zb-auto", 4, 8, jitter=0.3, objective="makespan").passes
+        list(map(str, row)) for row in planning.plan("zb-auto", 4, 8, jitter=0.3, objective="makespan").passes
     ]
 
 

@@ -1,7 +1,6 @@
 """Costs on the command line and in files: per rank, per stage, with extras, with recomputation."""
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,16 @@ from schedule_strategies import placements
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.arguments import Stages, cost_flags
-from megatron.pipeline.cli.costs import cost_fields, costs_of
+from megatron.pipeline.cli.request import cost_flags_of
+from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
 
 numbers = st.floats(1e-6, 1e6) | st.just(0.0)
 
 
-def flags(*arguments: str) -> Namespace:
-    return cost_flags().parse_args(arguments)
+def flags(*arguments: str) -> CostFlags:
+    return cost_flags_of(cost_flags().parse_args(arguments))
 
 
 def run(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron.pipeline import planning
 from megatron.pipeline.cli import main
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import simulate
@@ -24,7 +24,7 @@ EPOCH = 1_800_000_000.0
 
 def iteration(number: int, begin: float, name: str = "1f1b", ranks: int = 2, microbatches: int = 2) -> Iteration:
     """One whose first pass on rank 0 starts so many seconds after the epoch."""
-    schedule = families.plan(name, ranks, microbatches)
+    schedule = planning.plan(name, ranks, microbatches)
     shift = EPOCH + begin
     rows = simulate(schedule, uniform(schedule.placement)).ranks
     timeline = Timeline(tuple(tuple(Timed(work, shift + start, shift + end) for work, start, end in row) for row in rows))

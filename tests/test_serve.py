@@ -23,6 +23,7 @@ import pytest
 from served import command, serving, untimed
 
 from megatron.pipeline import cli
+from megatron.pipeline.cli.serve import requested
 from megatron.pipeline.serve import server, workers
 from megatron.pipeline.serve.answers import FLAGS, LONG, Answer, work
 from megatron.pipeline.serve.workers import Late, Workers
@@ -119,8 +120,7 @@ def test_flags_that_read_write_or_take_minutes_are_not_for_pages(address: str, n
 
 
 def test_a_page_may_ask_for_every_other_flag() -> None:
-    told: set[str] = set()
-    cli.main(["plan", "--schedule=1f1b", "--pp=1", "--microbatches=1"], lambda options: told.update(vars(options)))
+    told = set(vars(cli.parse(["plan", "--schedule=1f1b", "--pp=1", "--microbatches=1"])))
     own = {"run", "flags", "output", "costs", "json", "exact"}
     assert {name.replace("_", "-") for name in told - own} == set(FLAGS)
 
@@ -304,7 +304,7 @@ def test_a_plan_that_takes_too_long_names_the_command(monkeypatch: pytest.Monkey
         raise Late("took more than 60 s")
 
     monkeypatch.setattr(Workers, "run", run)
-    app = server.application()
+    app = server.application(requested)
     told: list[Any] = []
 
     async def send(message: Any) -> None:

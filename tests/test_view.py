@@ -16,7 +16,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import v
@@ -31,7 +31,7 @@ from megatron.pipeline.view.style import COLOURS, ink, number, shade
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
-    schedule = families.plan(name, ranks, microbatches)
+    schedule = planning.plan(name, ranks, microbatches)
     return simulate(schedule, uniform(schedule.placement))
 
 
@@ -61,7 +61,7 @@ def test_timelines_without_length_are_drawn(empty: Timeline, tmp_path: Path) -> 
 
 
 def test_a_picture_names_every_panel_and_number(tmp_path: Path) -> None:
-    schedule = families.plan("zb-h1", 2, 3)
+    schedule = planning.plan("zb-h1", 2, 3)
     costs = uniform(schedule.placement)
     planned = simulate(schedule, costs)
     shifted = Timeline(tuple(tuple(Timed(work, start + 100, end + 100) for work, start, end in rank) for rank in planned.ranks))
@@ -119,7 +119,7 @@ def test_slices_have_letters() -> None:
 
 def offloaded() -> tuple[Schedule, Costs]:
     """1F1B on 2 ranks, whose first one has its first two microbatches in host memory for a while."""
-    plain = families.plan("1f1b", 2, 3)
+    plain = planning.plan("1f1b", 2, 3)
     rows = ["F0.0 F1.0 D2H0.0 D2H1.0 H2D0.0 BW0.0 F2.0 H2D1.0 BW1.0 BW2.0", " ".join(map(str, plain.passes[1]))]
     passes = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     costs = uniform(plain.placement, forward=4, backward=4, weight=4)
@@ -182,7 +182,7 @@ def test_text_that_cuts_through_a_pass_says_so() -> None:
 @examples(40)
 @given(p=st.integers(1, 20), m=st.integers(1, 30), width=st.integers(40, 130), height=st.integers(10, 30), weight=st.floats(0, 2))
 def test_text_never_floods_and_never_hides_silently(p: int, m: int, width: int, height: int, weight: float) -> None:
-    schedule = families.plan("zb-h1", p, m)
+    schedule = planning.plan("zb-h1", p, m)
     drawn = simulate(schedule, uniform(schedule.placement, weight=weight))
     lines = render(drawn, width, height).splitlines()
     assert len(lines) <= height and all(len(line) <= width for line in lines)
@@ -208,7 +208,7 @@ def test_narrow_passes_become_columns_and_files_stay_small(tmp_path: Path) -> No
 
 def recomputed() -> tuple[Schedule, Costs]:
     """A V with R on some stages, and unequal stages."""
-    schedule = recompute(families.plan("1f1b", 4, 6), {0, 1})
+    schedule = recompute(planning.plan("1f1b", 4, 6), {0, 1})
     stages = tuple(StageCosts(1 + 0.1 * i, 1.3, 0.7, recompute=1, checkpoint=0.125) for i in range(4))
     return schedule, Costs(stages, hop=0.1)
 
@@ -255,14 +255,14 @@ def test_a_page_needs_nothing_else_and_trusts_no_title(tmp_path: Path) -> None:
 
 
 def test_a_large_page_is_small(tmp_path: Path) -> None:
-    schedule = families.plan("zb-h1", 32, 256)
+    schedule = planning.plan("zb-h1", 32, 256)
     costs = uniform(schedule.placement, 1, 1.1, 0.9, 0.03)
     write_page([Entry("zb-h1", simulate(schedule, costs), schedule, costs)], tmp_path / "p.html")
     assert (tmp_path / "p.html").stat().st_size < 12 * sum(map(len, schedule.passes)) + 60_000
 
 
 def test_what_a_page_cannot_show_is_refused(tmp_path: Path) -> None:
-    drawn, schedule = timeline("1f1b", 2, 3), families.plan("1f1b", 2, 2)
+    drawn, schedule = timeline("1f1b", 2, 3), planning.plan("1f1b", 2, 2)
     with pytest.raises(ValueError, match="nothing to show"):
         write_page([], tmp_path / "p.html")
     with pytest.raises(ValueError, match="x: the timeline is not one of this schedule"):

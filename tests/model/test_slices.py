@@ -12,7 +12,7 @@ import tiny_gpt
 import torch
 from pool import Pool
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 MICROBATCHES = 3
@@ -61,7 +61,7 @@ def iteration(
     seeding.set_iteration(run.chunks, 0)
     chunk.zero_grad_buffer()
     name = "seq-1f1b" if splits > 1 else "1f1b"
-    schedule = families.plan(name, 1, MICROBATCHES, splits=splits if splits > 1 else None)
+    schedule = planning.plan(name, 1, MICROBATCHES, splits=splits if splits > 1 else None)
     source = batches(run.args, documents)
     slices = slices or Slices(run.chunks, splits, keep_graphs=train)
     outputs: dict[int, torch.Tensor] = {}

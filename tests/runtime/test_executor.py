@@ -9,6 +9,7 @@ import pytest
 import torch
 from pool import Pool
 
+from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Channels, Tensors, Transport
@@ -124,7 +125,7 @@ def test_stages_that_form_a_graph(pool: Pool, posting: str) -> None:
 @pytest.mark.parametrize("name", [name for name in families.FAMILIES if families.placement(name, 4).replicas == 1])
 def test_neighbours_in_the_model_are_connected(name: str) -> None:
     """By messages, or on one rank without; a backward answers the activations that its stage has sent."""
-    schedule = families.plan(name, 4, 8)
+    schedule = planning.plan(name, 4, 8)
     placement, last = schedule.placement, schedule.placement.last_stage
     for rank, program in enumerate(lower(schedule, uniform(placement))):
         connected = wiring(program, rank, placement)

@@ -11,7 +11,8 @@ import tiny_gpt
 import torch
 from pool import Pool
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
+from megatron.pipeline.planning import Request
 
 
 def signatures() -> tuple[list[str], list[list[str]]]:
@@ -193,7 +194,7 @@ def test_one_of_the_groups_alone_is_refused(pool: Pool) -> None:
 
 def test_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
-    path.write_text(families.plan("zb-h2", 2, 4).to_json())
+    path.write_text(planning.plan("zb-h2", 2, 4).to_json())
     named = f"file:{path}"
     assert pool.run(2, tiny_gpt.train, named, pp=2, iterations=2) == pool.run(2, tiny_gpt.train, "zb-h2", pp=2, iterations=2)
     evaluated = pool.run(4, evaluate_six, named)
@@ -211,15 +212,15 @@ def bad_pipelines(directory: str) -> list[str]:
     from megatron.pipeline.runtime.pipeline import Pipeline
 
     broken = Path(directory) / "broken.json"
-    broken.write_text(families.plan("1f1b", 2, 4).to_json().replace('"F3.0", ', ""))
+    broken.write_text(planning.plan("1f1b", 2, 4).to_json().replace('"F3.0", ', ""))
     messages = []
     for make in (
-        lambda: Pipeline("zb-h3", 2),
-        lambda: Pipeline("file:/nowhere.json", 2),
-        lambda: Pipeline(f"file:{broken}", 2),
-        lambda: Pipeline("zb-h1", 2, chunks=2),
-        lambda: Pipeline("zb-h2", 4, memory_limit=4).check(8),
-        lambda: Pipeline("zb-h1", 4).check(0),
+        lambda: Pipeline(Request("zb-h3", 2, 1)),
+        lambda: Pipeline(Request("file:/nowhere.json", 2, 1)),
+        lambda: Pipeline(Request(f"file:{broken}", 2, 1)),
+        lambda: Pipeline(Request("zb-h1", 2, 1, chunks=2)),
+        lambda: Pipeline(Request("zb-h2", 4, 8, memory_limit=4)).check(8),
+        lambda: Pipeline(Request("zb-h1", 4, 1)).check(0),
     ):
         with pytest.raises(ValueError, match=r".") as error:
             make()
@@ -241,7 +242,7 @@ def within_limit() -> list[int]:
     """Evaluation keeps no activations, so the limit of training does not apply to it."""
     from megatron.pipeline.runtime.pipeline import Pipeline
 
-    pipeline = Pipeline("zb-h1", 2, memory_limit=2)
+    pipeline = Pipeline(Request("zb-h1", 2, 8, memory_limit=2))
     pipeline.check(8)
     return [len(pipeline.plan(8, forward_only).schedule.passes[0]) for forward_only in (False, True)]
 
@@ -266,5 +267,5 @@ def test_report(pool: Pool, schedule: str) -> None:
     assert before is None
     assert 0 < report.bubble_rate < 1
     assert len(report.peak_activation_bytes) == 2
-    planned = families.plan("1f1b" if schedule == "stock" else schedule, 2, 4).passes
+    planned = planning.plan("1f1b" if schedule == "stock" else schedule, 2, 4).passes
     assert tuple(tuple(timed.work for timed in rank) for rank in report.timeline.ranks) == planned

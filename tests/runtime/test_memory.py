@@ -13,6 +13,7 @@ import tiny_gpt
 import torch
 from pool import Pool
 
+from megatron.pipeline import planning
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
@@ -53,7 +54,7 @@ def costs_on(pool: Pool, placement: Placement, splits: int) -> Costs:
 @pytest.mark.parametrize("microbatches", [pytest.param(3, marks=pytest.mark.whole), 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) -> None:
-    planned = families.plan(schedule, 4, microbatches)
+    planned = planning.plan(schedule, 4, microbatches)
     predicted = activation_peaks(planned, costs_on(pool, planned.placement, planned.splits))
     measured = pool.run(
         4, tiny_gpt.train, schedule, pp=4, microbatches=microbatches, iterations=2, flags=FLAGS, inspect=peak_bytes
@@ -67,9 +68,9 @@ def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) ->
     [("1f1b", "1"), ("1f1b", "2"), pytest.param("v-half", "1", marks=pytest.mark.whole), ("v-half", "2")],
 )
 def test_a_spread_vocabulary_holds_a_microbatch_more_per_barrier(pool: Pool, schedule: str, variant: str) -> None:
-    """Beside the logits of the few microbatches between S and T."""
+    """FixedMemory the logits of the few microbatches between S and T."""
     vocabulary = Vocabulary(variant)
-    planned, dense = (families.plan(schedule, 4, 8, vocabulary=one) for one in (vocabulary, None))
+    planned, dense = (planning.plan(schedule, 4, 8, vocabulary=one) for one in (vocabulary, None))
     costs = pool.run(4, stage_costs, {1: "zb-h1", 2: "zb-v"}[planned.placement.chunks], variant)[0]
     flags = (*FLAGS, "--vocab-parallel", variant)
     spread = pool.run(4, most_held, schedule, flags)

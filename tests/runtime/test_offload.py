@@ -12,6 +12,7 @@ import pytest
 import tiny_gpt
 from pool import Pool
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import with_equal_copies
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
@@ -96,7 +97,7 @@ def written(schedule: str, pp: int, microbatches: int, vocabulary: str | None, d
     name, _, recomputes = schedule.partition(", ")
     options: dict[str, Any] = {"vocabulary": vocabulary and Vocabulary(vocabulary)}
     stages = range(families.placement(name, pp).last_stage + 1)
-    plain = families.plan(name, pp, microbatches, recompute=stages if recomputes else (), **options)
+    plain = planning.plan(name, pp, microbatches, recompute=stages if recomputes else (), **options)
     for one, file in ((plain, "plain"), (moving_all(plain), "moving")):
         (directory / file).write_text(one.to_json())
     return f"file:{directory}/plain", f"file:{directory}/moving"
@@ -112,8 +113,9 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
         vocabulary = flags.partition("--vocab-parallel ")[2] or None
         plain, moving = written(schedule, pp, microbatches, vocabulary, directory)
     offload = SMALL if how == ALL else f"{how} {SMALL}"
-    without = pool.run(ranks, run, plain, f"--num-layers 8 {flags}", **sizes)
-    found = pool.run(ranks, run, moving, f"--num-layers 8 {flags} {offload}", **sizes)
+    layers = f"--num-layers {2 * pp}"
+    without = pool.run(ranks, run, plain, f"{layers} {flags}", **sizes)
+    found = pool.run(ranks, run, moving, f"{layers} {flags} {offload}", **sizes)
     assert [one.steps for one in found] == [one.steps for one in without]
     losses = [loss for loss, _ in next(one.steps for one in found if one.steps[0][0] is not None)]
     assert len(set(losses)) == len(losses), "they change"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.pipeline import planning
 from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.recorder import Record
 from megatron.pipeline.record.report import Report
@@ -27,7 +28,7 @@ def test_costs_come_back(name: str, recompute: tuple[int, ...]) -> None:
         first = costs.stages[0]
         values = (first.forward, first.backward, first.weight, 8, first.retained, first.fused, 7.0, 2)
         costs = Costs((StageCosts(*values), *costs.stages[1:]), 0.5)
-    schedule = families.plan(name, 4, 6, costs, recompute=recompute)
+    schedule = planning.plan(name, 4, 6, costs, recompute=recompute)
     timeline = simulate(schedule, costs)
     held = [tuple(itertools.accumulate(changes)) for changes in activation_changes(schedule, costs)]
     ranks = zip(timeline.ranks, held, strict=True)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 
+from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Record, Waited
 from megatron.pipeline.record.report import RecordFormat
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed
@@ -53,7 +53,7 @@ def test_records_are_the_same_after_a_journey_as_numbers(schedule: Schedule, see
 
 
 def test_a_record_of_another_run_is_refused() -> None:
-    schedule = families.plan("zb-v", 2, 4)
+    schedule = planning.plan("zb-v", 2, 4)
     program = lower(schedule, uniform(schedule.placement))[0]
     record, one = record_of(program, random.Random(0)), RecordFormat(program)
     with pytest.raises(ValueError, match="26 passes, which are not the 24 of the program"):
@@ -69,7 +69,7 @@ def reports(schedule: str) -> tuple[Any, Any, list[bool]]:
     torch.distributed.all_gather_object(everyone, pipeline._measured[0].record())
     pending = pipeline.start_report()
     used = pipeline.planned[4]
-    other = families.plan("1f1b-v" if schedule == "zb-v" else "zb-h1", 4, 4)
+    other = planning.plan("1f1b-v" if schedule == "zb-v" else "zb-h1", 4, 4)
     pipeline.adopt(uniform(other.placement), None, {4: other})
     run.step(1, forward_only=True)
     run.step(2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pool import Pool
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import v
@@ -83,7 +84,7 @@ def in_plain_autograd(count: int) -> Step:
 
 
 def schedule(name: str, ranks: int) -> Schedule:
-    return v_by_hand(ranks) if name == BY_HAND else families.plan(name, ranks, MICROBATCHES)
+    return v_by_hand(ranks) if name == BY_HAND else planning.plan(name, ranks, MICROBATCHES)
 
 
 def v_by_hand(ranks: int) -> Schedule:

@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.problem import Problem
@@ -33,7 +34,7 @@ class Case(NamedTuple):
 
     def problem(self) -> Problem:
         costs = uniform(families.placement(self.name, self.ranks), *self.costs)
-        return families.problem(self.name, self.ranks, self.microbatches, costs, memory_limit=self.limit)
+        return planning.Request(self.name, self.ranks, self.microbatches, costs, memory_limit=self.limit).problem()
 
 
 CASES = [
@@ -55,7 +56,7 @@ def proven(case: Case) -> float:
         AssertionError: it is not proven within ``SECONDS``.
     """
     problem = case.problem()
-    found = optimum(problem, seconds=SECONDS, hint=families.solve(case.name, problem))
+    found = optimum(problem, seconds=SECONDS, hint=planning.solve(case.name, problem))
     assert found.proven, f"{case}: between {found.bound} and {found.value}"
     return found.value
 

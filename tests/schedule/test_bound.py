@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, placements, schedules
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, bidirectional, interleaved, linear, v
@@ -169,13 +169,13 @@ def test_no_random_schedule_of_any_problem_is_below_the_bound(problem: Problem, 
 def test_zb_h1_is_the_best_there_is_at_its_memory(ranks: int, microbatches: int, hop: Any) -> None:
     for f, b, w in ((1, 1, 1), (3, 4, 2), (2, 1, 2)):
         costs = uniform(linear(ranks), exact(f), exact(b), exact(w), hop, exact(1), exact(1))
-        span = simulate(families.plan("zb-h1", ranks, microbatches), costs).span
+        span = simulate(planning.plan("zb-h1", ranks, microbatches), costs).span
         assert lower_bound(linear(ranks), microbatches, costs, memory_limit=ranks) == span
 
 
 def test_zb_h2_needs_no_more_than_the_work_where_nothing_is_lost_on_hops() -> None:
     costs = uniform(linear(4))
-    assert lower_bound(linear(4), 8, costs) == simulate(families.plan("zb-h2", 4, 8), costs).span == 24
+    assert lower_bound(linear(4), 8, costs) == simulate(planning.plan("zb-h2", 4, 8), costs).span == 24
 
 
 def test_little_memory_bounds_the_number_of_microbatches_on_their_way() -> None:
@@ -228,13 +228,13 @@ def test_where_backwards_are_fused_the_bound_is_that_of_1f1b() -> None:
     for ranks, microbatches in ((2, 6), (4, 12), (8, 24)):
         problem = Problem(linear(ranks), microbatches, uniform(linear(ranks), 1, 1.5, 0.5), (float(ranks),) * ranks)
         fused = replace(problem, fused=frozenset(range(ranks)))
-        span = simulate(families.plan("1f1b", ranks, microbatches), problem.costs).span
+        span = simulate(planning.plan("1f1b", ranks, microbatches), problem.costs).span
         assert bound.lower_bound(problem) < bound.lower_bound(fused) == span
 
 
 def test_the_makespan_counts_the_way_to_every_rank() -> None:
     problem = Problem(linear(4), 8, uniform(linear(4)), (4.0,) * 4, Objective.MAKESPAN)
-    assert bound.lower_bound(problem) == simulate(families.plan("zb-h1", 4, 8), problem.costs).makespan
+    assert bound.lower_bound(problem) == simulate(planning.plan("zb-h1", 4, 8), problem.costs).makespan
     one = replace(problem, microbatches=1)
     assert bound.lower_bound(one) == 4 + 4 + 1
 

@@ -7,11 +7,14 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.planning.choose import Candidate, Request, Variant, candidate, candidates, choose, variants
+from megatron.pipeline.planning.choose import candidates, choose
+from megatron.pipeline.planning.planned import Planned, Variant
+from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.optimum.bound import least_limit, lower_bound
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -34,7 +37,7 @@ def equal(placement: Placement) -> Costs:
 def test_whatever_is_planned_obeys_the_rules_and_the_best_is_first(
     ranks: int, microbatches: int, limit: float | None, objective: Objective, names: list[str]
 ) -> None:
-    request = Request(ranks, microbatches, equal, limit, objective)
+    request = Request(AUTO, ranks, microbatches, equal, memory_limit=limit, objective=objective)
     wanted = variants(ranks, names[:4], chunks=(2, 3))
     planned, refused = candidates(request, wanted)
     assert {each.variant for each in planned} | {each.variant for each in refused} == set(wanted)
@@ -53,7 +56,7 @@ def test_whatever_is_planned_obeys_the_rules_and_the_best_is_first(
     _check_choice(planned)
 
 
-def _check_choice(planned: list[Candidate]) -> None:
+def _check_choice(planned: list[Planned]) -> None:
     """The rules of ``choose``, said a second time."""
     single = [each for each in planned if each.problem.placement.replicas == 1]
     if not single:
@@ -76,26 +79,28 @@ def _check_choice(planned: list[Candidate]) -> None:
 
 @pytest.mark.parametrize("name", FIXED)
 def test_what_is_needed_is_enough_and_less_is_not(name: str) -> None:
-    (refusal,) = candidates(Request(4, 8, equal, memory_limit=0.1), [Variant(name)])[1]
+    (refusal,) = candidates(Request(AUTO, 4, 8, equal, memory_limit=0.1), [Variant(name)])[1]
     assert refusal.needs is not None
-    enough = Request(4, 8, equal, memory_limit=refusal.needs)
-    assert candidate(enough, Variant(name)).peak == pytest.approx(refusal.needs)
+    enough = Request(AUTO, 4, 8, equal, memory_limit=refusal.needs)
+    assert enough.of(Variant(name)).plan().peak == pytest.approx(refusal.needs)
     with pytest.raises(ValueError, match="limit"):
-        candidate(replace(enough, memory_limit=0.99 * refusal.needs), Variant(name))
+        replace(enough, memory_limit=0.99 * refusal.needs).of(Variant(name)).plan()
 
 
 @pytest.mark.parametrize(("name", "needs"), [("v-half", 3), ("v-min", 2), ("zb-v", 4), ("v-auto", 1), ("zb-auto", 1)])
 def test_families_that_search_need_what_their_name_stands_for_or_one_microbatch(name: str, needs: float) -> None:
-    (refusal,) = candidates(Request(4, 5, equal, memory_limit=0.9), [Variant(name)])[1]
+    (refusal,) = candidates(Request(AUTO, 4, 5, equal, memory_limit=0.9), [Variant(name)])[1]
     assert refusal.needs == pytest.approx(needs)
-    assert max(candidate(Request(4, 5, equal, memory_limit=needs), Variant(name)).problem.limits or ()) == needs
+    assert max(Request(AUTO, 4, 5, equal, memory_limit=needs).of(Variant(name)).plan().problem.limits or ()) == needs
 
 
 def test_a_limit_is_not_all_that_may_be_wrong() -> None:
     def only_four_stages(placement: Placement) -> Costs:
         return Costs((StageCosts(1, 1, 1),) * 4)
 
-    planned, refused = candidates(Request(4, 8, only_four_stages, 1), variants(4, ["1f1b", "interleaved"], chunks=[2]))
+    planned, refused = candidates(
+        Request(AUTO, 4, 8, only_four_stages, memory_limit=1), variants(4, ["1f1b", "interleaved"], chunks=[2])
+    )
     assert not planned
     assert [refusal.needs for refusal in refused] == [4, None]
     assert "costs of 4 stages for a placement of 8" in refused[1].reason
@@ -119,25 +124,25 @@ def test_what_is_tried() -> None:
     with pytest.raises(ValueError, match=r"chimera$"):
         variants(4, ["qqqq"])
     for ranks in range(1, 9):
-        assert not candidates(Request(ranks, 3, equal), variants(ranks, ["gis"]))[1], "every group that is tried exists"
+        assert not candidates(Request(AUTO, ranks, 3, equal), variants(ranks, ["gis"]))[1], "every group that is tried exists"
 
 
 def test_ties_go_to_less_memory_then_fewer_messages_then_the_simpler_family() -> None:
     # Without hops, and W = 0, the splitting of ZB-H1 gains nothing but takes nothing either: 1F1B is simpler.
-    free = Request(4, 8, lambda placement: uniform(placement, 1, 2, 0))
+    free = Request(AUTO, 4, 8, lambda placement: uniform(placement, 1, 2, 0))
     planned, _ = candidates(free, variants(4, ["zb-h2", "zb-h1", "1f1b"]))
     choice = choose(planned)
     assert str(choice.best.variant) == "1f1b"
     assert choice.why_not == {Variant("zb-h1"): "as short, less simple", Variant("zb-h2"): "as short, holds more"}
     # On one rank every schedule is as short, and holds one microbatch; chunks would only send.
-    planned, _ = candidates(Request(1, 4, equal), variants(1, ["interleaved", "gis", "1f1b"]))
+    planned, _ = candidates(Request(AUTO, 1, 4, equal), variants(1, ["interleaved", "gis", "1f1b"]))
     choice = choose(planned)
     assert str(choice.best.variant) == "1f1b"
     assert choice.why_not[Variant("interleaved", 2)] == "as short, sends more"
 
 
 def test_schedules_that_hold_the_model_twice_are_listed_and_never_taken() -> None:
-    planned, _ = candidates(Request(4, 8, equal), variants(4, ["dualpipe", "chimera", "1f1b"]))
+    planned, _ = candidates(Request(AUTO, 4, 8, equal), variants(4, ["dualpipe", "chimera", "1f1b"]))
     choice = choose(planned)
     assert [str(choice.best.variant), str(planned[0].variant)] == ["1f1b", "dualpipe"]
     assert choice.why_not == dict.fromkeys((Variant("dualpipe"), Variant("chimera")), "holds the model twice")
@@ -146,7 +151,7 @@ def test_schedules_that_hold_the_model_twice_are_listed_and_never_taken() -> Non
 
 
 def test_within_the_memory_of_1f1b_zero_bubble_is_the_choice() -> None:
-    planned, refused = candidates(Request(3, 9, uniform, memory_limit=3), variants(3, chunks=[2]))
+    planned, refused = candidates(Request(AUTO, 3, 9, uniform, memory_limit=3), variants(3, chunks=[2]))
     choice = choose(planned)
     assert choice.best.value == 27
     assert choice.best.peak <= 3
@@ -154,16 +159,16 @@ def test_within_the_memory_of_1f1b_zero_bubble_is_the_choice() -> None:
 
 
 def test_with_jitter_the_expected_case_decides() -> None:
-    request = Request(4, 8, uniform, jitter=0.3)
+    request = Request(AUTO, 4, 8, uniform, jitter=0.3)
     planned, _ = candidates(request, variants(4, ["zb-h2", "zb-h1"]))
     for each in planned:
         assert each.problem.jitter == 0.3
         assert each.expected is not None and each.value == each.expected.span > each.timeline.span
-        makespan = candidate(replace(request, objective=Objective.MAKESPAN), each.variant)
+        makespan = replace(request, objective=Objective.MAKESPAN).of(each.variant).plan()
         assert makespan.value == each.expected.makespan
         assert each.gap == each.timeline.span / each.bound - 1
         assert each.bound == lower_bound(replace(each.problem, limits=(each.peak,) * 4))
-    assert candidate(replace(request, jitter=0), Variant("zb-h2")).expected is None
+    assert replace(request, jitter=0).of(Variant("zb-h2")).plan().expected is None
 
 
 def test_recomputation_and_fusion_go_by_the_placement() -> None:
@@ -173,9 +178,9 @@ def test_recomputation_and_fusion_go_by_the_placement() -> None:
     def last(placement: Placement) -> list[int]:
         return [placement.last_stage]
 
-    request = Request(2, 3, equal, recompute=first, fused=last)
+    request = Request(AUTO, 2, 3, equal, recompute=first, fused=last)
     for name in ("zb-h1", "gis", "dualpipe-v"):
-        found = candidate(request, Variant(name))
+        found = request.of(Variant(name)).plan()
         kinds = {stage: set[str]() for stage in range(len(found.problem.costs.stages))}
         for rank, row in enumerate(found.schedule.passes):
             for work in row:

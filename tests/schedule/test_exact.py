@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, bidirectional, linear, v
@@ -71,19 +71,19 @@ def test_v_half_and_v_min_are_optimal(ranks: int, microbatches: int, limit: int,
 
 def test_zb_h1_is_returned_where_nothing_is_better() -> None:
     problem = replace(unit_problem(linear(4), 6, 4), costs=uniform(linear(4), 1, 1.2, 0.8, 0.3))
-    hint = families.solve("zb-h1", problem)
+    hint = planning.solve("zb-h1", problem)
     assert optimum(problem, hint=hint).value == pytest.approx(simulate(hint, problem.costs).span)
 
 
 def test_a_hint_is_what_comes_back_without_time() -> None:
     problem = unit_problem(linear(4), 6, 4)
-    hint = families.solve("zb-h1", problem)
+    hint = planning.solve("zb-h1", problem)
     assert optimum(problem, seconds=0, hint=hint).schedule == hint
 
 
 def test_a_hint_above_the_limit_is_of_no_use() -> None:
     problem = unit_problem(linear(3), 4, 1)
-    hint = families.plan("zb-h1", 3, 4)
+    hint = planning.plan("zb-h1", 3, 4)
     with pytest.raises(ValueError, match="no schedule found in 0 seconds"):
         optimum(problem, seconds=0, hint=hint)
 

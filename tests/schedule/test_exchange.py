@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -42,7 +43,7 @@ def test_what_is_written_as_csv_is_read_back(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_families_as_csv(name: str) -> None:
-    schedule = families.plan(name, 4, 6)
+    schedule = planning.plan(name, 4, 6)
     if schedule.splits == schedule.placement.replicas == 1:
         assert from_csv(to_csv(schedule), name) == schedule
 

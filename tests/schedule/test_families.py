@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear
@@ -28,7 +29,7 @@ def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, data: s
     splits = data.draw(st.integers(1, 4)) if family.splits > 1 else None
     group = data.draw(st.integers((ranks + 1) // 2, ranks)) if family.grouped else None
     costs = data.draw(costs_of(families.placement(name, ranks, chunks)))
-    schedule = families.plan(name, ranks, microbatches, costs, chunks, splits=splits, group=group)
+    schedule = planning.plan(name, ranks, microbatches, costs, chunks, splits=splits, group=group)
     verify(schedule, costs, memory_limit=activation_peaks(schedule, costs))
     verify(schedule.forward_only(), costs, forward_only=True)
     verify_programs(schedule, lower(schedule, costs))
@@ -36,7 +37,7 @@ def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, data: s
 
 def span(name: str, p: int, m: int, f: int, b: int, w: int, c: Any) -> Any:
     costs = uniform(linear(p), exact(f), exact(b), exact(w), c)
-    return simulate(families.plan(name, p, m), costs).span
+    return simulate(planning.plan(name, p, m), costs).span
 
 
 times = st.integers(1, 12)
@@ -85,7 +86,7 @@ def test_peaks_are_those_of_the_paper(p: int) -> None:
     costs = uniform(linear(p), activation=exact(1), retained=exact(1, 3))
 
     def peaks(name: str) -> list[float]:
-        return activation_peaks(families.plan(name, p, m), costs)
+        return activation_peaks(planning.plan(name, p, m), costs)
 
     assert peaks("1f1b") == [p - r for r in range(p)]
     assert peaks("zb-h1") == [p - r + exact(r, 3) for r in range(p)]
@@ -93,12 +94,12 @@ def test_peaks_are_those_of_the_paper(p: int) -> None:
 
 
 def test_without_interlocking_zb_h2_is_not_shorter_than_zb_h1() -> None:
-    makespans = [simulate(families.plan(name, 4, 8), uniform(linear(4))).makespan for name in ("zb-h1", "zb-h2")]
+    makespans = [simulate(planning.plan(name, 4, 8), uniform(linear(4))).makespan for name in ("zb-h1", "zb-h2")]
     assert makespans == [27, 27]
 
 
 def test_zb_h1_on_four_ranks_by_hand() -> None:
-    rows = [" ".join(str(work).removesuffix(".0") for work in row) for row in families.plan("zb-h1", 3, 3).passes]
+    rows = [" ".join(str(work).removesuffix(".0") for work in row) for row in planning.plan("zb-h1", 3, 3).passes]
     assert rows == [
         "F0 F1 F2 B0 W0 B1 W1 B2 W2",
         "F0 F1 B0 F2 B1 W0 B2 W1 W2",
@@ -119,12 +120,12 @@ def test_zb_h1_on_four_ranks_by_hand() -> None:
 )
 def test_what_cannot_be_planned_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        families.plan(*arguments)
+        planning.plan(*arguments)
 
 
 def test_a_limit_that_is_met_exactly_is_met() -> None:
-    families.plan("zb-h1", 4, 8, memory_limit=4)
-    families.plan("1f1b", 4, 8, memory_limit=[4, 3, 2, 1])
+    planning.plan("zb-h1", 4, 8, memory_limit=4)
+    planning.plan("1f1b", 4, 8, memory_limit=[4, 3, 2, 1])
 
 
 def test_planning_imports_no_torch() -> None:
@@ -137,5 +138,5 @@ def test_planning_imports_no_torch() -> None:
 
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_fused_says_whether_every_backward_is_one_pass(name: str) -> None:
-    kinds = {str(work.kind) for row in families.plan(name, 4, 8).passes for work in row}
+    kinds = {str(work.kind) for row in planning.plan(name, 4, 8).passes for work in row}
     assert families.FAMILIES[name].fused == (kinds == {"F", "BW"})

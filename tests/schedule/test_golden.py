@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import pytest
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import Offload, Pass, Vocabulary
@@ -79,14 +80,14 @@ def make_schedule(case: Case) -> tuple[Schedule, Costs]:
     if case.family == STOCK:
         from megatron.pipeline.runtime.pipeline import Pipeline  # imports torch
 
-        pipeline = Pipeline(STOCK, case.ranks, case.chunks)
+        pipeline = Pipeline(planning.Request(STOCK, case.ranks, case.microbatches, chunks=case.chunks))
         pipeline.check(case.microbatches)
         return Schedule(STOCK, pipeline.placement, case.microbatches, ((),) * case.ranks), make_costs(case, pipeline.placement)
     placement = families.placement(case.family, case.ranks, case.chunks)
     costs = make_costs(case, placement)
     stages = range(case.ranks * placement.chunks)
     microbatch = max(sum(costs.stages[stage].activation for stage in row) for row in placement.stages) / placement.replicas
-    schedule = families.plan(
+    schedule = planning.plan(
         case.family,
         case.ranks,
         case.microbatches,

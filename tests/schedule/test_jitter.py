@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.passes import STAGE_KINDS, Kind, Pass
@@ -83,20 +84,20 @@ def compare_with_one_draw(schedule: Schedule, costs: Costs, jitter: float) -> No
 def test_recomputed_fused_sliced_and_replicated_passes() -> None:
     hops = uniform(linear(3), 1, 2, 1, 0.5)
     costs = replace(hops, stages=tuple(replace(stage, recompute=0.75, fused=2.5) for stage in hops.stages))
-    mixed = recompute(fuse(families.plan("zb-h1", 3, 4), {1}), {0, 1})
+    mixed = recompute(fuse(planning.plan("zb-h1", 3, 4), {1}), {0, 1})
     assert {work.kind for row in mixed.passes for work in row} == set(STAGE_KINDS)
     compare_with_one_draw(mixed, costs, 0.3)
     compare_with_one_draw(mixed.forward_only(), costs, 0.3)
-    compare_with_one_draw(families.plan("seq-1f1b", 3, 3), costs, 0.3)
+    compare_with_one_draw(planning.plan("seq-1f1b", 3, 3), costs, 0.3)
     for name in ("chimera", "dualpipe", "dualpipe-v"):
         home = families.placement(name, 4)
-        compare_with_one_draw(families.plan(name, 4, 8), uniform(home, 1, 2, 1, 0.5), 0.3)
+        compare_with_one_draw(planning.plan(name, 4, 8), uniform(home, 1, 2, 1, 0.5), 0.3)
 
 
 @pytest.mark.parametrize(("name", "m"), [("1f1b", 12), ("zb-h2", 12), ("interleaved", 8), ("seq-1f1b", 6), ("gis", 8)])
 def test_jitter_costs_time(name: str, m: int) -> None:
     costs = uniform(families.placement(name, 4), 1, 1.2, 0.8, 0.05)
-    schedule = families.plan(name, 4, m, costs)
+    schedule = planning.plan(name, 4, m, costs)
     found = [expected(schedule, costs, jitter, draws=1000) for jitter in (0, 0.1, 0.3, 1)]
     for less, more in pairwise(found):
         assert less.span < more.span and less.makespan < more.makespan
@@ -106,7 +107,7 @@ def test_jitter_costs_time(name: str, m: int) -> None:
 
 def test_one_rank_takes_on_average_what_the_costs_say() -> None:
     costs = uniform(linear(1), 1, 2, 1)
-    found = expected(families.plan("zb-h1", 1, 100), costs, 0.3, draws=400)
+    found = expected(planning.plan("zb-h1", 1, 100), costs, 0.3, draws=400)
     assert found.span == pytest.approx(400, rel=2e-3)
     assert found.spans.std() == pytest.approx(0.3 * math.sqrt(100 * (1 + 4 + 1)), rel=0.1)
 
@@ -134,7 +135,7 @@ def test_nothing_to_run_takes_no_time() -> None:
 
 
 def test_a_hundred_draws_of_a_large_schedule_are_quick() -> None:
-    schedule, costs = families.plan("zb-h1", 16, 128), uniform(linear(16))
+    schedule, costs = planning.plan("zb-h1", 16, 128), uniform(linear(16))
     begin = time.process_time()
     expected(schedule, costs, 0.1)
     assert time.process_time() - begin < 0.5
@@ -153,11 +154,11 @@ def test_a_hundred_draws_of_a_large_schedule_are_quick() -> None:
 )
 def test_what_cannot_be_drawn_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        expected(families.plan("1f1b", 2, 2), uniform(linear(2)), *arguments)
+        expected(planning.plan("1f1b", 2, 2), uniform(linear(2)), *arguments)
 
 
 def test_costs_of_other_stages_and_stuck_schedules_are_refused() -> None:
     with pytest.raises(ValueError, match="costs of 3 stages for a placement of 2"):
-        expected(families.plan("1f1b", 2, 2), uniform(linear(3)), 0.1)
+        expected(planning.plan("1f1b", 2, 2), uniform(linear(3)), 0.1)
     with pytest.raises(ValueError, match=r"rank 1 is stuck at F0\.0"):
         expected(Schedule("late", linear(2), 1, parse("", "F0")), uniform(linear(2)), 0.1)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import parse
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
@@ -181,7 +182,7 @@ CONTENDED = CopyCosts(0.5, 0.75, both=0.75, switch=2, shared=0.6)
 @pytest.mark.parametrize("name", ["interleaved", "1f1b", "v-half"])
 def test_copies_slower_than_planned_make_a_longer_run(name: str, copies: CopyCosts) -> None:
     costs = replace(uniform(families.placement(name, 4), hop=0.1), copies=copies)
-    schedule = families.plan(name, 4, 12, costs, offload=Offload.FULL)
+    schedule = planning.plan(name, 4, 12, costs, offload=Offload.FULL)
     assert schedule.has_copies
     planned = simulate(schedule, costs)
     check(schedule, costs, planned)
@@ -194,7 +195,7 @@ def test_copies_slower_than_planned_make_a_longer_run(name: str, copies: CopyCos
 
 def test_without_jitter_copies_take_what_they_take() -> None:
     costs = replace(uniform(families.placement("interleaved", 4), hop=0.1), copies=CopyCosts(0.5, 0.75))
-    schedule = families.plan("interleaved", 4, 8, costs, offload=Offload.FULL)
+    schedule = planning.plan("interleaved", 4, 8, costs, offload=Offload.FULL)
     for factor in (1, 8):
         slower = replace(costs, copies=CopyCosts(0.5 * factor, 0.75 * factor))
         found, timeline = expected(schedule, slower, 0, draws=2), simulate(schedule, slower)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -75,13 +76,13 @@ def test_families_lower_for_any_shape(name: str) -> None:
     for ranks, microbatches in SHAPES if family.memory is None else FEW_SHAPES:
         if ranks < family.least_ranks or (family.even_ranks and ranks % 2):
             continue
-        schedule = families.plan(name, ranks, microbatches)
+        schedule = planning.plan(name, ranks, microbatches)
         for cost in COSTS:
             verify_programs(schedule, lower(schedule, uniform(schedule.placement, *cost)), Posting.BATCHED)
 
 
 def test_by_hand_a_receive_overlaps_the_pass_that_runs_when_its_tensor_is_sent() -> None:
-    schedule = families.plan("1f1b", 2, 2)
+    schedule = planning.plan("1f1b", 2, 2)
     first, second = lower(schedule, uniform(schedule.placement, hop=0.5))
 
     def activation(microbatch: int) -> Message:
@@ -101,18 +102,18 @@ def test_by_hand_a_receive_overlaps_the_pass_that_runs_when_its_tensor_is_sent()
 
 
 def test_a_pipeline_of_one_rank_sends_nothing() -> None:
-    (program,) = lower(families.plan("zb-h1", 1, 3), uniform(families.placement("zb-h1", 1)))
+    (program,) = lower(planning.plan("zb-h1", 1, 3), uniform(families.placement("zb-h1", 1)))
     assert all(isinstance(operation, (Compute, Validate)) for operation in program)
 
 
 def test_lowering_a_large_schedule_takes_about_a_second() -> None:
-    schedule = families.plan("zb-h1", 16, 256)
+    schedule = planning.plan("zb-h1", 16, 256)
     begin = time.process_time()
     lower(schedule, uniform(schedule.placement, hop=0.1))
     assert time.process_time() - begin < 2
 
 
-SCHEDULE = families.plan("1f1b", 2, 2)
+SCHEDULE = planning.plan("1f1b", 2, 2)
 PROGRAMS = lower(SCHEDULE, uniform(SCHEDULE.placement))
 ACTIVATION = Message(Flow.ACTIVATION, 0, 0)
 GRADIENT = Message(Flow.GRADIENT, 0, 1)

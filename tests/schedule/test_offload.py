@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, one_rank, parse, schedules
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
@@ -150,10 +151,10 @@ def test_a_limit_is_kept_where_it_can_be(case: tuple[Schedule, Costs], between: 
 def test_every_family(name: str) -> None:
     ranks = 4
     costs = replace(uniform(families.placement(name, ranks), hop=0.05), copies=CopyCosts(0.4, 0.4))
-    schedule = families.plan(name, ranks, 8, costs, offload=FULL)
+    schedule = planning.plan(name, ranks, 8, costs, offload=FULL)
     verify(schedule)
     verify_programs(schedule, lower(schedule, costs))
-    plain = families.plan(name, ranks, 8, costs)
+    plain = planning.plan(name, ranks, 8, costs)
     assert simulate(schedule, costs).span == pytest.approx(simulate(plain, costs).span, rel=1e-9)
     assert sum(activation_peaks(schedule, costs)) < sum(activation_peaks(plain, costs))
 
@@ -164,7 +165,7 @@ def test_any_number_of_ranks_chunks_and_microbatches(name: str, ranks: int, chun
     if name != "zb-auto" and chunks == 1:
         chunks = 2
     costs = replace(uniform(families.placement(name, ranks, chunks)), copies=CopyCosts(0.5, 0.5))
-    schedule = families.plan(name, ranks, microbatches, costs, chunks, offload=FULL)
+    schedule = planning.plan(name, ranks, microbatches, costs, chunks, offload=FULL)
     verify(schedule)
     plain = without_copies(schedule)
     assert simulate(schedule, costs).span == pytest.approx(simulate(plain, costs).span, rel=1e-9)
@@ -224,7 +225,7 @@ def test_what_is_too_large_leaves_room_for_the_rest() -> None:
 
 
 def test_copies_are_planned_with_everything_else_on_the_way() -> None:
-    plain = families.plan("interleaved", 4, 8)
+    plain = planning.plan("interleaved", 4, 8)
     costs = replace(uniform(plain.placement), copies=CopyCosts(0.5, 0.5, both=0.5))
     slower = replace(costs, copies=CopyCosts(1, 1))
     assert offload(plain, costs, FULL) == offload(plain, slower, FULL)
@@ -238,15 +239,15 @@ def test_copies_are_planned_with_everything_else_on_the_way() -> None:
             "own has copies to host memory already: offload the schedule without them",
         ),
         (
-            lambda: families.plan("seq-1f1b", 4, 8, offload=FULL),
+            lambda: planning.plan("seq-1f1b", 4, 8, offload=FULL),
             "seq-1f1b cuts microbatches into 2 slices, which share the memory of a microbatch: take a schedule without",
         ),
         (
             lambda: offload(*one_rank(LINE), FULL, host_limit=0.5),
             "host memory limit of 0.5 a rank has no room for one microbatch of a chunk, which takes 1 or more: raise it",
         ),
-        (lambda: families.plan("1f1b", 4, 8, offload=FULL, host_limit=0), "a limit of host memory must be above 0, got 0"),
-        (lambda: families.plan("1f1b", 4, 8, host_limit=1), "a limit of host memory needs offloading, and there is none"),
+        (lambda: planning.plan("1f1b", 4, 8, offload=FULL, host_limit=0), "a limit of host memory must be above 0, got 0"),
+        (lambda: planning.plan("1f1b", 4, 8, host_limit=1), "a limit of host memory needs offloading, and there is none"),
     ],
 )
 def test_what_cannot_be_offloaded_says_so(make: Callable[[], object], message: str) -> None:
@@ -281,7 +282,7 @@ def test_the_least_peak_of_what_can_be_seen_through() -> None:
 @pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("gis-h", 2)])
 def test_no_plan_holds_less_than_the_least_there_is(name: str, chunks: int, k: float, mode: Offload) -> None:
     """And on these, planned by the rule of the longest lifespan, none holds more."""
-    schedule, costs = families.plan(name, 4, 6, chunks=chunks), with_k(k, families.placement(name, 4, chunks))
+    schedule, costs = planning.plan(name, 4, 6, chunks=chunks), with_k(k, families.placement(name, 4, chunks))
     planned = activation_peaks(offload(schedule, costs, mode), costs)
     for rank in range(4):
         found = least_peak(schedule, costs, rank, mode)
@@ -289,7 +290,7 @@ def test_no_plan_holds_less_than_the_least_there_is(name: str, chunks: int, k: f
 
 
 def test_what_cannot_be_searched_is_refused() -> None:
-    schedule = families.plan("interleaved", 2, MOST_CANDIDATES // 2 + 1)
+    schedule = planning.plan("interleaved", 2, MOST_CANDIDATES // 2 + 1)
     with pytest.raises(ValueError, match=rf"152 microbatches of a chunk .* at most {MOST_CANDIDATES} are not; take fewer chunks"):
         least_peak(schedule, with_k(1, schedule.placement), 0)
 
@@ -305,7 +306,7 @@ def with_k(k: float, placement: Placement) -> Costs:
 @functools.cache
 def planned(name: str, ranks: int, chunks: int, limit: float | None) -> Schedule:
     """With 4 microbatches for every rank."""
-    return families.plan(name, ranks, 4 * ranks, uniform(families.placement(name, ranks, chunks)), chunks, limit)
+    return planning.plan(name, ranks, 4 * ranks, uniform(families.placement(name, ranks, chunks)), chunks, limit)
 
 
 def reached(
@@ -359,7 +360,7 @@ def test_a_limit_is_of_what_is_left_on_the_device() -> None:
     costs = with_k(0.25, families.placement("zb-auto", 2, 4))
 
     def within(limit: float, mode: Offload | None = FULL) -> tuple[float, float]:
-        schedule = families.plan("zb-auto", 2, 4, costs, 4, limit, offload=mode)
+        schedule = planning.plan("zb-auto", 2, 4, costs, 4, limit, offload=mode)
         return simulate(schedule, costs).span, max(activation_peaks(schedule, costs))
 
     span, peak = within(1.25)
@@ -376,11 +377,11 @@ def test_a_limit_is_of_what_is_left_on_the_device() -> None:
 def test_every_family_within_a_limit(name: str) -> None:
     """A name stands for the schedule that is offloaded: within what that can do, the limit is kept, and below it is refused."""
     costs = with_k(0.5, families.placement(name, 4))
-    most = max(activation_peaks(families.plan(name, 4, 8, costs), costs))
-    least = max(activation_peaks(families.plan(name, 4, 8, costs, offload=FULL), costs))
+    most = max(activation_peaks(planning.plan(name, 4, 8, costs), costs))
+    least = max(activation_peaks(planning.plan(name, 4, 8, costs, offload=FULL), costs))
     for limit in (least, (least + most) / 2):
-        schedule = families.plan(name, 4, 8, costs, memory_limit=limit, offload=FULL)
+        schedule = planning.plan(name, 4, 8, costs, memory_limit=limit, offload=FULL)
         assert max(activation_peaks(schedule, costs)) <= limit * (1 + 1e-9)
     with pytest.raises(LimitTooLow, match=r"raise the limit to|give at least") as refused:
-        families.plan(name, 4, 8, costs, memory_limit=0.1, offload=FULL)
-    families.plan(name, 4, 8, costs, memory_limit=refused.value.least, offload=FULL)
+        planning.plan(name, 4, 8, costs, memory_limit=0.1, offload=FULL)
+    planning.plan(name, 4, 8, costs, memory_limit=refused.value.least, offload=FULL)

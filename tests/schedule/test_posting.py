@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
@@ -34,7 +35,7 @@ def programs_of(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary
     costs = uniform(families.placement(name, ranks), hop=0.05)
     if vocabulary:
         costs = replace(costs, vocabulary=EQUAL_SHARDS)
-    schedule = families.plan(name, ranks, microbatches, costs, vocabulary=vocabulary)
+    schedule = planning.plan(name, ranks, microbatches, costs, vocabulary=vocabulary)
     schedule = schedule.forward_only() if evaluates else schedule
     programs = lower(schedule, costs)
     verify_programs(schedule, programs, Posting.BATCHED)

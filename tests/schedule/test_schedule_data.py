@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from schedule_strategies import placements, schedules
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, v, wave
@@ -74,7 +74,7 @@ def test_a_schedule_survives_json(schedule: Schedule) -> None:
     ],
 )
 def test_a_bad_file_says_what_is_wrong(change: dict[str, object], message: str) -> None:
-    data = json.loads(families.plan("zb-h1", 2, 2).to_json()) | change
+    data = json.loads(planning.plan("zb-h1", 2, 2).to_json()) | change
     with pytest.raises(ValueError, match=message):
         Schedule.from_json(json.dumps(data))
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_no_schedule_is_refused(text: str) -> None:
 
 
 def test_a_timeline_survives_json_in_its_documented_form() -> None:
-    schedule = families.plan("zb-h1", 2, 2)
+    schedule = planning.plan("zb-h1", 2, 2)
     timeline = simulate(schedule, uniform(schedule.placement, 1.5, 2, 1, hop=0.25))
     data = json.loads(timeline.to_json())
     assert data["ranks"][1][0] == ["F0.0", 1.75, 3.25]

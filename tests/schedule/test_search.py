@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule import optima
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind
@@ -56,7 +57,7 @@ def problems(draw: st.DrawFn, names: tuple[str, ...] = SEARCHED, most_microbatch
     costs = Costs(tuple(draw(stage_costs()) for _ in stages), draw(st.sampled_from([0.0, 0.0, 0.1, 1.0, 4.0])))
     chosen = st.sets(st.sampled_from(stages)) if draw(st.booleans()) else st.just(set[int]())
     options: dict[str, Any] = {"objective": draw(st.sampled_from(Objective)), "recompute": draw(chosen), "fused": draw(chosen)}
-    problem = families.problem(name, ranks, microbatches, costs, chunks, **options)
+    problem = planning.Request(name, ranks, microbatches, costs, chunks, **options).problem()
     if name in FREE:
         more = draw(st.lists(st.sampled_from([0.0, 0.0, 0.3, 0.5, 1.0, 2.5]), min_size=ranks, max_size=ranks))
         size = max(stage.activation for stage in costs.stages)
@@ -77,7 +78,7 @@ def searched(name: str, problem: Problem) -> Problem:
 @given(problems())
 def test_any_problem_is_planned_within_the_rules_and_its_limits(case: tuple[str, Problem]) -> None:
     name, problem = case
-    schedule = families.solve(name, problem)
+    schedule = planning.solve(name, problem)
     verify(schedule, problem.costs, problem.limits)
     verify(schedule.forward_only(), problem.costs, forward_only=True)
     verify_programs(schedule, lower(schedule, problem.costs))
@@ -91,7 +92,7 @@ def test_any_problem_is_planned_within_the_rules_and_its_limits(case: tuple[str,
 @given(problems())
 def test_a_problem_has_one_plan(case: tuple[str, Problem]) -> None:
     name, problem = case
-    assert families.solve(name, problem) == families.solve(name, problem)
+    assert planning.solve(name, problem) == planning.solve(name, problem)
 
 
 @examples(6)
@@ -100,7 +101,7 @@ def test_more_memory_makes_no_plan_longer(case: tuple[str, Problem]) -> None:
     name, problem = case
     assert problem.limits is not None
     more = replace(problem, limits=tuple(limit * 1.5 for limit in problem.limits))
-    assert value(more, families.solve(name, more)) <= value(problem, families.solve(name, problem)) * SLACK
+    assert value(more, planning.solve(name, more)) <= value(problem, planning.solve(name, problem)) * SLACK
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (1, 1.2, 0.8), (2, 1, 3)])
@@ -109,7 +110,7 @@ def test_more_memory_makes_no_plan_longer(case: tuple[str, Problem]) -> None:
 )
 def test_each_objective_is_respected(name: str, p: int, m: int, limit: float | None, times: tuple[float, float, float]) -> None:
     costs = uniform(families.placement(name, p), *times, 0.1)
-    plans = (families.plan(name, p, m, costs, memory_limit=limit, objective=objective) for objective in Objective)
+    plans = (planning.plan(name, p, m, costs, memory_limit=limit, objective=objective) for objective in Objective)
     spans, makespans = (simulate(plan, costs) for plan in plans)
     assert makespans.makespan <= spans.makespan * SLACK
     assert spans.span <= makespans.span * SLACK
@@ -127,9 +128,9 @@ def linear_costs(draw: st.DrawFn, ranks: int) -> Costs:
 def test_zb_auto_is_never_worse_than_zb_h1_and_zb_h2(p: int, m: int, objective: Objective, data: st.DataObject) -> None:
     costs = data.draw(linear_costs(p))
     for name, limit in (("zb-h1", p), ("zb-h2", 2 * p)):
-        problem = families.problem("zb-auto", p, m, costs, memory_limit=limit, objective=objective)
-        planned = value(problem, families.solve("zb-auto", problem))
-        assert planned <= value(problem, families.plan(name, p, m, costs)) * SLACK
+        problem = planning.Request("zb-auto", p, m, costs, memory_limit=limit, objective=objective).problem()
+        planned = value(problem, planning.solve("zb-auto", problem))
+        assert planned <= value(problem, planning.plan(name, p, m, costs)) * SLACK
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_the_bubble_falls_with_every_bit_of_memory(
     costs = uniform(families.placement(name, p), *times, hop)
     spans = []
     for eighths in range(8, 3 * p * 8 + 1, 3):
-        schedule = families.plan(name, p, m, costs, memory_limit=eighths / 8)
+        schedule = planning.plan(name, p, m, costs, memory_limit=eighths / 8)
         assert max(activation_peaks(schedule, costs)) <= eighths / 8 * SLACK
         spans.append(simulate(schedule, costs).span)
     assert all(more <= less * SLACK for less, more in pairwise(spans))
@@ -157,14 +158,14 @@ def test_the_bubble_falls_with_every_bit_of_memory(
 def test_the_bubble_falls_with_memory_for_any_costs(p: int, m: int, data: st.DataObject) -> None:
     costs = data.draw(linear_costs(p))
     limits = sorted(data.draw(st.lists(st.floats(1, 3 * p), min_size=4, max_size=4)))
-    spans = [simulate(families.plan("zb-auto", p, m, costs, memory_limit=limit), costs).span for limit in limits]
+    spans = [simulate(planning.plan("zb-auto", p, m, costs, memory_limit=limit), costs).span for limit in limits]
     assert all(more <= less * SLACK for less, more in pairwise(spans))
 
 
 def half_passes(name: str, p: int, m: int) -> tuple[float, float]:
     """The bubble of the span at F = B = W = 1, in passes of half a rank's share, and the peak in microbatches."""
-    problem = families.problem(name, p, m)
-    schedule = families.solve(name, problem)
+    problem = planning.Request(name, p, m).problem()
+    schedule = planning.solve(name, problem)
     peak = max(activation_peaks(schedule, problem.costs))
     return 2 * (simulate(schedule, problem.costs).span - 3 * m), peak
 
@@ -184,8 +185,8 @@ def test_bubbles_and_peaks_on_a_v_at_equal_costs(p: int) -> None:
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
 def test_1f1b_v_meets_the_bound(p: int) -> None:
     for m in (2 * p, 3 * p, 4 * p + 1):
-        problem = searched("1f1b-v", families.problem("1f1b-v", p, m))
-        schedule = families.solve("1f1b-v", problem)
+        problem = searched("1f1b-v", planning.Request("1f1b-v", p, m).problem())
+        schedule = planning.solve("1f1b-v", problem)
         assert value(problem, schedule) <= lower_bound(problem) * SLACK
         assert max(activation_peaks(schedule, problem.costs)) <= (-(-2 * p // 3) if p % 3 else 2 * p / 3 + 0.5)
 
@@ -193,7 +194,7 @@ def test_1f1b_v_meets_the_bound(p: int) -> None:
 @pytest.mark.parametrize("case", optima.CASES, ids=str)
 def test_plans_are_within_two_percent_of_the_optimum(case: optima.Case) -> None:
     problem, least = case.problem(), optima.stored()[str(case)]
-    planned = value(problem, families.solve(case.name, problem))
+    planned = value(problem, planning.solve(case.name, problem))
     assert lower_bound(problem) <= least * SLACK
     assert least <= planned * SLACK
     assert planned <= least * 1.02
@@ -216,30 +217,30 @@ def test_a_limit_below_one_microbatch_is_refused_with_the_least(name: str, p: in
     least = [problem.microbatch_memory(rank) for rank in range(p)]
     limits = [least[other] * (0.99 if other == rank else 1) for other in range(p)]
     with pytest.raises(ValueError, match=re.escape(f"rank {rank}: a memory limit of ")) as error:
-        families.plan(name, p, m, costs, memory_limit=limits)
+        planning.plan(name, p, m, costs, memory_limit=limits)
     assert str(error.value).endswith(f"give at least {rounded_up(least[rank])}")
-    families.plan(name, p, m, costs, memory_limit=least)
+    planning.plan(name, p, m, costs, memory_limit=least)
 
 
 @pytest.mark.parametrize(("name", "least"), [("zb-v", 6), ("v-half", 4), ("v-min", 3), ("1f1b-v", 4.5)])
 def test_a_limit_below_what_the_name_stands_for_is_refused_with_the_least(name: str, least: float) -> None:
     with pytest.raises(ValueError, match=rf"room for {least} microbatches.*the limit is {least - 0.5:g}: give at least {least},"):
-        families.plan(name, 6, 12, memory_limit=least - 0.5)
-    assert max(activation_peaks(families.plan(name, 6, 12, memory_limit=least), uniform(v(6)))) <= least
+        planning.plan(name, 6, 12, memory_limit=least - 0.5)
+    assert max(activation_peaks(planning.plan(name, 6, 12, memory_limit=least), uniform(v(6)))) <= least
 
 
 @pytest.mark.parametrize("name", ["v-half", "zb-auto"])
 def test_the_limit_that_a_refusal_names_can_be_given(name: str) -> None:
     costs = uniform(families.placement(name, 3), activation=4.0000011, retained=1)  # rounds down where it is just printed
     with pytest.raises(ValueError, match="give at least") as error:
-        families.plan(name, 3, 4, costs, memory_limit=1)
+        planning.plan(name, 3, 4, costs, memory_limit=1)
     advised = re.findall(r"give at least ([\d.]+)", str(error.value))
-    families.plan(name, 3, 4, costs, memory_limit=float(advised[0]))
+    planning.plan(name, 3, 4, costs, memory_limit=float(advised[0]))
 
 
 def test_zb_v_improves_with_more_than_its_memory() -> None:
     costs = uniform(v(4), 1, 1.4, 0.9, 0.2)
-    spans = [simulate(families.plan("zb-v", 4, 12, costs, memory_limit=limit), costs).span for limit in (None, 5, 6)]
+    spans = [simulate(planning.plan("zb-v", 4, 12, costs, memory_limit=limit), costs).span for limit in (None, 5, 6)]
     assert spans[0] > spans[1] >= spans[2]
 
 
@@ -248,16 +249,16 @@ def test_memory_enough_for_the_way_there_and_back_leaves_no_bubble() -> None:
     p, m, f, b, w, hop = 6, 30, 1.0, 1.2, 0.8, 0.1
     limit = ((p - 1) * (b + 2 * hop) + (2 * p - 1) * f) // f
     costs = uniform(linear(p), f, b, w, hop)
-    assert simulate(families.plan("zb-auto", p, m, costs, memory_limit=limit), costs).bubble_rate == pytest.approx(0, abs=1e-9)
+    assert simulate(planning.plan("zb-auto", p, m, costs, memory_limit=limit), costs).bubble_rate == pytest.approx(0, abs=1e-9)
 
 
 def test_passes_may_take_no_time() -> None:
     costs = Costs(tuple(StageCosts(*times) for times in ((1.3, 7.2, 5.1), (1.3, 2, 1), (0.5, 5.8, 1), (0, 0, 1))))
-    verify(families.plan("v-min", 2, 2, costs), costs, memory_limit=2 * 2)  # two microbatches of two chunks
+    verify(planning.plan("v-min", 2, 2, costs), costs, memory_limit=2 * 2)  # two microbatches of two chunks
 
 
 def test_stages_may_hold_nothing() -> None:
-    families.plan("zb-auto", 2, 3, Costs((StageCosts(1, 1, 1, 0, 0),) * 2), memory_limit=0)
+    planning.plan("zb-auto", 2, 3, Costs((StageCosts(1, 1, 1, 0, 0),) * 2), memory_limit=0)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +266,9 @@ def test_stages_may_hold_nothing() -> None:
     [("v-half", 4, 7, (1e9, 1e-9, 1e-9)), ("v-min", 8, 7, (1e-9, 1e9, 1e-9)), ("v-auto", 4, 3, (1e-9, 1e-9, 1e-9))],
 )
 def test_times_may_differ_by_more_than_a_float_can_tell(name: str, p: int, m: int, times: tuple[float, float, float]) -> None:
-    problem = families.problem(name, p, m, uniform(families.placement(name, p), *times, hop=1e100 if max(times) < 1 else 0))
-    verify(families.solve(name, problem), problem.costs, problem.limits)
+    costs = uniform(families.placement(name, p), *times, hop=1e100 if max(times) < 1 else 0)
+    problem = planning.Request(name, p, m, costs).problem()
+    verify(planning.solve(name, problem), problem.costs, problem.limits)
 
 
 def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +283,9 @@ def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.M
     alone = {}
     for limit in (4.5, 5.0, 5.5):
         search._level.cache_clear()
-        alone[limit] = families.plan("v-auto", 4, 12, costs, memory_limit=limit)
+        alone[limit] = planning.plan("v-auto", 4, 12, costs, memory_limit=limit)
     levels = len(begun)
     begun.clear()
     search._level.cache_clear()
-    assert {limit: families.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
+    assert {limit: planning.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
     assert len(begun) < levels

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, parse, schedules
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.placement import linear, v
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -59,7 +59,7 @@ def test_a_schedule_that_cannot_finish_names_the_stuck_pass(rows: tuple[str, ...
 
 
 def test_costs_of_another_placement_are_refused() -> None:
-    schedule = families.plan("1f1b", 2, 2)
+    schedule = planning.plan("1f1b", 2, 2)
     with pytest.raises(ValueError, match="costs of 4 stages for a placement of 2"):
         simulate(schedule, uniform(linear(4)))
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import exact, parse
 
+from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -36,7 +37,7 @@ def bubbles(schedule: Schedule, costs: Costs) -> tuple[Any, Any]:
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 4), times, times, times)
 def test_closed_form_of_interleaved(p: int, v: int, groups: int, f: int, b: int, w: int) -> None:
     costs = equal("interleaved", p, f, b, w, v)
-    schedule = families.plan("interleaved", p, groups * p, costs, v)
+    schedule = planning.plan("interleaved", p, groups * p, costs, v)
     bubble = exact((p - 1) * (f + b + w), v)
     assert bubbles(schedule, costs) == (bubble, bubble)
     most = [min(groups * p * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
@@ -47,15 +48,15 @@ def test_closed_form_of_interleaved(p: int, v: int, groups: int, f: int, b: int,
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 20))
 def test_interleaved_takes_any_number_of_microbatches(p: int, v: int, m: int) -> None:
     costs = equal("interleaved", p, 3, 4, 2, v)
-    schedule = families.plan("interleaved", p, m, costs, v)
+    schedule = planning.plan("interleaved", p, m, costs, v)
     most = [min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1) for r in range(p)]
     assert all(peak <= exact(chunks, v) for peak, chunks in zip(activation_peaks(schedule, costs), most, strict=True))
-    whole = families.plan("interleaved", p, -(-m // p) * p, costs, v)
+    whole = planning.plan("interleaved", p, -(-m // p) * p, costs, v)
     assert simulate(schedule, costs).makespan <= simulate(whole, costs).makespan
 
 
 def test_interleaved_on_two_ranks_is_megatrons() -> None:
-    assert families.plan("interleaved", 2, 4).passes == parse(
+    assert planning.plan("interleaved", 2, 4).passes == parse(
         "F0.0 F1.0 F0.1 F1.1 F2.0 BW0.1 F3.0 BW1.1 F2.1 BW0.0 F3.1 BW1.0 BW2.1 BW3.1 BW2.0 BW3.0",
         "F0.0 F1.0 F0.1 BW0.1 F1.1 BW1.1 F2.0 BW0.0 F3.0 BW1.0 F2.1 BW2.1 F3.1 BW3.1 BW2.0 BW3.0",
     )
@@ -68,19 +69,19 @@ def test_interleaved_on_two_ranks_is_megatrons() -> None:
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5), times, times, times)
 def test_closed_form_of_seq_1f1b(p: int, m: int, splits: int, f: int, b: int, w: int) -> None:
     costs = equal("seq-1f1b", p, f, b, w)
-    schedule = families.plan("seq-1f1b", p, m, costs, splits=splits)
+    schedule = planning.plan("seq-1f1b", p, m, costs, splits=splits)
     bubble = exact((p - 1) * (f + b + w), splits)
     assert bubbles(schedule, costs) == (bubble, bubble)
     assert activation_peaks(schedule, costs) == [exact(min(m * splits, p - r - 1 + splits), splits) for r in range(p)]
 
 
 def test_seq_1f1b_without_cuts_is_1f1b() -> None:
-    assert families.plan("seq-1f1b", 4, 7, splits=1).passes == families.plan("1f1b", 4, 7).passes
+    assert planning.plan("seq-1f1b", 4, 7, splits=1).passes == planning.plan("1f1b", 4, 7).passes
 
 
 def test_slices_go_back_in_reverse() -> None:
     rows = parse("F0 F1 F2 BW1 F3 BW0 BW3 BW2", "F0 F1 BW1 F2 BW0 F3 BW3 BW2")
-    schedule = families.plan("seq-1f1b", 2, 2)
+    schedule = planning.plan("seq-1f1b", 2, 2)
     assert (schedule.splits, schedule.passes) == (2, rows)
 
 
@@ -99,7 +100,7 @@ def test_bubble_and_memory_of_gis_at_equal_costs(p: int, v: int) -> None:
     costs = of_chunks(p, v)
     for g in range(-(-p // 2), p + 1):
         for groups in (1, 2, 4) if p < 8 else (2,):
-            schedule = families.plan("gis", p, groups * g, costs, v, group=g)
+            schedule = planning.plan("gis", p, groups * g, costs, v, group=g)
             span, makespan = bubbles(schedule, costs)
             assert span <= makespan <= p - 1 + v * (p - g) <= 2 * (p - 1) + (p - g) * (v - 1)
             assert g < p or makespan == p - 1
@@ -109,7 +110,7 @@ def test_bubble_and_memory_of_gis_at_equal_costs(p: int, v: int) -> None:
 @pytest.mark.parametrize(("p", "g", "v"), [(6, 3, 3), (8, 4, 2), (7, 4, 2)])
 def test_bubble_of_gis_does_not_grow_with_the_number_of_groups(p: int, g: int, v: int) -> None:
     costs = of_chunks(p, v)
-    assert bubbles(families.plan("gis", p, 12 * g, costs, v, group=g), costs)[1] <= p - 1 + v * (p - g)
+    assert bubbles(planning.plan("gis", p, 12 * g, costs, v, group=g), costs)[1] <= p - 1 + v * (p - g)
 
 
 @examples(60)
@@ -118,13 +119,13 @@ def test_memory_of_gis_at_any_costs(p: int, v: int, m: int, data: st.DataObject)
     g = data.draw(st.integers(-(-p // 2), p))
     stages = [StageCosts(*(data.draw(times) for _ in range(3))) for _ in range(p * v)]
     costs = Costs(tuple(stages), data.draw(st.sampled_from([0, 0.5, 3])))
-    schedule = families.plan("gis", p, m, costs, v, group=g)
+    schedule = planning.plan("gis", p, m, costs, v, group=g)
     assert all(peak <= g * (v - 1) + p for peak in activation_peaks(schedule, costs))  # each chunk holds 1
 
 
 def test_groups_of_gis_h_are_half_as_large() -> None:
-    assert families.plan("gis-h", 5, 9).passes == families.plan("gis", 5, 9, group=3).passes
-    assert families.plan("gis-h", 5, 9, group=5).passes == families.plan("gis", 5, 9).passes
+    assert planning.plan("gis-h", 5, 9).passes == planning.plan("gis", 5, 9, group=3).passes
+    assert planning.plan("gis-h", 5, 9, group=5).passes == planning.plan("gis", 5, 9).passes
 
 
 def test_gis_places_w_by_the_real_costs() -> None:
@@ -134,13 +135,13 @@ def test_gis_places_w_by_the_real_costs() -> None:
     for _ in range(40):
         p, v, m = generator.randint(2, 6), generator.randint(2, 3), generator.randint(4, 20)
         costs = Costs(tuple(StageCosts(*(generator.uniform(1, 2) for _ in range(3))) for _ in range(p * v)), 0.1)
-        real += simulate(families.plan("gis", p, m, costs, v), costs).span
-        blind += simulate(families.plan("gis", p, m, None, v), costs).span
+        real += simulate(planning.plan("gis", p, m, costs, v), costs).span
+        blind += simulate(planning.plan("gis", p, m, None, v), costs).span
     assert real < 0.985 * blind
 
 
 def test_gis_plans_fused_and_recomputed_stages() -> None:
-    schedule = families.plan("gis", 2, 6, fused=[0, 3], recompute=[1, 3])
+    schedule = planning.plan("gis", 2, 6, fused=[0, 3], recompute=[1, 3])
     verify(schedule, memory_limit=2)
     stages: dict[str, set[int]] = {}
     for rank, row in enumerate(schedule.passes):
@@ -161,7 +162,7 @@ def test_dualpipe_meets_what_is_published(p: int, extra: int, f: int, b: int, w:
     for name, stages, m, share in (("dualpipe-v", 2 * p, 2 * p + extra, 2), ("dualpipe", 2 * p, 4 * p + 2 * extra, 1)):
         ranks = stages // 2 if name == "dualpipe-v" else stages
         costs = equal(name, ranks, share * f, share * b, share * w)  # f, b, w of one stage
-        schedule = families.plan(name, ranks, m, costs)
+        schedule = planning.plan(name, ranks, m, costs)
         span, makespan = bubbles(schedule, costs)
         assert span <= makespan <= (stages // 2 - 1) * ((f + b + w) + (b + w) - 3 * w)
         assert max(activation_peaks(schedule, costs)) <= exact(stages + 1, share)
@@ -170,14 +171,14 @@ def test_dualpipe_meets_what_is_published(p: int, extra: int, f: int, b: int, w:
 
 
 def test_dualpipe_v_by_hand() -> None:
-    assert families.plan("dualpipe-v", 2, 4).passes == parse(
+    assert planning.plan("dualpipe-v", 2, 4).passes == parse(
         "F0.0 F1.0 F2.0 F0.1 B0.1 W0.1 F1.1 F3.0 BW1.1 F2.1 BW0.0 BW2.1 F3.1 BW1.0 BW3.1 B2.0 W2.0 B3.0 W3.0",
         "F0.0 F0.1 F1.0 F1.1 F2.0 BW0.1 F2.1 BW0.0 F3.0 BW1.1 F3.1 BW1.0 BW2.1 BW2.0 B3.1 B3.0 W3.1 W3.0",
     )
 
 
 def test_dualpipe_looks_the_same_from_both_ends() -> None:
-    schedule = families.plan("dualpipe", 6, 16)
+    schedule = planning.plan("dualpipe", 6, 16)
     for rank in range(6):
         mirrored = tuple(work._replace(microbatch=work.microbatch ^ 1, chunk=1 - work.chunk) for work in schedule.passes[rank])
         assert mirrored == schedule.passes[5 - rank]
@@ -188,7 +189,7 @@ def test_dualpipe_looks_the_same_from_both_ends() -> None:
 def test_dualpipe_takes_fewer_microbatches_than_published(name: str, p: int, data: st.DataObject) -> None:
     m = data.draw(st.integers(1, 2 * p))
     costs = equal(name, p)
-    few, published = families.plan(name, p, m, costs), families.plan(name, p, 2 * p, costs)
+    few, published = planning.plan(name, p, m, costs), planning.plan(name, p, 2 * p, costs)
     assert simulate(few, costs).makespan <= simulate(published, costs).makespan
     assert max(activation_peaks(few, costs)) <= min(m, max(activation_peaks(published, costs)))
 
@@ -200,7 +201,7 @@ def test_dualpipe_takes_fewer_microbatches_than_published(name: str, p: int, dat
 @given(st.sampled_from([2, 4, 6, 8]), st.integers(1, 4), times, times, times)
 def test_closed_form_of_chimera(p: int, units: int, f: int, b: int, w: int) -> None:
     costs = equal("chimera", p, f, b, w)
-    schedule = families.plan("chimera", p, units * p, costs)
+    schedule = planning.plan("chimera", p, units * p, costs)
     bubble = (p - 2) * (max(f, b + w) + (units - 1) * abs(b + w - f))
     assert bubbles(schedule, costs) == (bubble, bubble)
     assert activation_peaks(schedule, costs) == [p // 2 + 1 + min(r, p - 1 - r) for r in range(p)]
@@ -210,11 +211,11 @@ def test_closed_form_of_chimera(p: int, units: int, f: int, b: int, w: int) -> N
 def test_chimera_has_the_published_share_of_idle_time(p: int) -> None:
     for f, backward, share in ((2, 2, exact(p - 2, 2 * p + p - 2)), (1, 2, exact(p - 2) / (exact(3 * p, 2) + p - 2))):
         costs = equal("chimera", p, f, exact(backward, 2), exact(backward, 2))
-        assert simulate(families.plan("chimera", p, p, costs), costs).bubble_rate == share
+        assert simulate(planning.plan("chimera", p, p, costs), costs).bubble_rate == share
 
 
 def test_chimera_on_four_ranks_by_hand() -> None:
-    assert families.plan("chimera", 4, 4).passes[:2] == parse(
+    assert planning.plan("chimera", 4, 4).passes[:2] == parse(
         "F0.0 F2.0 F1.1 BW1.1 F3.1 BW3.1 BW0.0 BW2.0",
         "F0.0 F1.1 F2.0 F3.1 BW1.1 BW0.0 BW3.1 BW2.0",
     )
@@ -222,7 +223,7 @@ def test_chimera_on_four_ranks_by_hand() -> None:
 
 @given(st.sampled_from([2, 4, 6]), st.integers(1, 20))
 def test_chimera_holds_no_more_for_any_number_of_microbatches(p: int, m: int) -> None:
-    peaks = activation_peaks(families.plan("chimera", p, m), equal("chimera", p))
+    peaks = activation_peaks(planning.plan("chimera", p, m), equal("chimera", p))
     assert all(peak <= min(m, p // 2 + 1 + min(r, p - 1 - r)) for r, peak in enumerate(peaks))
 
 
@@ -246,4 +247,4 @@ def test_chimera_holds_no_more_for_any_number_of_microbatches(p: int, m: int) ->
 )
 def test_what_cannot_be_planned_is_refused(name: str, ranks: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        families.plan(name, ranks, 8, **options)
+        planning.plan(name, ranks, 8, **options)

@@ -17,11 +17,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import AnyKind, Lane, Row
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -111,7 +111,7 @@ def divided(schedule: Schedule) -> Schedule:
 @pytest.fixture(scope="module")
 def schedule() -> Schedule:
     plain = tuple(StageCosts(cost.forward, cost.backward, cost.weight) for cost in COSTS.stages)
-    return divided(families.plan("zb-h1", RANKS, MICROBATCHES, replace(COSTS, stages=plain)))
+    return divided(planning.plan("zb-h1", RANKS, MICROBATCHES, replace(COSTS, stages=plain)))
 
 
 def test_it_is_planned_verified_and_read_back(schedule: Schedule) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from schedule_strategies import parse, schedules
 
-from megatron.pipeline.schedule import families
+from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.placement import linear, v
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -50,7 +50,7 @@ def test_the_order_of_gradients_is_kept_within_a_chunk_only() -> None:
 
 
 def test_memory_limit_names_the_first_pass_above_it_and_the_need() -> None:
-    schedule = families.plan("1f1b", 3, 8)
+    schedule = planning.plan("1f1b", 3, 8)
     verify(schedule, memory_limit=3)
     verify(schedule, memory_limit=[3, 2, 1])
     with pytest.raises(
@@ -70,11 +70,11 @@ def test_a_limit_of_fractions_is_not_broken_by_rounding() -> None:
 @pytest.mark.parametrize("limit", [-1, float("nan"), [1], [1, -1]])
 def test_a_limit_that_is_none_is_refused(limit: float | list[float]) -> None:
     with pytest.raises(ValueError, match="a memory limit must be"):
-        verify(families.plan("1f1b", 2, 2), memory_limit=limit)
+        verify(planning.plan("1f1b", 2, 2), memory_limit=limit)
 
 
 def test_forward_only_takes_forwards_and_nothing_else() -> None:
-    schedule = families.plan("zb-h1", 2, 2)
+    schedule = planning.plan("zb-h1", 2, 2)
     with pytest.raises(ScheduleError, match=r"rank 0: B0\.0 is missing"):
         verify(schedule.forward_only())
     with pytest.raises(ScheduleError, match=r"rank 0: B0\.0 does not belong to a schedule of forwards only"):

@@ -13,13 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, exact, parse, schedules
 
-from megatron.pipeline.planning.choose import Request, candidates, variants
+from megatron.pipeline import planning
+from megatron.pipeline.planning.choose import candidates
+from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.lower import gatherings, lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Collective, Compute, Exchange, Join, Operation, Program, Send, Validate, Wait
@@ -36,7 +39,7 @@ SHARDS = VocabularyCosts(S=0.5, T=0.5, IF=0.02, IB=0.02)
 
 def planned(name: str, ranks: int, microbatches: int, vocabulary: Vocabulary | None, hop: float = 0.05) -> tuple[Schedule, Costs]:
     costs = replace(uniform(families.placement(name, ranks), hop=hop), vocabulary=SHARDS)
-    return families.plan(name, ranks, microbatches, costs, vocabulary=vocabulary), costs
+    return planning.plan(name, ranks, microbatches, costs, vocabulary=vocabulary), costs
 
 
 @examples(150)
@@ -138,21 +141,21 @@ def test_with_one_barrier_the_gradients_of_the_output_layer_wait_for_idle_time()
 
 def test_limits_leave_room_for_the_barriers() -> None:
     costs = replace(uniform(families.placement("v-auto", 4)), vocabulary=SHARDS)
-    schedule = families.plan("v-auto", 4, 16, costs, memory_limit=4.0, vocabulary=ONE)
+    schedule = planning.plan("v-auto", 4, 16, costs, memory_limit=4.0, vocabulary=ONE)
     assert max(activation_peaks(schedule, costs)) <= 4
     told = "needs 5 on a rank, of which 1 is for spreading it, and the limit is 4: raise it to 5"
     with pytest.raises(LimitTooLow, match=told) as refused:
-        families.plan("1f1b", 4, 16, memory_limit=4, vocabulary=ONE)
+        planning.plan("1f1b", 4, 16, memory_limit=4, vocabulary=ONE)
     assert refused.value.least == 5
     with pytest.raises(LimitTooLow, match="room for 3 microbatches, 4 on every rank, and the limit is 3"):
-        families.plan("v-half", 4, 16, memory_limit=3, vocabulary=ONE)
+        planning.plan("v-half", 4, 16, memory_limit=3, vocabulary=ONE)
 
 
 @pytest.mark.parametrize("vocabulary", Vocabulary)
 def test_a_limit_that_has_room_for_all_microbatches_limits_nothing(vocabulary: Vocabulary) -> None:
-    assert max(activation_peaks(families.plan("1f1b", 4, 3, memory_limit=3.0, vocabulary=vocabulary), uniform(linear(4)))) == 3
+    assert max(activation_peaks(planning.plan("1f1b", 4, 3, memory_limit=3.0, vocabulary=vocabulary), uniform(linear(4)))) == 3
     with pytest.raises(LimitTooLow) as refused:
-        families.plan("1f1b", 4, 3, memory_limit=2.0, vocabulary=vocabulary)
+        planning.plan("1f1b", 4, 3, memory_limit=2.0, vocabulary=vocabulary)
     assert refused.value.least == 3.0, "not as many more as there are barriers"
 
 
@@ -170,21 +173,21 @@ def test_the_advised_limit_suffices(
     name: str, ranks: int, microbatches: int, vocabulary: Vocabulary, options: dict[str, Any]
 ) -> None:
     with pytest.raises(LimitTooLow) as refused:
-        families.plan(name, ranks, microbatches, memory_limit=0.5, vocabulary=vocabulary, **options)
+        planning.plan(name, ranks, microbatches, memory_limit=0.5, vocabulary=vocabulary, **options)
     least = refused.value.least
     assert f"raise it to {least:g}" in str(refused.value)
-    schedule = families.plan(name, ranks, microbatches, memory_limit=least, vocabulary=vocabulary, **options)
+    schedule = planning.plan(name, ranks, microbatches, memory_limit=least, vocabulary=vocabulary, **options)
     assert max(activation_peaks(schedule, uniform(schedule.placement))) <= least
 
 
 def test_a_limit_that_suffices_is_not_refused_for_what_is_reserved() -> None:
     """Where stages run their forwards again, a microbatch more takes less than a microbatch."""
-    schedule = families.plan("dualpipe-v", 4, 4, memory_limit=2, vocabulary=INTERLACED, recompute=range(8))
+    schedule = planning.plan("dualpipe-v", 4, 4, memory_limit=2, vocabulary=INTERLACED, recompute=range(8))
     assert max(activation_peaks(schedule, uniform(schedule.placement))) <= 2
 
 
 def test_auto_names_the_least_limit() -> None:
-    wanted = Request(3, 3, uniform, memory_limit=1.5, vocabulary=ONE)
+    wanted = Request(AUTO, 3, 3, uniform, memory_limit=1.5, vocabulary=ONE)
     planned, refused = candidates(wanted, variants(3))
     assert not planned
     assert min(one.needs for one in refused if one.needs is not None) == 2
@@ -200,14 +203,14 @@ def test_auto_names_the_least_limit() -> None:
 )
 def test_what_cannot_spread_it_says_so(name: str, ranks: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        families.plan(name, ranks, 8, vocabulary=ONE)
+        planning.plan(name, ranks, 8, vocabulary=ONE)
 
 
 def test_the_bound_counts_the_shards() -> None:
     costs = replace(uniform(families.placement("1f1b", 4)), vocabulary=SHARDS)
-    problem = families.problem("1f1b", 4, 100, costs, vocabulary=ONE)
+    problem = planning.Request("1f1b", 4, 100, costs, vocabulary=ONE).problem()
     assert lower_bound(problem) == pytest.approx(100 * (3 + SHARDS.total))
-    assert lower_bound(problem) <= simulate(families.solve("1f1b", problem), costs).span
+    assert lower_bound(problem) <= simulate(planning.solve("1f1b", problem), costs).span
 
 
 SPREAD, COSTS = planned("1f1b", 2, 2, ONE)

@@ -25,7 +25,7 @@ MODEL = (
     [
         ("--pipeline-schedule zb-h9", "unknown schedule 'zb-h9'"),
         ("--pipeline-schedule zb-h9", "zb-h1"),
-        ("--pipeline-schedule file:/nowhere.json", "cannot read the schedule file:/nowhere.json: No such file or directory"),
+        ("--pipeline-schedule file:/nowhere.json", "cannot read /nowhere.json: No such file or directory"),
         ("--num-layers 1", "--num-layers 1 cannot be split over 2 pipeline ranks"),
         ("--global-batch-size 7", "is 3.5 microbatches"),
         ("--pipeline-memory-limit 0.1", "limit"),

@@ -9,7 +9,7 @@ from megatron.pipeline.cli import tune
 from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.planning.choose import Variant
+from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.iteration import Candidate, Cluster, Result, evaluate
 from megatron.pipeline.tune.layouts import Choices, Layouts

@@ -11,7 +11,7 @@ from tune.small import A100, candidate, layouts, on_device, result
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.costmodel.estimate import layer_seconds
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import beside_activations
+from megatron.pipeline.costmodel.memory import fixed_memory
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune import iteration, relax
@@ -62,7 +62,7 @@ def eight() -> Layouts:
 
 
 def between(on: Layouts, one: Candidate) -> float:
-    besides = beside_activations(one.args, one.placement, one.layers, one.vocabulary)
+    besides = fixed_memory(one.args, one.placement, one.layers, one.vocabulary)
     return between_pipelines(on.cluster, one, besides, costs_of(on.cluster, one))
 
 

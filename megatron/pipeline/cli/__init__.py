@@ -3,58 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.packages import Version, missing
+from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
 COMMANDS = ("plan", "simulate", "verify", "draw", "compare", "export", "vocabulary", "memory", "tune", "serve", "launch")
 
 
-def main(arguments: Sequence[str] | None = None, act: Callable[[argparse.Namespace], None] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, or 2 after one line on stderr that says what is wrong.
 
     Args:
         arguments: the command line; by default that of this process.
-        act: what is done with the flags, instead of what the command does.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] == launch.NAME:
         return launch.main(arguments[1:])
-    # A command makes up to millions of tuples that live until it ends, none of them in a cycle: looking through them again
-    # and again takes 20 to 40 % of its time.
-    collects = gc.isenabled()
-    gc.disable()
     try:
-        return _run(arguments, act)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None) -> int:
-    try:
-        parser, commands = _parser()
-        if arguments and arguments[0] in commands:
-            commands[arguments[0]].check_flags(arguments[1:])
-        elif arguments and arguments[0] not in ("-h", "--help", "--version"):
-            named = ", ".join(commands)
-            if arguments[0].startswith("-"):
-                parser.error(f"a command comes before its flags: mpipe COMMAND {arguments[0]} ...; commands are {named}")
-            near = meant(arguments[0], commands) or f"; commands are {named}"
-            parser.error(f"unknown command {arguments[0]!r}{near}")
-        options, flags = parser.parse_known_args(arguments)
-        if flags and not getattr(options, "takes_flags", False):
-            takes = "one FILE" if hasattr(options, "file") else "flags alone"
-            commands[arguments[0]].error(f"{arguments[0]} takes {takes}: leave {' '.join(flags)} out")
-        options.flags = flags
-        (act or options.run)(options)
+        with without_collecting():
+            options = parse(arguments)
+            options.run(options)
         if sys.stdout is not None:  # a process may be started without one
             sys.stdout.flush()
     except BrokenPipeError:
@@ -69,6 +44,29 @@ def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | N
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags of a command, with the function that runs it as ``run``.
+
+    Raises:
+        SystemExit: they are wrong; one line on stderr says why.
+    """
+    parser, commands = _parser()
+    if arguments and arguments[0] in commands:
+        commands[arguments[0]].check_flags(arguments[1:])
+    elif arguments and arguments[0] not in ("-h", "--help", "--version"):
+        named = ", ".join(commands)
+        if arguments[0].startswith("-"):
+            parser.error(f"a command comes before its flags: mpipe COMMAND {arguments[0]} ...; commands are {named}")
+        near = meant(arguments[0], commands) or f"; commands are {named}"
+        parser.error(f"unknown command {arguments[0]!r}{near}")
+    options, flags = parser.parse_known_args(arguments)
+    if flags and not getattr(options, "takes_flags", False):
+        takes = "one FILE" if hasattr(options, "file") else "flags alone"
+        commands[arguments[0]].error(f"{arguments[0]} takes {takes}: leave {' '.join(flags)} out")
+    options.flags = flags
+    return options
 
 
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them

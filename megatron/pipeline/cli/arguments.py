@@ -8,28 +8,17 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
-from megatron.pipeline.schedule.core.costs import COST_RANGE, Costs, is_cost
+from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
+from megatron.pipeline.planning.document import GOAL, read_text
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
-
-Numbers: TypeAlias = dict[str, float]
-
-COPIES = ("D2H", "H2D")
-TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES)
-MEMORY = ("B", "W", "R")
-EXTRA = ("F", "B", "W", "activation")
-SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
-SHARED = ("both", "switch", "shared")
-
-GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation lets its iterations interlock
-MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
-MOST_RANKS = 4096
 
 
 class Parser(argparse.ArgumentParser):
@@ -137,7 +126,7 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         help=f"what is to be short: the makespan, from the first pass of all ranks to the last of all (default{own}), or the "
         "span, the longest of any rank from its first pass to its last, which is what an iteration takes with --post-validation",
     )
-    case = "the expected span and makespan are told, and families that search plan for"
+    case = "the expected span and makespan are printed, and families that search plan for"
     flags.add_argument(
         "--jitter",
         type=jitters if several else jitter,
@@ -189,35 +178,6 @@ def report_flags(
     flags.add_argument("--json", action="store_true", help=json)
     flags.add_argument("-o", "--output", metavar="FILE", help=output)
     return flags
-
-
-def check_size(ranks: int, microbatches: int, chunks: int = 1, splits: int = 1) -> None:
-    """Refuse what would take hours; numbers below 1 are for others to refuse.
-
-    Raises:
-        ValueError: too many ranks or passes.
-    """
-    if 3 * math.prod(max(1, number) for number in (ranks, microbatches, chunks, splits)) > MOST_PASSES:
-        raise ValueError(f"{ranks} ranks with {microbatches} microbatches are over {MOST_PASSES} passes; take fewer")
-    if ranks > MOST_RANKS:
-        raise ValueError(f"{ranks} ranks are over {MOST_RANKS}; take fewer")
-
-
-def checked(given: object, names: tuple[str, ...]) -> Numbers:
-    """Numbers by name, from the command line or a file.
-
-    Raises:
-        ValueError: not a table of numbers, an unknown name, or a number out of range.
-    """
-    allowed = f"allowed are {', '.join(names)}, each {COST_RANGE}"
-    if not isinstance(given, dict):
-        raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
-    for name, value in given.items():
-        if name not in names:
-            raise ValueError(f"unknown cost {name!r}; {allowed}")
-        if not is_cost(value):
-            raise ValueError(f"{name}={value}; {allowed}")
-    return {name: float(value) for name, value in given.items()}
 
 
 def numbers(*names: str) -> Callable[[str], Numbers]:
@@ -288,20 +248,6 @@ def _float(text: str) -> float:
         return math.nan
 
 
-def read_text(path: str) -> str:
-    """The content of a file.
-
-    Raises:
-        ValueError: it cannot be read, or is not text.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
-
-
 def costs_file(path: str) -> Costs:
     """An argument type for a file with the costs of every stage."""
     try:
@@ -341,7 +287,7 @@ class Stages:
         self._runs = [(ends[0], ends[-1]) for ends in bounds]
 
     def of(self, count: int) -> frozenset[int]:
-        """The stages, of a model with so many.
+        """The stages of a model of ``count`` stages.
 
         Raises:
             ValueError: it has no such stage.
@@ -352,3 +298,10 @@ class Stages:
             if last >= count:
                 raise ValueError(f"{self._text}: there is no stage {last}; the stages are 0..{count - 1}")
         return frozenset(stage for first, last in self._runs for stage in range(first, last + 1))
+
+
+def count(text: str) -> int:
+    """An argument type for a whole number of at least 1, of nine digits at most."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,15 +21,18 @@ from megatron.pipeline.cli.arguments import (
     size_flags,
     whole_numbers,
 )
-from megatron.pipeline.cli.costs import costs_of
 from megatron.pipeline.cli.draw import page
-from megatron.pipeline.cli.offload import gain
-from megatron.pipeline.cli.refusals import folded, nothing_fits
-from megatron.pipeline.cli.request import case_of, plan_all, row
+from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
-from megatron.pipeline.planning.choose import AUTO, Candidate, Refusal, peak_of_1f1b, variants
+from megatron.pipeline.planning.choose import candidates, peak_of_1f1b
+from megatron.pipeline.planning.costs import costs_of
+from megatron.pipeline.planning.document import gain, row
+from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.planning.refusals import Refusal, folded, nothing_fits
+from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.view import Point, draw_pareto, draw_robustness
 from megatron.pipeline.view.table import plain_table
@@ -63,136 +67,137 @@ def add(commands: Commands) -> None:
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared.
+
+    Attributes:
+        whole: the most that a rank of 1F1B holds under the same costs; None where its stages do not fit these costs.
+        spans: by schedule and by jitter, the span of every draw, or the makespan if that is the objective.
+    """
+
+    request: Request
+    planned: list[Planned]
+    refused: list[Refusal]
+    whole: float | None
+    spans: dict[str, dict[float, list[float]]]
+
+    @property
+    def objective(self) -> Objective:
+        return Objective(self.request.objective)
+
+    @property
+    def jitters(self) -> list[float]:
+        return list(next(iter(self.spans.values())))
+
+
 def run(options: argparse.Namespace) -> None:
     suffix = check_suffix(options.output, _SUFFIXES)
     if AUTO in (options.schedules or []):
         raise ValueError(
             f"{AUTO} is the best of all schedules: leave --schedules out to compare all, or take mpipe plan --schedule {AUTO}"
         )
-    planned, refused = plan_all(options, variants(options.pp, options.schedules, options.chunks))
+    request = requested(options)
+    planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks))
     if not planned:
-        raise nothing_fits(options, refused)
-    whole = _peak_of_1f1b(options)
-    spans = _under_jitter(planned, options.jitter or [])
-    if suffix == ".json" or options.json:
-        text = json.dumps(_data(options, planned, refused, whole, spans))
-        if suffix == ".json":
-            Path(options.output).write_text(text + "\n", encoding="utf-8")
-        else:
-            print(text)
+        raise nothing_fits(refused, request.unit, request.limit)
+    spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
+    compared = Comparison(request, planned, refused, _peak_of_1f1b(options), spans)
+    if suffix == ".json":
+        Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
+    elif options.json:
+        print(json.dumps(_data(compared)))
     else:
-        _print_table(options, planned, refused, whole, spans)
+        _print_table(compared)
     if suffix == ".html":
-        cases = {str(candidate.variant): case_of(candidate) for candidate in planned}
-        page(options.output, {label: case.timeline for label, case in cases.items()}, cases)
+        page(options.output, {str(plan.variant): (plan.timeline, plan) for plan in planned})
     elif suffix in (".png", ".svg"):
-        _plot(options, planned, whole, spans)
+        _plot(compared, options.output, "in the costs file's unit" if options.costs else "microbatches")
     if suffix:
         wrote(options.output)
 
 
-def _under_jitter(planned: list[Candidate], jitters: list[float]) -> dict[str, dict[float, list[float]]]:
-    """By schedule and by jitter, the span of every draw, or the makespan if that is the objective."""
-    spans: dict[str, dict[float, list[float]]] = {}
-    for candidate in planned:
-        by_jitter = spans[str(candidate.variant)] = {}
-        for jitter in jitters:
-            found = candidate.expected if jitter == candidate.problem.jitter else None
-            found = found or expected(candidate.schedule, candidate.problem.costs, jitter, draws=100 if jitter else 1)
-            by_jitter[jitter] = (found.spans if candidate.problem.objective is Objective.SPAN else found.makespans).tolist()
-    return spans
+def _under_jitter(plan: Planned, jitters: list[float]) -> dict[float, list[float]]:
+    by_jitter = {}
+    for jitter in jitters:
+        case = plan.expected if jitter == plan.problem.jitter else None
+        case = case or expected(plan.schedule, plan.problem.costs, jitter, draws=100 if jitter else 1)
+        by_jitter[jitter] = (case.spans if plan.problem.objective is Objective.SPAN else case.makespans).tolist()
+    return by_jitter
 
 
 def _peak_of_1f1b(options: argparse.Namespace) -> float | None:
-    """The most that a rank of 1F1B holds under the same costs, where the model can be cut into one stage per rank."""
     if options.costs and len(options.costs.stages) % options.pp:
         return None
-    costs = options.costs or costs_of(options, families.placement("1f1b", options.pp))
+    costs = options.costs or costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
     return peak_of_1f1b(options.pp, options.microbatches, costs)
 
 
-def _data(
-    options: argparse.Namespace,
-    planned: list[Candidate],
-    refused: list[Refusal],
-    whole: float | None,
-    spans: dict[str, dict[float, list[float]]],
-) -> dict[str, Any]:
+def _data(compared: Comparison) -> dict[str, Any]:
     rows = []
-    for candidate in planned:
-        told = row(candidate) | {"memory_of_1f1b": candidate.peak / whole if whole else None}
-        if options.jitter:
-            means = {f"{jitter:g}": fmean(values) for jitter, values in spans[told["label"]].items()}
-            told[f"expected_{candidate.problem.objective}_by_jitter"] = means
-        rows.append(told)
+    for plan in compared.planned:
+        fields = row(plan) | {"memory_of_1f1b": plan.peak / compared.whole if compared.whole else None}
+        if compared.jitters:
+            means = {f"{jitter:g}": fmean(values) for jitter, values in compared.spans[fields["label"]].items()}
+            fields[f"expected_{plan.problem.objective}_by_jitter"] = means
+        rows.append(fields)
+    request = compared.request
     return {
-        "pp": options.pp,
-        "microbatches": options.microbatches,
-        "objective": options.objective,
-        "memory_limit": options.memory_limit if options.memory_limit != float("inf") else None,
-        "peak_of_1f1b": whole,
+        "pp": request.ranks,
+        "microbatches": request.microbatches,
+        "objective": request.objective,
+        "memory_limit": request.limit if request.limit != float("inf") else None,
+        "peak_of_1f1b": compared.whole,
         "schedules": rows,
-        "refused": {str(refusal.variant): refusal.reason for refusal in refused},
+        "refused": {str(refusal.variant): refusal.reason for refusal in compared.refused},
     }
 
 
-def _plot(
-    options: argparse.Namespace, planned: list[Candidate], whole: float | None, spans: dict[str, dict[float, list[float]]]
-) -> None:
-    objective = Objective(options.objective)
-    title = f"{options.pp} ranks, {options.microbatches} microbatches"
-    if options.jitter:
-        draw_robustness(spans, options.output, title=title, measured=objective)
+def _plot(compared: Comparison, path: str, unit: str) -> None:
+    request, objective = compared.request, compared.objective
+    title = f"{request.ranks} ranks, {request.microbatches} microbatches"
+    if compared.jitters:
+        draw_robustness(compared.spans, path, title=title, measured=objective)
         return
-    points = [Point(str(candidate.variant), objective.bubble_rate(candidate.timeline), candidate.peak) for candidate in planned]
-    unit = "in the costs file's unit" if options.costs else "microbatches"
-    draw_pareto(points, options.output, whole or None, f"{title}, {objective}", unit)
+    points = [Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak) for plan in compared.planned]
+    draw_pareto(points, path, compared.whole or None, f"{title}, {objective}", unit)
 
 
-def _print_table(
-    options: argparse.Namespace,
-    planned: list[Candidate],
-    refused: list[Refusal],
-    whole: float | None,
-    spans: dict[str, dict[float, list[float]]],
-) -> None:
-    jitters = list(next(iter(spans.values())))
+def _print_table(compared: Comparison) -> None:
+    request, whole = compared.request, compared.whole
     heads = ["schedule", "makespan", "bubble", "span", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
-    offloads = any(candidate.problem.offload for candidate in planned)
-    heads[-2:-2] = ["without", "host", "moved"] if offloads else []
-    heads[1:1] = [f"jitter {jitter:.0%}" for jitter in jitters]
-    cells = []
-    for candidate in planned:
-        timeline, label = candidate.timeline, str(candidate.variant)
-        cells.append(
-            [
-                label,
-                *(f"{fmean(spans[label][jitter]):g}" for jitter in jitters),
-                f"{timeline.makespan:g}",
-                f"{timeline.makespan_bubble_rate:.1%}",
-                f"{timeline.span:g}",
-                f"{timeline.bubble_rate:.1%}",
-                f"{candidate.peak:g}",
-                f"{candidate.peak / whole:.2f}" if whole else "-",
-                *(_offloaded(candidate) if offloads else []),
-                f"{candidate.gap:z.1%}",
-                f"{candidate.seconds:.3f}",
-            ]
-        )
+    heads[-2:-2] = ["without", "host", "moved"] if request.offload else []
+    heads[1:1] = [f"jitter {jitter:.0%}" for jitter in compared.jitters]
+    cells = [
+        [
+            str(plan.variant),
+            *(f"{fmean(values):g}" for values in compared.spans[str(plan.variant)].values()),
+            f"{plan.timeline.makespan:g}",
+            f"{plan.timeline.makespan_bubble_rate:.1%}",
+            f"{plan.timeline.span:g}",
+            f"{plan.timeline.bubble_rate:.1%}",
+            f"{plan.peak:g}",
+            f"{plan.peak / whole:.2f}" if whole else "-",
+            *(_offloaded(plan) if request.offload else []),
+            f"{plan.gap:z.1%}",
+            f"{plan.seconds:.3f}",
+        ]
+        for plan in compared.planned
+    ]
     if sys.stdout.isatty():
         _rich_table(heads, cells)
     else:
         print(plain_table(heads, cells))
-    print(f"\n{above_bound(options.objective)}")
-    if refused:
+    print(f"\n{above_bound(compared.objective)}")
+    if compared.refused:
         print("\nnot possible here:")
-        print("\n".join(f"  {line}" for line in folded(options, refused)))
+        print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.limit)))
 
 
-def _offloaded(candidate: Candidate) -> tuple[str, str, str]:
+def _offloaded(plan: Planned) -> tuple[str, str, str]:
     """What a schedule holds without copies, what it has in host memory, and which share of all activations goes there."""
-    told = gain(candidate.schedule, candidate.problem)
-    return f"{max(told['peak_without']):g}", f"{max(told['host_peak']):g}", f"{fmean(told['moved_share']):.1%}"
+    fields = gain(plan)
+    return f"{max(fields['peak_without']):g}", f"{max(fields['host_peak']):g}", f"{fmean(fields['moved_share']):.1%}"
 
 
 def _rich_table(heads: list[str], cells: list[list[str]]) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
-from megatron.pipeline.cli.case import Case, read_iteration, read_timeline
+from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
+from megatron.pipeline.planning.document import is_schedule, naming, read_timeline
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.simulate import activation_profile
-from megatron.pipeline.view import Consecutive, Entry, draw, write_page
+from megatron.pipeline.view import Consecutive, Entry, Iteration, draw, write_page
 
 _SUFFIXES = (".png", ".svg", ".html")
 
@@ -35,22 +37,23 @@ def run(options: argparse.Namespace) -> None:
     suffix = check_suffix(options.output, _SUFFIXES)
     if options.memory and not options.output:
         raise ValueError("--memory is for pictures: add -o FILE.png, .svg or .html, or leave it out")
-    timelines: dict[str, Timeline] = {}
-    cases: dict[str, Case] = {}
+    shown: dict[str, tuple[Timeline, Planned | None]] = {}
     for path in options.files:
-        timeline, case = read_timeline(path, options)
-        title = case.title if case else Path(path).stem
-        if title in timelines:
-            title = f"{title} ({path})"
-        timelines[title] = timeline
-        if case:
-            cases[title] = case
-    splits = {title: case.schedule.splits for title, case in cases.items()}
+        timeline, planned = read_timeline(path, changes(options))
+        title = planned.title if planned else Path(path).stem
+        shown[f"{title} ({path})" if title in shown else title] = timeline, planned
     if suffix == ".html":
-        page(options.output, timelines, cases)
+        page(options.output, shown)
         wrote(options.output)
-    elif suffix:
-        memory = {title: activation_profile(case.schedule, timelines[title], case.problem.costs) for title, case in cases.items()}
+        return
+    timelines = {title: timeline for title, (timeline, _) in shown.items()}
+    schedules = {title: planned for title, (_, planned) in shown.items() if planned}
+    splits = {title: planned.schedule.splits for title, planned in schedules.items()}
+    if suffix:
+        memory = {
+            title: activation_profile(planned.schedule, planned.timeline, planned.problem.costs)
+            for title, planned in schedules.items()
+        }
         draw(timelines, options.output, memory if options.memory else None, splits=splits)
         wrote(options.output)
     else:
@@ -62,7 +65,7 @@ def _join(options: argparse.Namespace) -> None:
     check_suffix(options.output, (".png", ".svg"))
     if options.memory:
         raise ValueError("--memory is for schedules, and --consecutive joins recorded iterations: leave one of them out")
-    joined = Consecutive(tuple(read_iteration(path) for path in options.files))
+    joined = Consecutive(tuple(_read_iteration(path) for path in options.files))
     title, timeline = joined.title, joined.timeline
     if options.output:
         draw({title: timeline}, options.output, unit="s", consecutive={title: joined})
@@ -71,14 +74,26 @@ def _join(options: argparse.Namespace) -> None:
         print(f"{title}: {joined.summary()}; every second one in small letters\n{drawing(timeline, consecutive=joined)}")
 
 
-def page(path: str, timelines: Mapping[str, Timeline], cases: Mapping[str, Case]) -> None:
+def page(path: str, shown: Mapping[str, tuple[Timeline, Planned | None]]) -> None:
     """Write an HTML page of timelines by title, with stages, memory and gap where the schedule is known."""
     entries = []
-    for title, timeline in timelines.items():
-        case = cases.get(title)
-        if case is None:
+    for title, (timeline, planned) in shown.items():
+        if planned is None:
             entries.append(Entry(title, timeline))
         else:
-            facts = {f"above bound ({case.problem.objective})": f"{case.gap:z.1%}"}
-            entries.append(Entry(title, timeline, case.schedule, case.problem.costs, facts))
+            facts = {f"above bound ({planned.problem.objective})": f"{planned.gap:z.1%}"}
+            entries.append(Entry(title, timeline, planned.schedule, planned.problem.costs, facts))
     write_page(entries, path)
+
+
+def _read_iteration(path: str) -> Iteration:
+    """What a training run recorded about one iteration.
+
+    Raises:
+        ValueError: the file cannot be read, is malformed, or a schedule; the message names the file.
+    """
+    if is_schedule(path):
+        raise ValueError(
+            f"{path} is a schedule, and only iterations that ran are joined: name the iteration_*.json of --pipeline-trace"
+        )
+    return naming(path, Iteration.from_json)

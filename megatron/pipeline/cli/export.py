@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags
-from megatron.pipeline.cli.case import read_case, read_timeline
+from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, wrote
+from megatron.pipeline.planning.document import read, read_timeline, report
 
 _SUFFIXES = (".trace.json", ".json", ".csv")
 
@@ -35,16 +36,15 @@ def run(options: argparse.Namespace) -> None:
     if path.name.endswith(".trace.json"):
         from megatron.pipeline.view.chrome_trace import to_trace
 
-        timeline, case = read_timeline(options.file, options)
-        trace = (
-            to_trace(timeline, case.schedule, case.problem.costs) if case else to_trace(timeline, name=Path(options.file).stem)
-        )
+        timeline, planned = read_timeline(options.file, changes(options))
+        known = {"schedule": planned.schedule, "costs": planned.problem.costs} if planned else {"name": Path(options.file).stem}
+        trace = to_trace(timeline, **known)
         text = json.dumps(trace)
     elif path.name.endswith(".csv"):
         from megatron.pipeline.schedule.lower.torch_csv import to_csv
 
-        text = to_csv(read_case(options.file, options).schedule)
+        text = to_csv(read(options.file, changes(options)).schedule)
     else:
-        text = json.dumps(read_case(options.file, options).report()) + "\n"
+        text = json.dumps(report(read(options.file, changes(options)))) + "\n"
     path.write_text(text, encoding="utf-8")
     wrote(options.output)

@@ -1,109 +1,119 @@
-"""What the flags ask for, planned: one schedule, or all there are."""
+"""What the flags of ``mpipe`` ask for: a ``Request`` of a family or of all, or ``Changes`` of a schedule from a file."""
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 
-from megatron.pipeline.cli.arguments import Stages, check_size
-from megatron.pipeline.cli.case import Case
-from megatron.pipeline.cli.costs import costs_of, with_shards
-from megatron.pipeline.cli.offload import check_costs, wanted
-from megatron.pipeline.planning.choose import Candidate, Refusal, Request, Variant, candidate, candidates
-from megatron.pipeline.schedule import families
+from megatron.pipeline.cli.arguments import Stages
+from megatron.pipeline.planning.costs import COPIES, CostFlags, costs_of, with_shards
+from megatron.pipeline.planning.document import Changes
+from megatron.pipeline.planning.refusals import COSTS_UNIT, MICROBATCHES
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import VocabularyCosts
-from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.schedule.families import AUTO
 
-_REPORTED = (
-    *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
-    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
-    "offload",
-)
+_FILE = "file:"
 
 
-def plan_one(options: argparse.Namespace, variant: Variant) -> Candidate:
-    """Plan and verify one schedule.
+def requested(options: Namespace) -> Request:
+    """What ``mpipe plan`` or ``mpipe compare`` is asked for.
 
     Args:
-        options: of ``size_flags``, ``goal_flags`` and ``cost_flags``, and those of ``mpipe plan`` where there are more.
+        options: of ``size_flags``, ``goal_flags``, ``cost_flags``, ``pass_flags`` and ``offload_flags``, and the schedule's name
+            and sizes for ``mpipe plan``.
 
     Raises:
-        ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
+        ValueError: flags do not go together.
     """
-    _check(options, variant)
-    try:
-        return candidate(_request(options), variant)
-    except ChunksDoNotFit as error:
-        raise ValueError(f"{error}: leave --chunks out") from None
-
-
-def plan_all(options: argparse.Namespace, variants: Iterable[Variant]) -> tuple[list[Candidate], list[Refusal]]:
-    """Plan and verify every schedule that there is, the shortest first; and the others, with the reason."""
-    sizes: list[Refusal] = []
-    fitting: list[Variant] = []
-    for variant in variants:
-        try:
-            _check(options, variant)
-            fitting.append(variant)
-        except ValueError as error:
-            sizes.append(Refusal(variant, str(error)))
-    planned, refused = candidates(_request(options), fitting)
-    return planned, sizes + refused
-
-
-def case_of(planned: Candidate) -> Case:
-    return Case(planned.schedule, planned.problem)
-
-
-def row(planned: Candidate) -> dict[str, Any]:
-    """What the JSON of several schedules says of each."""
-    report = case_of(planned).report(planned.seconds)
-    told = {name: report[name] for name in _REPORTED if name in report}
-    return told | {"label": str(planned.variant), "memory": planned.peak}
-
-
-def _check(options: argparse.Namespace, variant: Variant) -> None:
-    """Refuse a name that no family has, and what would take hours, before anything is made of it."""
-    family = families.named(variant.name)
-    check_size(options.pp, options.microbatches, variant.chunks or family.chunks, variant.splits or family.splits)
-
-
-def _request(options: argparse.Namespace) -> Request:
-    given, vocabulary, offload = vars(options), _vocabulary(options), wanted(options)
-    jitter = given.get("jitter") or 0.0
+    given = vars(options)
+    name = given.get("schedule", AUTO)
+    if name.startswith(_FILE):
+        path = name.removeprefix(_FILE)
+        raise ValueError(f"mpipe plan makes the schedules of families; for a file: mpipe simulate {path}, mpipe verify {path}")
+    costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
     if offload is None:
-        check_costs(options)
+        _check_no_copies(options)
+    jitter = given.get("jitter") or 0.0
     return Request(
+        name,
         options.pp,
         options.microbatches,
-        lambda placement: with_shards(costs_of(options, placement, copies=offload is not None), vocabulary),
+        lambda placement: with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary),
+        given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
-        Objective(options.objective),
-        _stages(given, "recompute"),
-        _stages(given, "fuse"),
-        jitter[0] if isinstance(jitter, list) else jitter,
-        vocabulary,
-        offload,
-        options.host_memory_limit,
+        objective=options.objective,
+        recompute=_stages(options, "recompute"),
+        fused=_stages(options, "fuse"),
+        splits=given.get("splits"),
+        group=given.get("group"),
+        jitter=jitter[0] if isinstance(jitter, list) else jitter,
+        vocabulary=vocabulary,
+        offload=offload,
+        host_limit=options.host_memory_limit,
+        bounded=True,
+        unit=COSTS_UNIT if options.costs else MICROBATCHES,
     )
 
 
-def _vocabulary(options: argparse.Namespace) -> Vocabulary | None:
-    wanted = vars(options).get("vocab_parallel")
-    if wanted in (None, "off"):
-        if options.vocab_cost and "vocab_parallel" in options:
+def changes(options: Namespace) -> Changes:
+    """What the flags of a command say about a schedule from a file; a command need not have all of them.
+
+    Raises:
+        ValueError: flags do not go together.
+    """
+    given = vars(options)
+    _offload(options)
+    return Changes(
+        cost_flags_of(options),
+        options.memory_limit,
+        given.get("objective"),
+        given.get("jitter"),
+        given.get("offload"),
+        given.get("host_memory_limit"),
+    )
+
+
+def cost_flags_of(options: Namespace) -> CostFlags:
+    return CostFlags(**{field.name: getattr(options, field.name) for field in fields(CostFlags)})
+
+
+def _offload(options: Namespace) -> Offload | None:
+    """What ``--offload`` says."""
+    given = vars(options)
+    if given.get("offload") not in (None, OFF):
+        return Offload(given["offload"])
+    if given.get("host_memory_limit") is not None:
+        raise ValueError("--host-memory-limit is for what --offload moves: give --offload selective or full, or leave it out")
+    return None
+
+
+def _check_no_copies(options: Namespace) -> None:
+    """Refuse costs of copies that no pass needs."""
+    named = [name for name in COPIES if name in (options.cost or {})]
+    if named or options.copy:
+        flag = f"--cost {named[0]}=.." if named else "--copy"
+        raise ValueError(f"{flag} is of copies to host memory: give --offload selective or full, or leave it out")
+
+
+def _vocabulary(options: Namespace) -> Vocabulary | None:
+    """What ``--vocab-parallel`` says."""
+    if options.vocab_parallel in (None, OFF):
+        if options.vocab_cost:
             raise ValueError("--vocab-cost is of a spread vocabulary: give --vocab-parallel 1, 2 or interlaced, or leave it out")
         return None
     if options.costs and options.costs.vocabulary == VocabularyCosts() and not options.vocab_cost:
         raise ValueError('--costs has no "vocabulary": give what its passes take with --vocab-cost S=..,T=..')
-    return Vocabulary(wanted)
+    return Vocabulary(options.vocab_parallel)
 
 
-def _stages(given: Mapping[str, Any], flag: str) -> Callable[[Placement], Iterable[int]]:
-    chosen: Stages | None = given.get(flag)
+def _stages(options: Namespace, flag: str) -> Callable[[Placement], Iterable[int]]:
+    """The stages that a flag names, from a placement."""
+    chosen: Stages | None = getattr(options, flag)
 
     def of(placement: Placement) -> Iterable[int]:
         try:

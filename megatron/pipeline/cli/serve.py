@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+from collections.abc import Sequence
 
 from megatron.pipeline.cli.arguments import Commands
+from megatron.pipeline.planning.request import Request
 
 
 def add(commands: Commands) -> None:
@@ -34,7 +38,25 @@ def run(options: argparse.Namespace) -> None:
     """
     from megatron.pipeline.serve.server import serve  # its libraries, which other commands do not need
 
-    serve(options.host, options.port, options.workers, browser=not options.no_browser)
+    serve(requested, options.host, options.port, options.workers, browser=not options.no_browser)
+
+
+def requested(flags: Sequence[str]) -> Request:
+    """What ``mpipe plan`` with these flags asks for.
+
+    Raises:
+        ValueError: what the command would say of them.
+    """
+    from megatron.pipeline.cli import parse
+    from megatron.pipeline.cli.request import requested
+
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            options = parse(["plan", *flags])
+    except SystemExit:  # how argparse refuses flags
+        raise ValueError(complaint.getvalue().strip().removeprefix("mpipe: ")) from None
+    return requested(options)
 
 
 def _host(text: str) -> str:

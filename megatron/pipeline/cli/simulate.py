@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, offload_flags, report_flags
-from megatron.pipeline.cli.case import read_case
+from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, put
-from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.planning.document import read, report
 from megatron.pipeline.schedule.lower.program import Send
 from megatron.pipeline.schedule.rules.verify import verify_programs
 
@@ -28,17 +28,16 @@ def add(commands: Commands) -> None:
 def simulate_file(options: argparse.Namespace) -> None:
     """How good a schedule is, with the costs it was planned with or with others, offloaded or not."""
     check_output(options)
-    case = read_case(options.file, options)
-    put(case.report(), case.timeline, options)
+    planned = read(options.file, changes(options))
+    put(report(planned), planned.timeline, options)
 
 
 def verify_file(options: argparse.Namespace) -> None:
     """Whether a schedule obeys every rule, and its programs cannot deadlock."""
-    case = read_case(options.file, options)
-    schedule = case.schedule
-    programs = lower(schedule, case.problem.costs)
-    verify_programs(schedule, programs)
-    sends = sum(isinstance(operation, Send) for program in programs for operation in program)
+    planned = read(options.file, changes(options))
+    schedule = planned.schedule
+    verify_programs(schedule, planned.programs)
+    sends = sum(isinstance(operation, Send) for program in planned.programs for operation in program)
     shape = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
     count = f"{sum(map(len, schedule.passes))} passes and {sends} sends"
     print(f"{options.file}: {schedule.name} ({shape}) obeys every rule; {count}, no deadlock")

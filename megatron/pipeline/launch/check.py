@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
 from megatron.pipeline.model.slices import check_slices
@@ -70,7 +70,7 @@ def _flag(name: str) -> str:
         "fp4": "--fp4-format",
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     }
-    return flags.get(name, f"--{name.replace('_', '-')}")
+    return flags.get(name, flag_of(name))
 
 
 @contextmanager

@@ -1,252 +1,78 @@
-"""Which schedule is the best here? Every family, planned for the same costs, limit and objective, and a choice among them.
+"""Which schedule is the best here? Every family, planned for the same request, and a choice among them.
 
-wanted = Request(ranks=8, microbatches=32, costs_of=costs_of, memory_limit=6)
-planned, refused = candidates(wanted, variants(ranks=8))
+planned, refused = candidates(Request(AUTO, ranks=8, microbatches=32, costs=costs_of, memory_limit=6), variants(ranks=8))
 schedule = choose(planned).best.schedule
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
+from megatron.pipeline.planning.compose import least_memory, solve
+from megatron.pipeline.planning.planned import Planned, Variant
+from megatron.pipeline.planning.refusals import OtherStages, Refusal, Unit, nothing_fits
+from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
-from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.optimum.bound import own_bound
-from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.jitter import Expected, expected
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.view.table import plain_table
 
-AUTO = families.AUTO
 NEAR = 1.001  # schedules this close to the shortest are as short: costs are not known better than that
-MOST_CHUNKS = 4  # per rank, where nobody says: the bubble of more is hardly shorter, and each sends its activations too
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A family, with what it leaves to its user; None for the family's own."""
-
-    name: str
-    chunks: int | None = None
-    group: int | None = None
-    splits: int | None = None
-
-    def __str__(self) -> str:
-        given = (("v", self.chunks), ("g", self.group), ("S", self.splits))
-        return " ".join([self.name, *(f"{letter}={number}" for letter, number in given if number is not None)])
-
-
-def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[int] | None = None) -> list[Variant]:
-    """What there is to try.
-
-    Args:
-        names: of the families; by default all.
-        chunks: the numbers of chunks per rank to try for families that take several; by default up to ``MOST_CHUNKS``.
-
-    Raises:
-        ValueError: a name is unknown.
-    """
-    found = []
-    for name in families.FAMILIES if names is None else dict.fromkeys(names):
-        family = families.named(name)
-        numbers: Iterable[int | None] = [None]
-        if family.any_chunks:
-            numbers = range(family.chunks, MOST_CHUNKS + 1) if chunks is None else dict.fromkeys(chunks)
-        found += [Variant(name, number, group) for number in numbers for group in _groups(name, ranks)]
-    return found
-
-
-def _groups(name: str, ranks: int) -> Iterator[int | None]:
-    yield None
-    between = -(-3 * ranks // 4)
-    if name == "gis" and ranks // 2 < between < ranks:  # gis has groups of p microbatches, gis-h of p/2
-        yield between
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a schedule is wanted for, whichever family and placement it will have.
-
-    Attributes:
-        ranks, microbatches: at least 1 each.
-        costs_of: from a placement to the costs of its stages; a ValueError says why the model cannot be cut so.
-        memory_limit: the most activation memory that a rank may hold, in the costs' unit; None for any amount.
-        objective: what is to be short.
-        recompute, fused: from a placement to the stages that run R, and to those that run BW.
-        jitter: see ``Problem``; above 0 the expected case is what is compared.
-        vocabulary: how it is spread over all ranks, if it is.
-        offload, host_limit: see ``Problem``.
-    """
-
-    ranks: int
-    microbatches: int
-    costs_of: Callable[[Placement], Costs]
-    memory_limit: float | None = None
-    objective: Objective = Objective.SPAN
-    recompute: Callable[[Placement], Iterable[int]] = lambda placement: ()
-    fused: Callable[[Placement], Iterable[int]] = lambda placement: ()
-    jitter: float = 0.0
-    vocabulary: Vocabulary | None = None
-    offload: Offload | None = None
-    host_limit: float | None = None
-
-    def problem(self, variant: Variant) -> Problem:
-        """What this asks of one family.
-
-        Raises:
-            ValueError: the name is unknown, or sizes, costs or the limit do not fit the family.
-        """
-        placement = families.placement(variant.name, self.ranks, variant.chunks)
-        return families.problem(
-            variant.name,
-            self.ranks,
-            self.microbatches,
-            self.costs_of(placement),
-            variant.chunks,
-            self.memory_limit,
-            objective=self.objective,
-            recompute=self.recompute(placement),
-            fused=self.fused(placement),
-            splits=variant.splits,
-            group=variant.group,
-            jitter=self.jitter,
-            vocabulary=self.vocabulary,
-            offload=self.offload,
-            host_limit=self.host_limit,
-        )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule that was planned and verified.
-
-    Attributes:
-        variant: what was planned.
-        problem: what it was planned for. Its limits are those that the family kept: the user's, or what its name stands for.
-        seconds: how long planning took.
-    """
-
-    variant: Variant
-    problem: Problem
-    schedule: Schedule
-    seconds: float
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        return simulate(self.schedule, self.problem.costs)
-
-    @cached_property
-    def expected(self) -> Expected | None:
-        """The spans and makespans under the problem's jitter, if there is any."""
-        return expected(self.schedule, self.problem.costs, self.problem.jitter) if self.problem.jitter else None
-
-    @property
-    def value(self) -> float:
-        """What is to be short: span or makespan, of the expected case where there is jitter."""
-        if self.expected is None:
-            return self.problem.value(self.timeline)
-        return self.expected.span if self.problem.objective is Objective.SPAN else self.expected.makespan
-
-    @cached_property
-    def peak(self) -> float:
-        """The most that a rank holds, in the costs' unit."""
-        return max(activation_peaks(self.schedule, self.problem.costs))
-
-    @cached_property
-    def bound(self) -> float:
-        """What no order of the passes within the schedule's own memory can beat, in the nominal case: see ``own_bound``."""
-        return own_bound(self.schedule, self.problem)
-
-    @property
-    def gap(self) -> float:
-        """How far the schedule is above that, as a share of it."""
-        return self.problem.value(self.timeline) / self.bound - 1 if self.bound else 0.0
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why there is no schedule of a family.
-
-    Attributes:
-        reason: a sentence for the user.
-        needs: the memory that the family takes, in the costs' unit, where the limit is below it.
-    """
-
-    variant: Variant
-    reason: str
-    needs: float | None = None
-
-
-def candidate(request: Request, variant: Variant) -> Candidate:
-    """Plan and verify one schedule.
-
-    Raises:
-        ValueError: there is none for this name and these sizes, costs and limit.
-    """
-    begin = time.perf_counter()
-    problem = request.problem(variant)
-    schedule = families.solve(variant.name, problem)
-    seconds = time.perf_counter() - begin
-    verify(schedule, problem.costs, problem.limits)
-    return Candidate(variant, problem, schedule, seconds)
-
-
-def candidates(request: Request, wanted: Iterable[Variant]) -> tuple[list[Candidate], list[Refusal]]:
+def candidates(request: Request, wanted: Iterable[Variant]) -> tuple[list[Planned], list[Refusal]]:
     """Plan and verify every schedule that is wanted.
 
     Returns:
-        Those that there are, the shortest first, and of those equally short the one that holds least; and the others.
+        The schedules, the shortest first, and of those equally short the one that holds least; and why there are no others.
     """
-    planned: list[Candidate] = []
+    planned: list[Planned] = []
     refused: list[Refusal] = []
     for variant in wanted:
         try:
-            planned.append(candidate(request, variant))
+            planned.append(request.of(variant).plan())
         except ValueError as error:
-            refused.append(Refusal(variant, str(error), _needs(request, variant)))
-    planned.sort(key=lambda candidate: (candidate.value, candidate.peak))
+            refused.append(Refusal(variant, str(error), *_cause(request.of(variant), error)))
+    planned.sort(key=lambda plan: (plan.value, plan.peak))
     return planned, refused
 
 
-def _needs(request: Request, variant: Variant) -> float | None:
-    """The memory that a family takes, or at least takes, if that is more than the limit."""
-    if request.memory_limit is None:
-        return None
-    try:
-        needs = least_memory(request, variant)
-    except ValueError:
-        return None  # memory is not all that is wrong
-    return needs if needs > request.memory_limit else None
-
-
-def least_memory(request: Request, variant: Variant) -> float:
-    """The memory that a family takes, or at least takes where it plans for limits, in the costs' unit.
+def least_limit(request: Request) -> float:
+    """The least memory limit that the family has a schedule for, in the costs' unit.
 
     Raises:
-        ValueError: there is none for this name and these sizes and costs, whatever the limit.
+        ValueError: it has none for these sizes and costs, whatever the limit.
     """
-    return families.least_memory(variant.name, replace(request, memory_limit=None).problem(variant))
+    return least_memory(request.schedule, replace(request, memory_limit=None).problem())
+
+
+def _cause(request: Request, error: ValueError) -> tuple[float | None, OtherStages | None]:
+    """The memory that the family takes, if that is above the limit; or the stages of its costs, if there are others."""
+    if isinstance(error, OtherStages):
+        return None, error
+    if request.limit is None:
+        return None, None
+    try:
+        needs = least_limit(request)
+    except ValueError:
+        return None, None  # memory is not all that is wrong
+    return (needs if needs > request.limit else None), None
 
 
 def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:
-    """The most that a rank of 1F1B holds where the model is cut into one stage per rank: what limits are told in.
+    """The most that a rank of 1F1B holds where the model is cut into one stage per rank: the unit of limits such as 0.5.
 
     Args:
-        costs: of as many stages as the ranks can share equally, in the model's order; equal stages by default.
+        costs: of a number of stages that the ranks can share equally, in the model's order; equal stages by default.
     """
-    schedule = families.plan("1f1b", ranks, microbatches)
+    schedule = solve("1f1b", Request("1f1b", ranks, microbatches).problem())
     if costs is None:
         return max(activation_peaks(schedule, uniform(schedule.placement)))
     chunks = max(1, len(costs.stages) // ranks)
     held = [sum(stage.activation for stage in costs.stages[rank * chunks : (rank + 1) * chunks]) for rank in range(ranks)]
-    return max(activation_peaks(schedule, Costs(tuple(StageCosts(0, 0, 0, one, one) for one in held))))
+    return max(activation_peaks(schedule, Costs(tuple(StageCosts(0, 0, 0, share, share) for share in held))))
 
 
 @dataclass(frozen=True)
@@ -255,13 +81,51 @@ class Choice:
 
     Attributes:
         why_not: why the others are not the best, by variant.
+        planned, refused: all that were tried.
     """
 
-    best: Candidate
+    best: Planned
     why_not: dict[Variant, str]
+    planned: Sequence[Planned]
+    refused: Sequence[Refusal]
+
+    def table(
+        self,
+        unit: Unit,
+        limit: float | None,
+        time: Callable[[float], str] = "{:g}".format,
+        memory: Callable[[float], str] = "{:g}".format,
+    ) -> str:
+        """All that were tried, the best first, and why each of the others is not taken.
+
+        Args:
+            unit: how the memory that a refused schedule needs is written, and the limit.
+            limit: on memory, in the costs' unit.
+            time, memory: how amounts of the costs' units are written.
+        """
+        problem = self.best.problem
+        goal, other = (Objective.MAKESPAN, Objective.SPAN) if problem.objective is Objective.MAKESPAN else Objective
+        heads = ["schedule", goal, "bubble", other, "memory", "above bound", "why not"]
+        if problem.jitter:
+            heads.insert(1, "expected")
+        cells = [
+            [
+                str(plan.variant),
+                *([time(plan.value)] if problem.jitter else []),
+                time(goal.length(plan.timeline)),
+                f"{goal.bubble_rate(plan.timeline):.1%}",
+                time(other.length(plan.timeline)),
+                memory(plan.peak),
+                f"{plan.gap:z.1%}",
+                self.why_not.get(plan.variant, "-"),
+            ]
+            for plan in sorted(self.planned, key=lambda plan: plan is not self.best)
+        ]
+        cells += [[str(refusal.variant), *["-"] * (len(heads) - 2), refusal.short(unit, limit)] for refusal in self.refused]
+        return plain_table(heads, cells, words=1)
 
 
-def choose(planned: Sequence[Candidate]) -> Choice:
+def choose(planned: Sequence[Planned], refused: Sequence[Refusal] = ()) -> Choice:
     """The shortest schedule; among those within 0.1 % of it the one that holds least, then the one that sends least, and then
     the simplest, whose family comes first in ``FAMILIES``.
 
@@ -270,31 +134,58 @@ def choose(planned: Sequence[Candidate]) -> Choice:
     Raises:
         ValueError: there is nothing to choose from.
     """
-    single = [candidate for candidate in planned if candidate.problem.placement.replicas == 1]
+    single = [plan for plan in planned if plan.problem.placement.replicas == 1]
     if not single:
         raise ValueError(
             "no schedule that holds the model once fits: raise the memory limit, or change the ranks or microbatches"
         )
-    limit = min(candidate.value for candidate in single) * NEAR
-    best = min((candidate for candidate in single if candidate.value <= limit), key=_ties)
+    limit = min(plan.value for plan in single) * NEAR
+    shortest = min((plan for plan in single if plan.value <= limit), key=_ties)
     why_not = {}
-    for candidate in planned:
-        if candidate is best:
+    for plan in planned:
+        if plan is shortest:
             continue
-        if candidate.problem.placement.replicas > 1:
+        if plan.problem.placement.replicas > 1:
             reason = "holds the model twice"
-        elif candidate.value > limit:
-            reason = f"{candidate.value / best.value - 1:.1%} longer"
+        elif plan.value > limit:
+            reason = f"{plan.value / shortest.value - 1:.1%} longer"
         else:
             more = ("holds more", "sends more", "less simple")
-            differ = (mine != its for mine, its in zip(_ties(candidate), _ties(best), strict=True))
+            differ = (mine != its for mine, its in zip(_ties(plan), _ties(shortest), strict=True))
             reason = f"as short, {next((what for what, differs in zip(more, differ, strict=True) if differs), 'no better')}"
-        why_not[candidate.variant] = reason
-    return Choice(best, why_not)
+        why_not[plan.variant] = reason
+    return Choice(shortest, why_not, planned, refused)
 
 
-def _ties(candidate: Candidate) -> tuple[float, int, int]:
+def best(request: Request, tried: Iterable[Variant] | None = None) -> tuple[Planned, Choice | None]:
+    """The schedule that a request asks for; for ``AUTO`` that of the best family, with the choice among all.
+
+    Args:
+        tried: the families that ``AUTO`` may take; by default all, with the request's number of chunks.
+
+    Raises:
+        LimitTooLow: no schedule fits within the memory limit.
+        ValueError: there is no schedule for another reason, or a field is for one family only.
+    """
+    if request.schedule != families.AUTO:
+        try:
+            return request.plan(), None
+        except ChunksDoNotFit as error:
+            raise ValueError(f"{error}: leave --chunks out") from None
+    for field in ("group", "splits"):
+        if getattr(request, field) is not None:
+            raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")
+    if tried is None:
+        tried = variants(request.ranks, chunks=None if request.chunks is None else [request.chunks])
+    planned, refused = candidates(request, tried)
+    if not planned:
+        raise nothing_fits(refused, request.unit, request.limit)
+    choice = choose(planned, refused)
+    return choice.best, choice
+
+
+def _ties(plan: Planned) -> tuple[float, int, int]:
     """What decides between schedules that are equally short: memory, messages per microbatch, and the family's place."""
-    memory = float(f"{candidate.peak:.9g}")  # sums of fractions such as 1/3 differ in their last bits
-    messages = candidate.problem.placement.chunks_per_replica * candidate.problem.splits
-    return memory, messages, list(families.FAMILIES).index(candidate.variant.name)
+    memory = float(f"{plan.peak:.9g}")  # sums of fractions such as 1/3 differ in their last bits
+    messages = plan.problem.placement.chunks_per_replica * plan.problem.splits
+    return memory, messages, list(families.FAMILIES).index(plan.schedule.name)

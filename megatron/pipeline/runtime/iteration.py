@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
@@ -31,7 +31,6 @@ from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.runtime.vocabulary_stages import VocabularyStages
 from megatron.pipeline.runtime.wiring import Wiring, wiring
-from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Program
 
@@ -44,16 +43,8 @@ class ValidationResult(Enum):
     STOPPED = auto()  # training ends before this iteration
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """A schedule that has been verified, with its programs."""
-
-    schedule: Schedule
-    programs: tuple[Program, ...]
-
-
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
-def _wiring(plan: Plan, rank: int) -> Wiring:
+def _wiring(plan: Planned, rank: int) -> Wiring:
     return wiring(plan.programs[rank], rank, plan.schedule.placement)
 
 
@@ -88,7 +79,7 @@ class Iteration:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Planned,
         channels: Channels,
         record: Callable[[], Recorder | Unmeasured] = Unmeasured,
         posting: Posting = Posting.SINGLE,

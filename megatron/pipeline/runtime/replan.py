@@ -19,18 +19,18 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.planning.refusals import HOST_MIB, MIB
 from megatron.pipeline.record import cost_profile
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
 from megatron.pipeline.runtime.ping import ping
-from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
+from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
 from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 _TIMED = 3  # iterations
@@ -122,11 +122,10 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
     try:
         schedules = pipeline.plan_again(costs, limit)
     except LimitTooLow as error:
-        needs = rounded_up(error.least / _MIB)
-        return {"error": f"it needs {needs}MiB on a rank, and the limit is {(limit or 0) / _MIB:g}MiB"}
+        return {"error": f"it needs {MIB.at_least(error.least)} on a rank, and the limit is {MIB.amount(limit or 0)}"}
     except HostLimitTooLow as error:
-        needs, host_limit = rounded_up(ROUNDED_UP * error.least / _MIB), (pipeline.settings.host_limit or 0) / _MIB
-        return {"error": f"one microbatch of a chunk takes {needs}MiB of host memory, and {LIMIT_FLAG} is {host_limit:g}MiB"}
+        needs, given = HOST_MIB.at_least(error.least), MIB.amount(pipeline.settings.host_limit or 0)
+        return {"error": f"one microbatch of a chunk takes {needs} of host memory, and {LIMIT_FLAG} is {given}"}
     except Exception as error:
         return {"error": f"planning failed: {type(error).__name__}: {error}"}
     return {"schedules": {m: one.to_json() for m, one in schedules.items()}, "seconds": time.monotonic() - began}

@@ -1,4 +1,4 @@
-"""What one query of the page is answered with: it becomes the flags of ``mpipe``, and the command's own code does the rest.
+"""What one query of the page is answered with: it becomes the flags of ``mpipe plan``, and these a ``Request``.
 
 So a schedule on the page is the one that ``mpipe plan`` makes, a download is what ``mpipe draw`` or ``mpipe export`` writes, and
 bad parameters are refused in the same words.
@@ -6,9 +6,6 @@ bad parameters are refused in the same words.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
 import json
 import math
 import shlex
@@ -17,13 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from megatron.pipeline import cli
-from megatron.pipeline.cli import plan
-from megatron.pipeline.planning.choose import Variant, variants
+from megatron.pipeline import planning
+from megatron.pipeline.planning.choose import best
+from megatron.pipeline.planning.collecting import without_collecting
+from megatron.pipeline.planning.document import Changes, choice_fields, read, report
+from megatron.pipeline.planning.request import Request, Variant, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.problem import LimitTooLow
-from megatron.pipeline.view.page import Entry, encoded
+from megatron.pipeline.schedule.lower.torch_csv import to_csv
+from megatron.pipeline.schedule.time.simulate import activation_profile
+from megatron.pipeline.view import Entry, draw
+from megatron.pipeline.view.page import encoded
 
+Ask: TypeAlias = Callable[[Sequence[str]], Request]  # from the flags of ``mpipe plan``; a ValueError says what is wrong with them
 Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order given
 
 # What a page may ask of mpipe plan: all but the flags that read and write files, and --exact, which takes minutes.
@@ -32,12 +35,7 @@ FLAGS = (
     *("vocab-cost", "vocab-parallel", "copy", "offload", "host-memory-limit", "memory-limit", "objective", "jitter"),
     *("recompute", "fuse"),
 )
-# The commands that write a plan in another format, and the type of what they write; a plan is JSON already.
-DOWNLOADS = {
-    "json": ((), "application/json"),
-    "csv": (("export",), "text/csv; charset=utf-8"),
-    "svg": (("draw", "--memory"), "image/svg+xml"),
-}
+DOWNLOADS = {"json": "application/json", "csv": "text/csv; charset=utf-8", "svg": "image/svg+xml"}  # formats of a plan, and types
 
 LONG = 1 << 20  # the ``work`` from which on a plan may take many seconds
 _SEARCH = 100  # times as long as to write a known order down
@@ -85,51 +83,47 @@ def command(query: Query) -> str:
     return shlex.join(["mpipe", "plan", *flags(query)])
 
 
-def planned(query: Query) -> Answer:
+def planned(query: Query, ask: Ask) -> Answer:
     """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``; or
     ``message``, why there is none. ``least`` is the least limit that there is a plan for, where the limit makes a difference.
 
     Both have status 200: a browser would report another one as an error of the page.
+
+    Raises:
+        ValueError: the query has a name that is not one of ``FLAGS``.
     """
-    told: dict[str, Any] = {}
-
-    def act(options: argparse.Namespace) -> None:
-        try:
-            case, data, _ = plan.plan(options)
-        except LimitTooLow as error:
-            told["least"] = error.least
-            raise
-        told.update(plan=data, panel=encoded(Entry(case.title, case.timeline, case.schedule, case.problem.costs)))
-        name = options.schedule
-        if name != families.AUTO and families.named(name).uses_limits and case.problem.offload is None:
-            told["least"] = families.least_memory(name, case.problem)
-
-    complaint = _run(["plan", *flags(query)], act)
-    return Answer(200, json.dumps({"message": complaint, **told} if complaint else told).encode())
+    fields: dict[str, Any] = {}
+    given = flags(query)
+    try:
+        with without_collecting():
+            request = ask(given)
+            plan, choice = best(request)
+            fields["plan"] = report(plan) | (choice_fields(choice) if choice else {})
+            fields["panel"] = encoded(Entry(plan.title, plan.timeline, plan.schedule, plan.problem.costs))
+            if not choice and families.named(request.schedule).uses_limits and plan.problem.offload is None:
+                fields["least"] = planning.least_memory(request.schedule, plan.problem)
+    except ValueError as error:
+        fields = {"message": f"mpipe: {error}"}
+        if isinstance(error, LimitTooLow) and request.schedule != families.AUTO:
+            fields["least"] = error.least
+    return Answer(200, json.dumps(fields).encode())
 
 
 def download(plan: bytes, suffix: str) -> Answer:
     """A plan, as ``mpipe plan --json`` prints it, in one of the formats of ``DOWNLOADS``."""
-    command, type = DOWNLOADS[suffix]
-    if not command:
+    type = DOWNLOADS[suffix]
+    if suffix == "json":
         return Answer(200, plan + b"\n", type)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("plan.json").write_bytes(plan)
-        made = Path(f"made.{suffix}")
-        complaint = _run([command[0], "plan.json", *command[1:], "-o", str(made)])
-        return refusal(complaint) if complaint else Answer(200, made.read_bytes(), type)
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = Path(folder, "plan.json"), Path(folder, f"plan.{suffix}")
+        source.write_bytes(plan)
+        whole = read(str(source), Changes())
+        if suffix == "csv":
+            return Answer(200, to_csv(whole.schedule).encode(), type)
+        memory = activation_profile(whole.schedule, whole.timeline, whole.problem.costs)
+        draw({whole.title: whole.timeline}, str(result), {whole.title: memory}, splits={whole.title: whole.schedule.splits})
+        return Answer(200, result.read_bytes(), type)
 
 
 def refusal(message: str) -> Answer:
     return Answer(400, json.dumps({"message": message}).encode())
-
-
-def _run(arguments: Sequence[str], act: Callable[[argparse.Namespace], None] | None = None) -> str:
-    """Run a command; what it complains about, if it does."""
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        try:
-            refused = cli.main(arguments, act) != 0
-        except SystemExit:  # how argparse refuses flags
-            refused = True
-    return said.getvalue().strip() if refused else ""

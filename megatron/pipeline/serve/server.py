@@ -14,6 +14,7 @@ import webbrowser
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -26,11 +27,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from megatron.pipeline.cli.arguments import MOST_PASSES, MOST_RANKS
-from megatron.pipeline.planning.choose import MOST_CHUNKS
+from megatron.pipeline.planning.request import MOST_CHUNKS, MOST_PASSES, MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.serve import answers
-from megatron.pipeline.serve.answers import Answer, Query
+from megatron.pipeline.serve.answers import Answer, Ask, Query
 from megatron.pipeline.serve.workers import Busy, Late, Workers, default_count
 from megatron.pipeline.view.page import WEB as VIEW
 from megatron.pipeline.view.page import looks
@@ -73,15 +73,16 @@ def _size(query: Query, answer: Answer) -> int:
     return len(answer.body) + sum(len(text.encode()) for pair in query for text in pair)
 
 
-def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlette:
+def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -> Starlette:
     """The server as an ASGI application.
 
     Args:
+        ask: from the flags of ``mpipe plan`` to what they ask for; a function of a module, for other processes to import.
         host: what it listens at: requests for any other host but localhost are refused, so that no page of another site can
             ask through a name of its own that leads here.
         workers: how many processes plan; by default one per core, at least 2 and at most 4.
     """
-    pool = Workers(workers or default_count(), _warm_up, _PRELOAD, long=answers.LONG)
+    pool = Workers(workers or default_count(), partial(_warm_up, ask), [*_PRELOAD, ask.__module__], long=answers.LONG)
     kept = _Kept()
 
     @contextlib.asynccontextmanager
@@ -93,7 +94,7 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
         answer = kept.get(query)
         if answer is None:
             try:
-                answer = await pool.run(answers.planned, query, ahead=ahead, work=answers.work(query))
+                answer = await pool.run(answers.planned, query, ask, ahead=ahead, work=answers.work(query))
             except Late as error:
                 raise Busy(f"{error}, which is all that the page has for a plan; run {answers.command(query)}") from None
             kept.put(query, answer)
@@ -109,10 +110,10 @@ def application(host: str = "127.0.0.1", workers: int | None = None) -> Starlett
         """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
 
         async def made() -> Answer:
-            told = json.loads((await planned(_query(request.query_params))).body)
-            if "plan" not in told:
-                return answers.refusal(told["message"])
-            return await pool.run(answers.download, json.dumps(told["plan"]).encode(), suffix)
+            answer = json.loads((await planned(_query(request.query_params))).body)
+            if "plan" not in answer:
+                return answers.refusal(answer["message"])
+            return await pool.run(answers.download, json.dumps(answer["plan"]).encode(), suffix)
 
         suffix = request.path_params["suffix"]
         if suffix not in answers.DOWNLOADS:
@@ -181,7 +182,7 @@ async def _while_wanted(request: Request, made: Awaitable[Answer]) -> Response:
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the browser has gone
         answer = making.result()
         return Response(answer.body, answer.status, media_type=answer.type)
     except Busy as error:
@@ -198,9 +199,9 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _warm_up() -> None:
+def _warm_up(ask: Ask) -> None:
     """Load what the first plan would wait for."""
-    answers.planned((("schedule", "v-auto"), ("pp", "3"), ("microbatches", "7"), ("cost", "F=1,B=1.3,W=0.9,comm=0.1")))
+    answers.planned((("schedule", "v-auto"), ("pp", "3"), ("microbatches", "7"), ("cost", "F=1,B=1.3,W=0.9,comm=0.1")), ask)
 
 
 def _names(host: str) -> list[str]:
@@ -242,8 +243,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
-    """Serve the page until interrupted.
+def serve(ask: Ask, host: str, port: int, workers: int | None, browser: bool) -> None:
+    """Serve the page until interrupted; see ``application`` for the arguments.
 
     Raises:
         ValueError: nothing can listen there.
@@ -253,7 +254,7 @@ def serve(host: str, port: int, workers: int | None, browser: bool) -> None:
     host = at if at in _EVERY_ADDRESS else host  # "0" is one of them, too
     address = f"http://{_in_address(socket.gethostname() if host in _EVERY_ADDRESS else host)}:{port}/"
     print(f"mpipe serves at {address} (Ctrl-C ends it)", flush=True)
-    app = application(host, workers)
+    app = application(ask, host, workers)
     server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), app.state.refuse)
     if browser:
         _open(address)

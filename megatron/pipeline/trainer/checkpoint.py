@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the last one and put in place by a rename, so that a crash leaves a usable one.
+"""Checkpoints: written next to the last one and put in place by a rename, so that a crash leaves a usable one.
 
 The layout is Megatron-LM's, which loads them, as they load its own (``checkpoint_files.py`` finds and checks them). Tensors carry
 global names, so a checkpoint loads under another pipeline size, placement or schedule.
@@ -92,7 +92,7 @@ def save(args: Namespace, training: Training) -> Path:
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
         torch.distributed.barrier()
-    # The writer has errors of many kinds, torch's own not even an Exception, and each of them must name what is left.
+    # The writer has errors of many kinds, torch's own not even an Exception. Each message must name the checkpoint that remains.
     except (Exception, CheckpointException) as error:
         usable = latest(args.save)
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
@@ -148,7 +148,7 @@ def _load(args: Namespace, training: Training, path: Path) -> None:
         training.optimizer.reload_model_params()
     if not args.finetune:
         training.iteration = found["iteration"]
-        # Checkpoints that have no arguments have the samples beside them.
+        # Checkpoints without arguments have the samples in a file of their own.
         training.consumed_samples = found["args"].consumed_train_samples if "args" in found else found["consumed_samples"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from textwrap import indent
@@ -14,19 +15,13 @@ from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
-from megatron.pipeline.planning.choose import (
-    AUTO,
-    Refusal,
-    Request,
-    Variant,
-    candidates,
-    choose,
-    least_memory,
-    peak_of_1f1b,
-    variants,
-)
+from megatron.pipeline.planning.choose import best as choose_best
+from megatron.pipeline.planning.choose import least_limit, peak_of_1f1b
+from megatron.pipeline.planning.planned import Variant
+from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, OtherStages, Unit
+from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
-from megatron.pipeline.runtime.pipeline import ROUNDED_UP, Pipeline
+from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform, with_equal_copies
@@ -34,10 +29,9 @@ from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.trainer.atomic import write_text
-from megatron.pipeline.view.table import Amount, choice_table
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +48,6 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
         ValueError: the schedule is unknown, is not one that training can run, or does not fit the ranks, chunks,
             microbatches, costs or the memory limit.
     """
-    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
     costs = None if args.pipeline_costs in (None, PROFILE) else _read_costs(args.pipeline_costs)
     try:
         pipeline = _plan(args, costs, measure)
@@ -62,64 +55,53 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
             pipeline.check(microbatches, evaluates)
         return pipeline
     except HostLimitTooLow as error:
-        mib = MEMORY_UNITS["MiB"]
         raise ValueError(
-            f"--offload-host-memory {args.offload_host_memory / mib:g}MiB is too little: one microbatch of a chunk takes "
-            f"{rounded_up(ROUNDED_UP * error.least / mib)}MiB or more, as sizes are rounded up: raise it, or leave --offload out"
+            f"--offload-host-memory {MIB.amount(args.offload_host_memory)} is too little: one microbatch of a chunk takes "
+            f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
         ) from None
     except ChunksDoNotFit as error:
         flag = next(name for name in CHUNK_FLAGS if getattr(args, name))
         raise ValueError(f"{error} by --{flag.replace('_', '-')} {getattr(args, flag)}: leave that flag out") from None
     except LimitTooLow as error:
-        text = args.pipeline_memory_limit
+        text, name = args.pipeline_memory_limit, args.pipeline_schedule
         if text is None:
             raise  # a family exceeds what its own name stands for: its message says so
-        needs = _as_limit(error.least, text, peak_of_1f1b(ranks, most, costs))
-        others = " or ".join(_holding_less(args, most, costs))
-        raise ValueError(
-            f"--pipeline-memory-limit {text} is too little for {args.pipeline_schedule}, which needs {needs}: raise it"
-            + (f", or take {others}, which can hold less" if others else "")
-        ) from None
+        suffix = text.lstrip("0123456789.")
+        peak = peak_of_1f1b(args.pipeline_model_parallel_size, max(microbatch_counts(args)), costs)
+        unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else peak)
+        others = _holding_less(args, costs)
+        raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, others) from None
 
 
 def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipeline:
     profiles = args.pipeline_costs == PROFILE
-    ranks, counts = args.pipeline_model_parallel_size, microbatch_counts(args)
-    text = args.pipeline_memory_limit
-    limit = _memory_limit(text, ranks, max(counts), costs)
-    if limit is None and text and not profiles:
-        raise ValueError(f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}")
+    request, text = _request(args, costs), args.pipeline_memory_limit
     notes = []
-    if limit is None and text:
+    if request.limit is None and text:
+        if not profiles:
+            raise ValueError(
+                f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}"
+            )
         notes.append(f" memory limit of {text}: until activations have been measured the schedule is planned without it")
-    name, chunks = args.pipeline_schedule, args.chunks
-    _check_name(name)
-    if name == STOCK and text:
+    _check_name(request.schedule)
+    if request.schedule == STOCK and text:
         raise ValueError(
             f"--pipeline-memory-limit {text}: {STOCK} is megatron-core's own schedule, which takes no limit: take another, such "
             "as v-auto, or leave --pipeline-memory-limit out"
         )
-    vocabulary = _vocabulary(args)
-    if name == AUTO:
-        best, table = _best(args, max(counts), costs)
-        name, chunks = best.name, best.chunks
+    if request.schedule == AUTO:
+        best, table = _best(args, costs)
+        request = replace(request, schedule=best.name, chunks=best.chunks)
         notes.append(table)
     pipeline = Pipeline(
-        name,
-        ranks,
-        chunks,
-        memory_limit=limit,
-        costs=costs,
-        posting=Posting(args.pipeline_p2p),
-        objective=_objective(args),
-        vocabulary=vocabulary,
-        offload=_offload(args),
-        settings=_offload_settings(args),
-        measure=profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
+        request,
+        Posting(args.pipeline_p2p),
+        profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
+        _offload_settings(args),
     )
     pipeline.notes += notes
-    placement = pipeline.placement
-    if pipeline.vocabulary is not vocabulary:  # a file says so itself
+    placement, ranks = pipeline.placement, request.ranks
+    if pipeline.vocabulary is not request.vocabulary:  # a file says so itself
         args.vocab_parallel = str(pipeline.vocabulary)
         check_vocabulary(args)
     if placement.chunks > 1 and ranks == 1:
@@ -136,6 +118,41 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     _check_spread(args, pipeline)
     _check_offload(args, pipeline)
     return pipeline
+
+
+def _request(args: Namespace, costs: Costs | None) -> Request:
+    """What the flags ask for."""
+    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
+    return Request(
+        args.pipeline_schedule,
+        ranks,
+        most,
+        costs,
+        args.chunks,
+        _memory_limit(args.pipeline_memory_limit, ranks, most, costs),
+        # Without post-validation each iteration waits for all ranks to end the one before.
+        objective=Objective.SPAN if args.post_validation else Objective.MAKESPAN,
+        vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
+        offload=None if args.offload == OFF else Offload(args.offload),
+    )
+
+
+def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
+    """What the flags ask of any family: costs that follow its placement, and a limit even before bytes are known."""
+
+    def costs_of(placement: Placement) -> Costs:
+        stage_layers(args, placement)  # a ValueError says that there are too few
+        if costs is None:
+            return with_equal_copies(uniform(placement))
+        if len(costs.stages) != placement.depth:
+            raise OtherStages(placement, len(costs.stages), placement.depth, "--pipeline-costs")
+        return costs
+
+    request = _request(args, costs)
+    limit = request.limit
+    if limit is None and args.pipeline_memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
+        limit = peak_of_1f1b(request.ranks, request.microbatches)
+    return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit)
 
 
 def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
@@ -155,14 +172,6 @@ def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
     raise ValueError(
         f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
     )
-
-
-def _vocabulary(args: Namespace) -> Vocabulary | None:
-    return None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
-
-
-def _offload(args: Namespace) -> Offload | None:
-    return None if args.offload == OFF else Offload(args.offload)
 
 
 def _offload_settings(args: Namespace) -> Settings:
@@ -188,11 +197,6 @@ def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
 
 
 _EXAMPLE = '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
-
-
-def _objective(args: Namespace) -> Objective:
-    """What an iteration takes. Without post-validation each waits for all ranks to end the one before."""
-    return Objective.SPAN if args.post_validation else Objective.MAKESPAN
 
 
 def _check_name(name: str) -> None:
@@ -237,44 +241,31 @@ _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.pl
 _TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
-def _best(args: Namespace, microbatches: int, costs: Costs | None) -> tuple[Variant, str]:
+def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
     """What ``mpipe plan --schedule auto`` would choose among those that train, and the table that says why not the others.
 
-    Without costs nobody knows what the messages of more chunks take: every family then has its own number of chunks, unless the
-    user gives another.
+    Without costs it is not known what the messages of more chunks take: every family then has its own number of chunks, unless
+    the user gives another.
     """
-    request, chunks = _request(args, microbatches, costs), args.chunks
-    wanted = [
-        variant
-        for variant in variants(request.ranks, _trained(args), None if chunks is None else [chunks])
-        if variant.group is None and families.FAMILIES[variant.name].splits == 1  # slices change sums: they are asked for by name
-    ]
-    numbers = {variant: variant.chunks or families.FAMILIES[variant.name].chunks for variant in wanted}
-    if chunks is not None:
-        wanted = [variant for variant in wanted if numbers[variant] == chunks]
-    elif costs is None:
-        wanted = [variant for variant in wanted if numbers[variant] == families.FAMILIES[variant.name].chunks]
-    planned, refused = candidates(request, wanted)
-    needs = [refusal.needs for refusal in refused if refusal.needs is not None]
-    if not planned and needs:
-        raise LimitTooLow("no schedule fits into the limit", min(needs))
-    if not planned:
-        reasons = "; ".join(f"{refusal.variant}: {refusal.reason}" for refusal in refused)
-        raise ValueError(
-            f"--pipeline-schedule auto found no schedule for {request.ranks} ranks and {microbatches} microbatches ({reasons})"
+    request, chunks = _of_any_family(args, costs), args.chunks
+    tried = []
+    for variant in variants(request.ranks, _trained(args), None if chunks is None else [chunks]):
+        family = families.named(variant.name)
+        wanted = chunks or (family.chunks if costs is None else variant.chunks)
+        # Slices change sums: seq-1f1b is asked for by name.
+        if variant.group is None and family.splits == 1 and wanted in (None, variant.chunks or family.chunks):
+            tried.append(variant)
+    best, choice = choose_best(request, tried)
+    assert choice is not None
+    if costs is None:
+        at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.limit)
+    else:
+        mib = MEMORY_UNITS["MiB"]
+        at = f"the costs in {args.pipeline_costs}"
+        table = choice.table(
+            Unit(" MiB", mib), request.limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
         )
-    choice = choose(planned)
-    seconds: Amount = "{:g}".format if costs is None else lambda amount: f"{1e3 * amount:.4g} ms"
-    memory: Amount = "{:g}".format if costs is None else lambda amount: f"{amount / MEMORY_UNITS['MiB']:.4g} MiB"
-
-    def why(refusal: Refusal) -> str:
-        if refusal.needs is None or request.memory_limit is None:
-            return refusal.reason.removeprefix(f"{refusal.variant.name} ")
-        return f"needs {memory(refusal.needs)}, limit {memory(request.memory_limit)}"  # as in the column of memory
-
-    table = choice_table(choice, planned, refused, why, seconds, memory)
-    at = "equal costs: a pass takes 1, memory is in microbatches" if costs is None else f"the costs in {args.pipeline_costs}"
-    return choice.best.variant, f" schedule auto is {choice.best.variant}, at {at}\n{indent(table, '  ')}"
+    return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
 
 def _trained(args: Namespace) -> list[str]:
@@ -283,37 +274,15 @@ def _trained(args: Namespace) -> list[str]:
     return [name for name in _TRAINED if several or families.FAMILIES[name].chunks == 1]
 
 
-def _request(args: Namespace, microbatches: int, costs: Costs | None) -> Request:
-    """What the flags ask of any schedule."""
-    ranks, text = args.pipeline_model_parallel_size, args.pipeline_memory_limit
-
-    def costs_of(placement: Placement) -> Costs:
-        stage_layers(args, placement)  # a ValueError says that there are too few
-        if costs is None:
-            return with_equal_copies(uniform(placement))
-        if len(costs.stages) != placement.ranks * placement.chunks:
-            raise ValueError(
-                f"needs costs of {placement.ranks * placement.chunks} stages, --pipeline-costs has {len(costs.stages)}"
-            )
-        return costs
-
-    limit = _memory_limit(text, ranks, microbatches, costs)
-    if limit is None and text:  # what is not yet known in bytes is taken to be 1F1B's peak
-        limit = peak_of_1f1b(ranks, microbatches, None)
-    return Request(
-        ranks, microbatches, costs_of, limit, objective=_objective(args), vocabulary=_vocabulary(args), offload=_offload(args)
-    )
-
-
-def _holding_less(args: Namespace, microbatches: int, costs: Costs | None) -> list[str]:
+def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
     """Other families that plan for limits, and can hold no more than the one that is given."""
     if args.pipeline_schedule == AUTO:
         return []  # has tried them all
-    request = _request(args, microbatches, costs)
+    request = _of_any_family(args, costs)
 
     def fits(name: str) -> bool:
         try:
-            return request.memory_limit is not None and least_memory(request, Variant(name)) <= request.memory_limit
+            return request.limit is not None and least_limit(request.of(Variant(name))) <= request.limit
         except ValueError:
             return False  # memory is not all that is wrong
 
@@ -343,9 +312,3 @@ def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs 
     if match[2]:
         return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
     return float(match[1]) * peak_of_1f1b(ranks, microbatches, costs)
-
-
-def _as_limit(amount: float, text: str, peak: float) -> str:
-    """An amount of memory as the limit ``text`` is written, in bytes or in peaks of 1F1B; never less than it is."""
-    unit = text.lstrip("0123456789.")
-    return rounded_up(amount / (MEMORY_UNITS[unit] if unit else peak)) + unit

@@ -23,7 +23,7 @@ _PACKAGES = {"huggingface": "transformers", "sentencepiece": "sentencepiece", "t
 
 
 class ByteLevelTokenizer:
-    """Every byte is a token, and ``eod`` is one more: lossless for any file, whatever its encoding.
+    """Every byte is a token, and ``eod`` is one more: lossless for files in any encoding.
 
     megatron-core's own byte tokenizer drops trailing white space and takes the byte 0 for the end of a document,
     so it could not give a text back. Bytes that are not UTF-8 travel as Python's surrogate escapes.

@@ -12,11 +12,12 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
+from megatron.pipeline import planning
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
-from megatron.pipeline.planning.choose import Variant
+from megatron.pipeline.costmodel.memory import FixedMemory, RankMemory, fixed_memory, gradient_bytes, predict, recomputed
+from megatron.pipeline.planning.request import Request, Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import OFF, STOCK
@@ -29,7 +30,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 
-BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; the last sum has nothing to run beside
+BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
@@ -39,7 +40,7 @@ _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as mu
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of a kind, on nodes of so many."""
+    """A cluster of identical nodes."""
 
     device: Device
     gpus: int
@@ -103,7 +104,7 @@ class Parts:
         messages: waiting for the ranks that share a layer.
         recomputation: forwards that run again.
         inequality: until the rank with most to do has done as much.
-        bubble: what is left of the pipeline.
+        bubble: the rest of the pipeline's time, idle.
         between: two pipelines: gradients, step and weights.
     """
 
@@ -159,7 +160,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """A candidate that does not fit, with the bytes that its fullest rank needs at least.
+    """A candidate that does not fit into memory, with the fewest bytes that its fullest rank needs.
 
     Attributes:
         state: how many of these are weights, gradients and optimizer state.
@@ -174,7 +175,7 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class Dominated:
-    """A candidate of which it is known, mostly without planning, that it takes longer than was asked for.
+    """A candidate that is known, mostly without planning, to take longer than another one.
 
     Attributes:
         memory_bound: whether it might not, had it more memory.
@@ -187,34 +188,34 @@ class Dominated:
 
 
 def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Infeasible | Dominated:
-    """What a candidate takes and holds.
+    """The time and the memory of a candidate.
 
     Args:
-        beat: seconds of an iteration; what takes longer is of no use, and not planned where that is known before.
+        beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
     args, placement, variant = candidate.args, candidate.placement, candidate.variant
-    besides = beside_activations(args, placement, candidate.layers, candidate.vocabulary)
-    left = [cluster.device.memory - beside.total for beside in besides]
+    fixed = fixed_memory(args, placement, candidate.layers, candidate.vocabulary)
+    left = [cluster.device.memory - each.total for each in fixed]
     if min(left) <= 0:
-        return _infeasible(candidate, besides, 0.0)
+        return _infeasible(candidate, fixed, 0.0)
     costs = costs_of(cluster, candidate)
-    between = between_pipelines(cluster, candidate, besides, costs)
+    between = between_pipelines(cluster, candidate, fixed, costs)
     chooses = families.named(variant.name).plans_for_limits
     limit = min(left) if chooses else None
     if not chooses and not candidate.offload:
         least = _least_peaks(candidate, costs)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
-            return _infeasible(candidate, besides, max(least))
+            return _infeasible(candidate, fixed, max(least))
     try:
         planned = _plan(candidate, costs, limit, beat - between)
     except LimitTooLow as error:
-        return _infeasible(candidate, besides, error.least)
+        return _infeasible(candidate, fixed, error.least)
     if isinstance(planned, Dominated):
         return planned
     schedule, memory_bound, pipeline = planned
     ranks = predict(args, schedule, candidate.layers)
     if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
-        return _infeasible(candidate, besides, max(rank.activations for rank in ranks))
+        return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
     mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
@@ -222,7 +223,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
 
 
 def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
-    """What its passes take and hold."""
+    """Seconds and bytes of its passes."""
     args, shape = candidate.args, Shape.of(candidate.args)
     overlaps = candidate.variant.name == "interleaved" and getattr(args, "overlap_p2p_comm", True)
     waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
@@ -242,12 +243,12 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
 
 
 def _fuses_again(args: Namespace) -> bool:
-    """Whether W runs with B since that makes its inputs again: see ``memory.recomputed``."""
+    """Whether W runs with B, which recomputes its inputs: see ``memory.recomputed``."""
     return bool(args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block")
 
 
 def links_of(cluster: Cluster, args: Namespace) -> Links:
-    """What the ranks of a training talk over."""
+    """The links between the ranks of a training."""
     return Links.of(
         cluster.device,
         cluster.per_node,
@@ -259,7 +260,7 @@ def links_of(cluster: Cluster, args: Namespace) -> Links:
     )
 
 
-def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Beside], costs: Costs) -> float:
+def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
     """Seconds between two pipelines on the slowest rank.
 
     Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
@@ -267,7 +268,7 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Besi
     """
     args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
     copies = args.data_parallel_size * args.context_parallel_size
-    count = max(beside.count.total for beside in besides)
+    count = max(each.count.total for each in fixed)
     own = count / copies if args.use_distributed_optimizer else count
     step = device.moving(STEP_BYTES * own)
     tied = 0.0
@@ -294,13 +295,13 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Besi
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
-    """Seconds that no schedule of this candidate can beat, by the work of its busiest rank alone: known in a moment."""
+    """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once."""
     costs = costs_of(cluster, candidate)
     return max(_work(candidate, costs)) + candidate.microbatches * costs.vocabulary.total
 
 
 def planned_microbatches(candidate: Candidate) -> int:
-    """As many as say what all of them take."""
+    """Microbatches to plan for, of which the time of all of them follows."""
     whole, ranks = candidate.microbatches, candidate.placement.ranks
     fewer = max(_ROUNDS * ranks, 2 * ranks + whole % ranks)
     fewer += (whole - fewer) % ranks  # interleaved wants multiples of the ranks
@@ -308,14 +309,18 @@ def planned_microbatches(candidate: Candidate) -> int:
 
 
 def work(candidate: Candidate) -> float:
-    """What planning it takes, in thousands of passes that are placed: the same on every machine, and roughly as its time goes."""
+    """The cost of planning it in thousands of placed passes: the same on every machine, and roughly proportional to time."""
     passes = 3 * (candidate.placement.last_stage + 1) * planned_microbatches(candidate) / 1000
     searched = _SEARCHED if families.named(candidate.variant.name).plans_for_limits else 0
     return passes * (_OFFLOADED if candidate.offload else 1) + searched
 
 
 def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Dominated:
-    """The schedule of ``planned_microbatches``, whether more memory might shorten it, and the seconds of a pipeline of all."""
+    """Plan for ``planned_microbatches`` and extrapolate.
+
+    Returns:
+        The schedule, whether more memory might shorten it, and the seconds of a pipeline of all microbatches.
+    """
     whole, count = candidate.microbatches, planned_microbatches(candidate)
     problem = _problem(candidate, costs, count, limit)
     more = (whole - count) * (max(_work(candidate, costs)) / whole + costs.vocabulary.total)
@@ -324,13 +329,13 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
     if least + more > beat:
         return Dominated(candidate, free + more <= beat, planned=False)
     memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
-    schedule = families.solve(candidate.variant.name, problem)
+    schedule = planning.solve(candidate.variant.name, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
         if seconds + more > beat:
             return Dominated(candidate, memory_bound, planned=True)  # not worth planning again
         step = min(candidate.placement.ranks, count - 1)
-        shorter = families.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
+        shorter = planning.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
     return schedule, memory_bound, seconds + more * (count < whole)
 
@@ -340,12 +345,12 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
     ranks = candidate.placement.ranks
     count = min(candidate.microbatches, 2 * ranks)
     bare = replace(candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF}))
-    schedule = families.solve(candidate.variant.name, _problem(bare, costs, count, None))
+    schedule = planning.solve(candidate.variant.name, _problem(bare, costs, count, None))
     return activation_peaks(recomputed(candidate.args, Shape.of(candidate.args), schedule), costs)
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
-    return families.problem(
+    request = Request(
         candidate.variant.name,
         candidate.placement.ranks,
         microbatches,
@@ -357,6 +362,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         vocabulary=candidate.vocabulary,
         offload=candidate.offload,
     )
+    return request.problem()
 
 
 def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
@@ -398,6 +404,6 @@ def _without_links(device: Device) -> Device:
     return device.with_links(1e30)
 
 
-def _infeasible(candidate: Candidate, besides: list[Beside], activations: float) -> Infeasible:
-    fullest = max(besides, key=lambda beside: beside.total)
+def _infeasible(candidate: Candidate, fixed: list[FixedMemory], activations: float) -> Infeasible:
+    fullest = max(fixed, key=lambda each: each.total)
     return Infeasible(candidate, fullest.total + activations, fullest.state, state_too_large=not activations)

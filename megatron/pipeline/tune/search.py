@@ -35,7 +35,7 @@ Outcome: TypeAlias = Result | Infeasible | Dominated
 
 @dataclass
 class Found:
-    """What a search has found.
+    """The outcome of a search.
 
     Attributes:
         results: all that fit, the fastest first.
@@ -152,11 +152,11 @@ def search(
 
     Args:
         stock: of those that megatron-core's own schedules can run, instead of ours.
-        wanted: how many layouts are to be ranked; whatever is slower is not planned.
+        wanted: how many layouts are to be ranked; slower ones are not planned.
         processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
         budget: the most ``work`` that planning may take; what exceeds it is left out.
         seconds: after which the search ends with what it has by then, which depends on the machine.
-        progress: told again and again how many candidates are done with, and how many are known.
+        progress: called with the numbers of candidates that are finished and that are known.
 
     Raises:
         BrokenProcessPool: a process has died.

@@ -237,7 +237,7 @@ def _columns(axes: Axes, timeline: Timeline) -> None:
 
 
 def _stacked(passes: Sequence[Timed], origin: float, per_time: float, lines: int) -> numpy.ndarray:
-    """An image of so many lines: in each column, every kind of pass is as high as its share of the time."""
+    """An image of ``lines`` lines: in each column, every kind of pass is as high as its share of the time."""
     import numpy
 
     kinds = list(COLOURS)

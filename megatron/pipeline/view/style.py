@@ -12,7 +12,7 @@ from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
+# Okabe and Ito's palette: distinct with every kind of colour blindness, and in grey by their lightness.
 COLOURS = {
     Kind.F: "#56B4E9",
     Kind.R: "#CC79A7",

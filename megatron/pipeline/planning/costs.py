@@ -1,90 +1,134 @@
-"""What the flags say about costs, for a placement; and how costs are told in the JSON of a schedule."""
+"""What passes cost, from the cost flags of ``mpipe`` and from the JSON of a schedule; and how that JSON says it."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
-from megatron.pipeline.cli.arguments import COPIES, EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
+from megatron.pipeline.planning.refusals import OtherStages
 from megatron.pipeline.schedule.core.costs import (
+    COST_RANGE,
     EQUAL_SHARDS,
     CopyCosts,
     Costs,
     StageCosts,
     VocabularyCosts,
     by_name,
+    is_cost,
     uniform,
     with_equal_copies,
 )
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 
+Numbers: TypeAlias = dict[str, float]
+
+COPIES = ("D2H", "H2D")
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES)
+MEMORY = ("B", "W", "R")
+EXTRA = ("F", "B", "W", "activation")
+SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
+SHARED = ("both", "switch", "shared")
 _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
 
 
-def costs_of(
-    options: argparse.Namespace, placement: Placement, told: Mapping[str, Any] | None = None, copies: bool = False
-) -> Costs:
-    """The costs of every stage of a placement: from the flags, and what they leave open from a file or by default.
+@dataclass(frozen=True)
+class CostFlags:
+    """What a user says about costs, in the words of ``mpipe``; None for what is left to the file, or to the defaults.
+
+    Attributes:
+        cost, activation, vocab_cost: one rank's share of one microbatch, by ``TIMES``, ``MEMORY`` and ``SPREAD``.
+        copy: how copies disturb each other, by ``SHARED``.
+        first_stage, last_stage: what is added to the first and the last stage, by ``EXTRA``.
+        costs: of every stage, in place of ``cost``, ``activation``, ``first_stage`` and ``last_stage``.
+    """
+
+    cost: Numbers | None = None
+    activation: Numbers | None = None
+    first_stage: Numbers | None = None
+    last_stage: Numbers | None = None
+    vocab_cost: Numbers | None = None
+    copy: Numbers | None = None
+    costs: Costs | None = None
+
+
+def checked(given: object, names: tuple[str, ...]) -> Numbers:
+    """Numbers by name, from the command line or a file.
+
+    Raises:
+        ValueError: not a table of numbers, an unknown name, or a number out of range.
+    """
+    allowed = f"allowed are {', '.join(names)}, each {COST_RANGE}"
+    if not isinstance(given, dict):
+        raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
+    for name, value in given.items():
+        if name not in names:
+            raise ValueError(f"unknown cost {name!r}; {allowed}")
+        if not is_cost(value):
+            raise ValueError(f"{name}={value}; {allowed}")
+    return {name: float(value) for name, value in given.items()}
+
+
+def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | None = None, copies: bool = False) -> Costs:
+    """The costs of every stage of a placement: from the flags, then from a schedule's file, then by default.
 
     One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
     is 1. The extras of the first and the last stage come on top, and ``--costs`` is meant, for every replica of the model.
 
     Args:
-        options: of ``cost_flags``.
-        told: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
+        file: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
             which may be missing.
-        copies: whether activations go to host memory: where nobody says what that takes, k is 1, so that either direction takes
-            half of F + B + W.
+        copies: whether activations go to host memory: where neither flags nor file say what that takes, k is 1, so that either
+            direction takes half of F + B + W.
 
     Raises:
-        ValueError: numbers are out of range, for another number of stages, or ``--costs`` comes with flags that it replaces.
+        OtherStages: costs are those of another number of stages.
+        ValueError: numbers are out of range, or ``--costs`` comes with flags that it replaces.
     """
-    told = told or {}
-    if options.costs:
-        costs = _file_only(options)
+    file = file or {}
+    if flags.costs:
+        costs = _alone(flags, flags.costs)
         _check_count(costs, placement, placement.depth)
         costs = replace(costs, stages=costs.stages * placement.replicas)
-    elif told.get("stage_costs") is not None:
-        costs = Costs.from_fields(told["stage_costs"])
+    elif file.get("stage_costs") is not None:
+        costs = Costs.from_fields(file["stage_costs"])
         _check_count(costs, placement, placement.last_stage + 1)
-        costs = _set(costs, placement, options.cost or {}, options.activation)
+        costs = _set(costs, placement, flags.cost or {}, flags.activation)
     else:
-        cost = checked(told.get("costs", {}), TIMES) | (options.cost or {})
-        activation = options.activation or checked(told.get("activation", {}), MEMORY)
+        cost = checked(file.get("costs", {}), TIMES) | (flags.cost or {})
+        activation = flags.activation or checked(file.get("activation", {}), MEMORY)
         cost.setdefault("R", cost.get("F", 1.0))
         costs = _set(uniform(placement), placement, cost, activation)
-    shared = checked(told.get("copies", {}), SHARED) | (options.copy or {})
+    shared = checked(file.get("copies", {}), SHARED) | (flags.copy or {})
     if shared:
         costs = replace(costs, copies=_shared(costs.copies, shared))
-    told_costs = told.get("costs")
-    named = {*(told_costs if isinstance(told_costs, dict) else ()), *(options.cost or ())}
+    in_file = file.get("costs")
+    named = {*(in_file if isinstance(in_file, dict) else ()), *(flags.cost or ())}
     if copies and named.isdisjoint(COPIES) and costs.copies.to_host == costs.copies.to_device == 0:
         costs = with_equal_copies(costs)
-    spread = checked(told.get("vocab_costs", {}), SPREAD) | (options.vocab_cost or {})
+    spread = checked(file.get("vocab_costs", {}), SPREAD) | (flags.vocab_cost or {})
     if spread:
         costs = replace(costs, vocabulary=VocabularyCosts(**({"S": EQUAL_SHARDS.S, "T": EQUAL_SHARDS.T} | spread)))
-    return _with_extras(costs, placement, options.first_stage or {}, options.last_stage or {})
+    return _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
 
 
 def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
-    """Costs with those of the vocabulary, if it is spread and nobody said what it costs."""
+    """Costs with the default ones of the vocabulary, if it is spread and neither flags nor file say what it costs."""
     return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
 def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], float]) -> float:
-    """One rank's share, on average, of what is said of every stage."""
+    """One rank's share, on average, of a value of every stage."""
     values = list(map(value, costs.stages))
     mean = values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
     return mean * placement.chunks_per_replica
 
 
 def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, copies: bool = False) -> dict[str, Any]:
-    """What ``costs_of`` reads back: one rank's share on average, and every stage where that does not say it all.
+    """What ``costs_of`` reads back: one rank's share on average, and every stage where these do not suffice.
 
     Args:
         vocabulary: whether it is spread, so that its costs matter.
@@ -95,39 +139,36 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     def share(field: str) -> float:
         return share_of(costs, placement, attrgetter(field))
 
-    told = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
+    times = {name: share(_FIELDS[name]) for name in ("F", "B", "W")} | {"comm": costs.hop}
     held = {"B": share("activation"), "W": share("retained")}
     if all(stage.fused is not None for stage in stages):
-        told["BW"] = share("fused")
+        times["BW"] = share("fused")
     if any(stage.recompute != stage.forward for stage in stages):
-        told["R"] = share("recompute")
+        times["R"] = share("recompute")
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
-    told_all: dict[str, Any] = {"costs": told, "activation": held}
+    fields: dict[str, Any] = {"costs": times, "activation": held}
     if vocabulary:
-        told_all["vocab_costs"] = by_name(costs.vocabulary)
+        fields["vocab_costs"] = by_name(costs.vocabulary)
     if copies:
         moved = share_of(costs, placement, StageCosts.moved)
-        told |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
-        told_all["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
+        times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
+        fields["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
     if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None:
-        return told_all
-    return told_all | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
+        return fields
+    return fields | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
 
 
-def _file_only(options: argparse.Namespace) -> Costs:
+def _alone(flags: CostFlags, costs: Costs) -> Costs:
     for flag in ("cost", "activation", "first_stage", "last_stage"):
-        if getattr(options, flag):
+        if getattr(flags, flag):
             raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
-    return options.costs
+    return costs
 
 
 def _check_count(costs: Costs, placement: Placement, stages: int) -> None:
     if len(costs.stages) != stages:
-        raise ValueError(
-            f"costs of {len(costs.stages)} stages; this schedule has {stages} ({placement.ranks} ranks with "
-            f"{placement.chunks} chunk(s) each)"
-        )
+        raise OtherStages(placement, len(costs.stages), stages, "--costs")
 
 
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:

@@ -1,0 +1,284 @@
+"""The JSON of a schedule: what ``mpipe plan --json`` prints, and what every command, the page and training read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron.pipeline.planning.choose import Choice
+from megatron.pipeline.planning.compose import adapted
+from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
+from megatron.pipeline.planning.planned import Planned, Variant, above
+from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.passes import Kind, Offload
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
+from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
+from megatron.pipeline.schedule.transforms.transform import without_copies
+
+GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation lets its iterations interlock
+_Read = TypeVar("_Read")
+
+_OF_EACH = (
+    *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
+    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
+    "offload",
+)
+
+
+def report(planned: Planned) -> dict[str, Any]:
+    """What ``--json`` prints of a schedule; ``read`` reads it."""
+    schedule, problem, timeline = planned.schedule, planned.problem, planned.timeline
+    copies = schedule.has_copies or problem.offload is not None
+    bounds = {goal: own_bound(schedule, replace(problem, objective=goal)) for goal in Objective}
+    return {
+        "schedule": schedule.name,
+        "pp": schedule.ranks,
+        "chunks": schedule.placement.chunks,
+        "microbatches": schedule.microbatches,
+        **cost_fields(schedule.placement, problem.costs, schedule.vocabulary is not None, copies),
+        **_limits(planned),
+        **({"fuse": sorted(problem.fused)} if problem.fused else {}),
+        "objective": str(problem.objective),
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_rate": timeline.bubble_rate,
+        "makespan_bubble_rate": timeline.makespan_bubble_rate,
+        "peak_activation": planned.peaks,
+        "lower_bound": bounds[Objective.SPAN],
+        "gap": above(timeline.span, bounds[Objective.SPAN]),
+        "makespan_lower_bound": bounds[Objective.MAKESPAN],
+        "makespan_gap": above(timeline.makespan, bounds[Objective.MAKESPAN]),
+        **_expected(planned),
+        **({"offload": gain(planned)} if copies else {}),
+        **({} if planned.seconds is None else {"plan_seconds": planned.seconds}),
+        **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
+    }
+
+
+def row(planned: Planned) -> dict[str, Any]:
+    """What the JSON of several schedules says of each."""
+    fields = report(planned)
+    return {name: fields[name] for name in _OF_EACH if name in fields} | {
+        "label": str(planned.variant),
+        "memory": planned.peak,
+    }
+
+
+def choice_fields(choice: Choice) -> dict[str, Any]:
+    """What the JSON of a choice says besides the best: those that were planned, then those that could not be."""
+    rows = [row(plan) | {"why_not": choice.why_not.get(plan.variant)} for plan in choice.planned]
+    missing = [{"schedule": each.variant.name, "label": str(each.variant), "why_not": each.reason} for each in choice.refused]
+    return {"candidates": rows + missing}
+
+
+def _limits(planned: Planned) -> dict[str, float]:
+    """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
+    if planned.limit is None:
+        return {}
+    if planned.schedule.has_copies:
+        return {"memory_limit": planned.limit}
+    least = smallest_sustaining_limit(with_own_passes(planned.schedule, planned.problem))
+    return {"memory_limit": planned.limit, "sustaining_limit": least}
+
+
+def _expected(planned: Planned) -> dict[str, float]:
+    """What an iteration takes on average where pass times vary, if they do."""
+    if planned.expected is None:
+        return {}
+    jitter, case = planned.problem.jitter, planned.expected
+    return {"jitter": jitter, "expected_span": case.span, "expected_makespan": case.makespan}
+
+
+def gain(planned: Planned) -> dict[str, Any]:
+    """What the JSON says of a schedule with copies to host memory; memory is in the costs' unit.
+
+    Returns:
+        ``mode`` (None for copies that are a user's own), ``k``, by rank what is ``moved`` in an iteration, the ``moved_share`` of
+        what all F allocate, and ``host_peak``; and ``peak_without`` and ``span_without`` of the same passes without copies.
+    """
+    schedule, problem, costs = planned.schedule, planned.problem, planned.problem.costs
+    plain = without_copies(schedule)
+    allocated = _allocated(plain, problem)
+    away = moved(schedule, costs)
+    return {
+        "mode": problem.offload and str(problem.offload),
+        "k": costs.k(problem.recompute),
+        "moved": away,
+        "moved_share": [part / whole if whole else 0.0 for part, whole in zip(away, allocated, strict=True)],
+        "peak_without": activation_peaks(plain, costs),
+        "host_peak": host_peaks(schedule, costs),
+        **({} if problem.host_limit in (None, math.inf) else {"host_limit": problem.host_limit}),
+        "span_without": simulate(plain, costs).span,
+    }
+
+
+def _allocated(schedule: Schedule, problem: Problem) -> list[float]:
+    """What all F of a rank allocate in an iteration."""
+    stages = problem.costs.sliced(schedule.splits).stages
+    return [
+        sum(
+            stages[schedule.placement.stage(rank, work.chunk)].allocated(Kind.F, schedule.recomputes(rank, work))
+            for work in row
+            if work.kind is Kind.F
+        )
+        for rank, row in enumerate(schedule.passes)
+    ]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a user says about a schedule from a file; None for what the file says.
+
+    Attributes:
+        costs: what passes cost.
+        memory_limit: the most activation memory a rank may hold.
+        objective, jitter: what the schedule is judged by.
+        offload: ``OFF`` or a mode of ``Offload``: the file's copies to host memory go, and those of the mode come.
+        host_limit: see ``Problem``.
+    """
+
+    costs: CostFlags = field(default_factory=CostFlags)
+    memory_limit: float | None = None
+    objective: str | None = None
+    jitter: float | None = None
+    offload: str | None = None
+    host_limit: float | None = None
+
+
+def read(path: str, changes: Changes) -> Planned:
+    """A schedule from a JSON or CSV file that obeys every rule, with costs and limit from the user, or else from the file.
+
+    Raises:
+        ValueError: the file cannot be read, is malformed, or the schedule breaks a rule; the message names the file.
+    """
+    return naming(path, lambda text: _planned(path, text, changes))
+
+
+def read_timeline(path: str, changes: Changes) -> tuple[Timeline, Planned | None]:
+    """When everything runs: a schedule's passes, simulated, with the schedule; or a recorded timeline alone.
+
+    Raises:
+        ValueError: the file cannot be read, is malformed, or the schedule breaks a rule; the message names the file.
+    """
+    if not is_schedule(path):
+        return naming(path, Timeline.from_json), None
+    planned = read(path, changes)
+    return planned.timeline, planned
+
+
+def naming(path: str, read: Callable[[str], _Read]) -> _Read:
+    """What ``read`` makes of the text of a file; its complaints name the file.
+
+    Raises:
+        ValueError: the file cannot be read, or what ``read`` raised.
+    """
+    text = read_text(path)
+    try:
+        return read(text)
+    except RecursionError:
+        raise ValueError(f"{path}: not a schedule: the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_text(path: str) -> str:
+    """The content of a file.
+
+    Raises:
+        ValueError: it cannot be read, or is not text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
+
+
+def is_schedule(path: str) -> bool:
+    """Whether a file holds passes without times."""
+    return _is_table(path) or '"passes"' in read_text(path)
+
+
+def _is_table(path: str) -> bool:
+    """Whether a file holds passes as CSV."""
+    return Path(path).suffix.lower() == ".csv"
+
+
+def _planned(path: str, text: str, changes: Changes) -> Planned:
+    if _is_table(path):
+        from megatron.pipeline.schedule.lower.torch_csv import from_csv
+
+        schedule, file = from_csv(text, Path(path).stem), {}
+    else:
+        schedule, file = Schedule.from_json(text), json.loads(text)
+    asked, (mode, host_limit) = None, _offload(file)
+    if changes.offload:
+        asked = None if changes.offload == OFF else Offload(changes.offload)
+        schedule, mode, host_limit = without_copies(schedule), asked, changes.host_limit
+    costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
+    limit = changes.memory_limit
+    if limit is None and not asked:  # offloaded, it is to hold less than what it was planned for
+        limit = _number(file, "memory_limit")
+    objective = changes.objective or file.get("objective", GOAL)
+    if objective not in list(Objective):
+        raise ValueError(f"objective must be one of {', '.join(Objective)}, got {objective!r}")
+    fused = file.get("fuse", [])
+    if not isinstance(fused, list) or not all(type(stage) is int for stage in fused):
+        raise ValueError(f"fuse must be a list of stages, got {fused!r}")
+    problem = Problem(
+        schedule.placement,
+        schedule.microbatches,
+        with_shards(costs, schedule.vocabulary),
+        None if limit is None else (limit,) * schedule.ranks,
+        Objective(objective),
+        splits=schedule.splits,
+        jitter=_number(file, "jitter") or 0.0 if changes.jitter is None else changes.jitter,
+        vocabulary=schedule.vocabulary,
+        offload=mode,
+        host_limit=host_limit,
+    )
+    schedule = adapted(schedule, problem, asked)
+    stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
+    problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
+    return Planned(schedule, problem, Variant(schedule.name))
+
+
+def _offload(file: Mapping[str, Any]) -> tuple[Offload | None, float | None]:
+    """With which mode, and which limit on host memory, the file says that it was planned."""
+    about = file.get("offload", {})
+    if not isinstance(about, dict):
+        raise ValueError(f"offload must be an object with the mode, got {repr(about)[:40]}")
+    mode = about.get("mode")
+    if mode is not None and mode not in list(Offload):
+        raise ValueError(f"the mode of offload must be one of {', '.join(Offload)}, got {mode!r}")
+    return Offload(mode) if mode else None, _number(about, "host_limit")
+
+
+def _number(file: Mapping[str, Any], name: str) -> float | None:
+    value = file.get(name)
+    if value is None or (type(value) in (int, float) and (0 <= value <= 1e100 or value == math.inf)):
+        return value
+    raise ValueError(f"{name} must be a number between 0 and 1e100, got {repr(value)[:40]}")
+
+
+def _all_run(schedule: Schedule, kind: Kind) -> frozenset[int]:
+    """The stages that run a kind of pass for every microbatch."""
+    runs = Counter(
+        schedule.placement.stage(rank, work.chunk)
+        for rank, passes in enumerate(schedule.passes)
+        for work in passes
+        if work.kind is kind
+    )
+    homes = schedule.placement.home
+    return frozenset(stage for stage, count in runs.items() if count == len(schedule.numbers(*homes(stage))))

@@ -1,0 +1,104 @@
+"""What came of a request: a schedule that obeys every rule, the problem that it answers, and how good it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Program
+from megatron.pipeline.schedule.optimum.bound import own_bound
+from megatron.pipeline.schedule.time.jitter import Expected, expected
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A family with the sizes that it leaves to its user; None for the family's own."""
+
+    name: str
+    chunks: int | None = None
+    group: int | None = None
+    splits: int | None = None
+
+    def __str__(self) -> str:
+        given = (("v", self.chunks), ("g", self.group), ("S", self.splits))
+        return " ".join([self.name, *(f"{letter}={number}" for letter, number in given if number is not None)])
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A schedule that has been verified, with its programs and its judgement, which are made when they are asked for.
+
+    Attributes:
+        problem: its limits are those that the family kept: the user's, or what the family's name stands for.
+        variant: the family and the sizes that were asked for; for a schedule from a file its name.
+        seconds: what planning took; None for a schedule from a file.
+    """
+
+    schedule: Schedule
+    problem: Problem
+    variant: Variant
+    seconds: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What it is called above a drawing."""
+        return f"{self.schedule.name}, offloaded" if self.schedule.has_copies else self.schedule.name
+
+    @property
+    def limit(self) -> float | None:
+        """The most activation memory that a rank may hold, in the costs' unit; None for any amount."""
+        most = math.inf if self.problem.limits is None else max(self.problem.limits)
+        return None if most == math.inf else most
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """What every rank runs."""
+        return lower(self.schedule, self.problem.costs)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.problem.costs)
+
+    @cached_property
+    def expected(self) -> Expected | None:
+        """The spans and makespans under the problem's jitter, if there is any."""
+        return expected(self.schedule, self.problem.costs, self.problem.jitter) if self.problem.jitter else None
+
+    @property
+    def value(self) -> float:
+        """What is to be short: span or makespan, of the expected case where there is jitter."""
+        if self.expected is None:
+            return self.problem.value(self.timeline)
+        return self.expected.span if self.problem.objective is Objective.SPAN else self.expected.makespan
+
+    @cached_property
+    def peaks(self) -> Sequence[float]:
+        """The most that each rank holds, in the costs' unit."""
+        return activation_peaks(self.schedule, self.problem.costs)
+
+    @property
+    def peak(self) -> float:
+        """The most that any rank holds, in the costs' unit."""
+        return max(self.peaks)
+
+    @cached_property
+    def bound(self) -> float:
+        """What no order of the passes within the schedule's own memory can beat, in the nominal case: see ``own_bound``."""
+        return own_bound(self.schedule, self.problem)
+
+    @property
+    def gap(self) -> float:
+        """How far the schedule is above that bound in the nominal case, as a share of the bound."""
+        return above(self.problem.value(self.timeline), self.bound)
+
+
+def above(value: float, bound: float) -> float:
+    """How far a value is above a bound, as a share of the bound."""
+    return value / bound - 1 if bound else 0.0

@@ -1,0 +1,273 @@
+"""What a training runs: a schedule with its programs for each number of microbatches, planned when it is first asked for.
+
+The schedule comes from a family, which plans any number of microbatches and can plan again at other costs; from a file, which
+is for one number; or it is megatron-core's own, which is not planned here at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron.pipeline.planning.compose import adapted, with_vocabulary
+from megatron.pipeline.planning.document import naming
+from megatron.pipeline.planning.planned import Planned, Variant
+from megatron.pipeline.planning.refusals import ROUNDED_UP
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.passes import Kind, Offload
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.rules.verify import verify, verify_programs
+from megatron.pipeline.schedule.time.simulate import simulate
+
+FILE = "file:"  # before the path of a schedule, in place of a family's name
+
+
+class Plans:
+    """The plans of a training.
+
+    Args:
+        request: ``schedule`` is a family's name, ``file:PATH`` (what ``mpipe plan --json`` writes) or ``stock``. ``costs`` are in
+            seconds and bytes, and decide orders and when receives are posted; without them passes are equal, and memory is
+            counted in microbatches. Its number of microbatches does not matter.
+        posting: how sends and receives are started.
+        host_bytes: the most host memory that a rank may take. It counts once costs say how many bytes a copy has.
+
+    Raises:
+        ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
+    """
+
+    def __init__(self, request: Request, posting: Posting = Posting.SINGLE, host_bytes: float | None = None) -> None:
+        assert request.costs is None or isinstance(request.costs, Costs)
+        self.name, self.costs, self.vocabulary = request.schedule, request.costs, request.vocabulary
+        self.objective, self.offload = Objective(request.objective), request.offload
+        self.notes: list[str] = []  # remarks of planning, for the log
+        self._request = request
+        self._posting = posting
+        self._host_bytes = host_bytes
+        self._plans: dict[tuple[int, bool], Planned] = {}
+        self._file = _read(self.name.removeprefix(FILE), request.ranks) if self.name.startswith(FILE) else None
+        if self._file:
+            self._check_file(self._file)
+            self.vocabulary = self._file.vocabulary or self.vocabulary
+        self.placement: Placement = self._placement()
+        if request.chunks not in (None, self.placement.chunks):
+            raise ChunksDoNotFit(f"{self.name} has {self.placement.chunks} chunk(s) per rank, got {request.chunks}")
+
+    @property
+    def is_stock(self) -> bool:
+        return self.name == STOCK
+
+    @property
+    def has_family(self) -> bool:
+        """Whether a family plans the schedule, and can do so again at other costs."""
+        return not self.is_stock and self._file is None
+
+    @property
+    def splits(self) -> int:
+        """How many slices along the sequence every microbatch is cut into."""
+        if self._file:
+            return self._file.splits
+        return 1 if self.is_stock else families.named(self.name).splits
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any iteration copies activations to host memory."""
+        return bool(self.offload or (self._file and self._file.has_copies))
+
+    @property
+    def planned_costs(self) -> Costs:
+        """What schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
+        if self.costs:
+            return self.costs
+        costs = uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        return with_equal_copies(costs) if self.offloads else costs
+
+    @property
+    def planned(self) -> dict[int, Schedule]:
+        """The schedules of training, by the number of microbatches."""
+        plans = list(self._plans.items())  # a copy, since another thread may be asking
+        return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
+
+    def plan(self, microbatches: int, forward_only: bool = False) -> Planned:
+        """The verified schedule and programs for a number of microbatches, made when they are first asked for.
+
+        Raises:
+            ValueError: the schedule does not exist for that number, breaks a rule, or exceeds the memory limit.
+        """
+        key = microbatches, forward_only
+        if key not in self._plans:
+            self._plans[key] = self._make(microbatches, forward_only)
+        return self._plans[key]
+
+    def check(self, microbatches: int, evaluates: bool = True) -> None:
+        """Plan ahead, so that a schedule that does not exist is refused before any process group or memory is taken."""
+        ranks = self.placement.ranks
+        if not self.is_stock:
+            self.plan(microbatches)
+            if evaluates:
+                self.plan(microbatches, forward_only=True)
+        elif self.placement.chunks > 1 and microbatches % ranks:
+            raise ValueError(
+                f"megatron-core's own interleaved schedule needs a multiple of {ranks} microbatches for {ranks} pipeline ranks, "
+                f"and an iteration has {microbatches}: change the batch size, or take interleaved"
+            )
+
+    def plan_again(self, costs: Costs, memory_limit: float | None) -> dict[int, Schedule]:
+        """What the family makes of these costs, for every number of microbatches that is planned by now.
+
+        A schedule in use stays where it fits into the limit and the family's new one is not shorter; copies to host memory are
+        always planned anew. Nothing changes until ``adopt``; another thread may call this while iterations run.
+
+        Raises:
+            ValueError: there is no schedule within the limit.
+        """
+        return {m: self._better(schedule, costs, memory_limit) for m, schedule in self.planned.items()}
+
+    def adopt(self, costs: Costs, memory_limit: float | None, schedules: Mapping[int, Schedule]) -> None:
+        """Run other schedules from the next iteration on, on the same placement; all ranks must do so at the same time.
+
+        Args:
+            schedules: by the number of microbatches; those in use stay for the others.
+
+        Raises:
+            ValueError: a schedule breaks a rule or exceeds the limit; nothing has changed then.
+        """
+        plans = {}
+        for microbatches, schedule in schedules.items():
+            verify(schedule, costs, memory_limit)
+            problem = self._problem(microbatches, costs, memory_limit)
+            plans[microbatches, False] = self._proved(Planned(schedule, problem, Variant(self.name)))
+        self._plans |= plans
+        self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
+
+    def _placement(self) -> Placement:
+        ranks, chunks = self._request.ranks, self._request.chunks
+        if self._file:
+            return self._file.placement
+        return interleaved(ranks, chunks or 1) if self.is_stock else families.placement(self.name, ranks, chunks)
+
+    def _check_file(self, file: Schedule) -> None:
+        """Refuse a file's schedule that does not go with what is asked for on top of it."""
+        asked = self._request.vocabulary
+        if file.vocabulary and asked not in (None, file.vocabulary):
+            raise ValueError(f"{self.name} spreads the vocabulary as {file.vocabulary}, not as {asked}: give one of the two")
+        if asked and file.has_copies and not file.vocabulary:
+            raise ValueError(
+                f"{self.name} has copies to host memory and no passes of a spread vocabulary, which come first: plan it with "
+                f"both (mpipe plan --vocab-parallel {asked} --offload ..), or leave --vocab-parallel out"
+            )
+        if self.offload and file.has_copies:
+            raise ValueError(f"{self.name} has copies to host memory of its own, which run as they are: leave offloading out")
+
+    def _make(self, microbatches: int, forward_only: bool) -> Planned:
+        if self._file:
+            planned = self._of_file(self._file, microbatches, forward_only)
+        else:
+            planned = self._plans.get((microbatches, False)) or self._of_family(microbatches, self.costs, self._limit)
+        if forward_only:  # it keeps nothing for a backward: the limit is for iterations that train
+            planned = replace(planned, schedule=planned.schedule.forward_only())
+            verify(planned.schedule, forward_only=True)
+        return self._proved(planned)
+
+    def _of_family(self, microbatches: int, costs: Costs | None, limit: float | None) -> Planned:
+        mode, host_limit = self._offloading(costs)
+        return replace(
+            self._request,
+            microbatches=microbatches,
+            costs=costs or self.planned_costs,
+            memory_limit=limit,
+            offload=mode,
+            host_limit=host_limit,
+        ).plan()
+
+    def _of_file(self, file: Schedule, microbatches: int, forward_only: bool) -> Planned:
+        problem = self._problem(microbatches, self.costs, self._limit)
+        if forward_only:  # a file is for one number of microbatches; its placement is all that evaluation needs
+            schedule = with_vocabulary(_forwards_in_order(file, microbatches), problem)
+        elif file.microbatches == microbatches:
+            schedule = adapted(file, problem, problem.offload)
+        else:
+            raise ValueError(
+                f"{self.name} is a schedule of {file.microbatches} microbatches, but an iteration has {microbatches} (global "
+                f"batch size / micro batch size / data-parallel size): plan one for {microbatches}"
+            )
+        return Planned(schedule, problem, Variant(self.name))
+
+    def _problem(self, microbatches: int, costs: Costs | None, limit: float | None) -> Problem:
+        mode, host_limit = self._offloading(costs)
+        return Problem(
+            self.placement,
+            microbatches,
+            costs or self.planned_costs,
+            None if limit is None else (limit,) * self.placement.ranks,
+            self.objective,
+            splits=self.splits,
+            vocabulary=self.vocabulary,
+            offload=mode,
+            host_limit=host_limit,
+        )
+
+    def _proved(self, planned: Planned) -> Planned:
+        """The plan, once its programs are known to be right, and to be some that the runtime can run."""
+        schedule = planned.schedule
+        if schedule.placement.replicas > 1:
+            raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
+        if schedule.splits > 1 and any(work.kind is Kind.R for row in schedule.passes for work in row):
+            raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
+        verify_programs(schedule, planned.programs, self._posting)
+        return planned
+
+    def _better(self, used: Schedule, costs: Costs, limit: float | None) -> Schedule:
+        """The family's schedule at these costs, or the one in use where that is allowed and as short."""
+        fresh = self._of_family(used.microbatches, costs, limit).schedule
+        if self.offload:
+            return fresh
+        try:
+            verify(used, costs, limit)
+        except ValueError:
+            return fresh
+        lengths = [self.objective.length(simulate(schedule, costs)) for schedule in (fresh, used)]
+        return fresh if lengths[0] < lengths[1] else used
+
+    @property
+    def _limit(self) -> float | None:
+        return self._request.limit
+
+    def _offloading(self, costs: Costs | None) -> tuple[Offload | None, float | None]:
+        """How much to offload, and the limit of host memory in the unit of these costs."""
+        if self._host_bytes is None or not self.offload:
+            return self.offload, None
+        # A limit in bytes cannot be kept before costs say what a copy has.
+        return (self.offload, self._host_bytes / ROUNDED_UP) if costs else (None, None)
+
+
+def _read(path: str, ranks: int) -> Schedule:
+    def verified(text: str) -> Schedule:
+        schedule = Schedule.from_json(text)
+        verify(schedule)
+        return schedule
+
+    schedule = naming(path, verified)
+    if schedule.ranks != ranks:
+        raise ValueError(f"{path} is a schedule for {schedule.ranks} pipeline ranks, not for {ranks}: plan one for {ranks}")
+    return schedule
+
+
+def _forwards_in_order(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards of the first microbatch (or slice), repeated: right for any placement and number of microbatches."""
+    rows = tuple(
+        tuple(
+            work._replace(microbatch=microbatch)
+            for microbatch in range(microbatches * schedule.splits)
+            for work in row
+            if work.kind is Kind.F and work.microbatch == 0
+        )
+        for row in schedule.passes
+    )
+    return Schedule(schedule.name, schedule.placement, microbatches, rows, schedule.splits)

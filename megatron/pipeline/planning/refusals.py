@@ -1,0 +1,133 @@
+"""Why there is no schedule within a limit: one value for each refused schedule, and the words for every unit of memory.
+
+``schedule/`` raises ``LimitTooLow`` with the least limit that suffices, in the costs' unit. The command line, training and
+planning again each show it in the unit in which the user gave the limit: a ``Unit``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.pipeline.planning.planned import Variant
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.rules.verify import rounded_up
+
+_MOST_NAMED = 6  # variants with the same reason; more are counted
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How an amount of memory is written.
+
+    Attributes:
+        name: follows the number.
+        size: of one, in the costs' unit.
+    """
+
+    name: str = ""
+    size: float = 1.0
+
+    def amount(self, memory: float) -> str:
+        return f"{memory / self.size:g}{self.name}"
+
+    def at_least(self, memory: float) -> str:
+        """The amount, never less than it is: a limit that a user takes from a message suffices."""
+        return f"{rounded_up(memory / self.size)}{self.name}"
+
+    def needs(self, least: float, limit: float) -> str:
+        """What a schedule needs, against what it may have."""
+        return f"needs {self.at_least(least)}, limit {limit / self.size:g}"
+
+    def too_little(self, given: str, name: str, least: float, others: Sequence[str] = ()) -> ValueError:
+        """What to raise where a limit is below what a schedule needs.
+
+        Args:
+            given: the limit as the user wrote it, with its flag.
+            others: the families that can hold less.
+        """
+        instead = f", or take {' or '.join(others)}, which can hold less" if others else ""
+        return ValueError(f"{given} is too little for {name}, which needs {self.at_least(least)}: raise it{instead}")
+
+
+MICROBATCHES = Unit(" microbatches")
+COSTS_UNIT = Unit()  # that of a file of costs, which need not say what it is
+MIB = Unit("MiB", 2**20)
+ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller: it takes this many times the copied bytes
+HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
+
+
+_STAGES = "needs costs of "
+
+
+class OtherStages(ValueError):
+    """Costs are those of another number of stages than a placement has.
+
+    Attributes:
+        needs: the number of stages that there should be costs of.
+        short: the same in a few words.
+    """
+
+    def __init__(self, placement: Placement, given: int, needs: int, flag: str) -> None:
+        self.needs, self._has = needs, f"{flag} has {given}"
+        super().__init__(
+            f"costs of {given} stages; this schedule has {self.needs} ({placement.ranks} ranks with {placement.chunks} chunk(s) "
+            "each)"
+        )
+
+    @property
+    def short(self) -> str:
+        return self.of([self.needs])
+
+    def of(self, counts: Sequence[int]) -> str:
+        """The same of several placements, by their numbers of stages."""
+        *others, last = map(str, counts)
+        return f"{_STAGES}{', '.join(others)} or {last} stages, {self._has}" if others else f"{_STAGES}{last} stages, {self._has}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why there is no schedule of a family.
+
+    Attributes:
+        reason: a sentence for the user.
+        needs: the memory that the family takes, in the costs' unit, where the limit is below it.
+        stages: the numbers of stages, where the costs are those of another number.
+    """
+
+    variant: Variant
+    reason: str
+    needs: float | None = None
+    stages: OtherStages | None = None
+
+    def short(self, unit: Unit, limit: float | None) -> str:
+        """The reason in a few words, for tables."""
+        if self.needs is not None and limit is not None:
+            return unit.needs(self.needs, limit)
+        return self.stages.short if self.stages else self.reason.removeprefix(f"{self.variant.name} ")
+
+
+def folded(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> list[str]:
+    """Why there are no schedules: a line for every reason, with all the variants that it holds for."""
+    lines: dict[str, list[str]] = {}
+    counts = sorted({refusal.stages.needs for refusal in refused if refusal.stages})
+    for refusal in refused:
+        why = refusal.stages.of(counts) if refusal.stages else refusal.short(unit, limit)
+        lines.setdefault(why, []).append(str(refusal.variant))
+    in_order = sorted(lines.items(), key=lambda line: line[0].startswith(_STAGES))  # those of other stages last
+    return [f"{', '.join(names) if len(names) <= _MOST_NAMED else f'{len(names)} variants'}: {why}" for why, names in in_order]
+
+
+def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> ValueError:
+    """What to raise where every schedule is refused: the least limit that one of them can take, or what else is wrong."""
+    needs = {refusal.needs: refusal.variant for refusal in reversed(refused) if refusal.needs is not None}
+    if needs and limit is not None:
+        least = min(needs)
+        return LimitTooLow(
+            f"no schedule fits within a memory of {unit.amount(limit)}: the least that one needs is {rounded_up(least)}, for "
+            f"{needs[least]}; raise --memory-limit to that",
+            least,
+        )
+    reasons = {refusal.short(unit, limit) for refusal in refused}
+    return ValueError(f"no schedule fits: {'; '.join(reasons if len(reasons) == 1 else folded(refused, unit, limit))}")

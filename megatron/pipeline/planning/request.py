@@ -1,0 +1,177 @@
+"""What is asked for: a schedule's name and sizes, what passes cost, what memory there is, and what is to be changed.
+
+    planned = Request("v-auto", ranks=8, microbatches=32, costs=costs, memory_limit=6).plan()
+
+The command line, the page, training and tuning all construct a ``Request``; ``problem`` is the only place that checks one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+from megatron.pipeline.planning.compose import solve
+from megatron.pipeline.planning.limits import kept_limits
+from megatron.pipeline.planning.planned import Planned, Variant
+from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.rules.verify import verify
+
+MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
+MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
+MOST_RANKS = 4096
+
+StagesOf = Callable[[Placement], Iterable[int]]
+CostsOf = Callable[[Placement], Costs]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a schedule is wanted for.
+
+    Attributes:
+        schedule: a family's name; or ``AUTO`` where ``candidates`` tries several (see ``variants``).
+        ranks, microbatches: at least 1 each.
+        costs: of every stage of the family's placement, or from a placement to those, with a ValueError where the model cannot
+            be cut so. By default every pass of a rank's whole share takes 1, and memory is counted in microbatches.
+        chunks: chunks per rank; by default the family's own number.
+        memory_limit: the most activation memory a rank may hold, in the costs' unit; one number, or one per rank.
+        objective: what is to be short, for families that search.
+        recompute, fused: the stages that run R, and those that run BW where the family splits the backward; or a function from
+            the placement to those.
+        splits, group: see ``Problem``; only for families that take them.
+        jitter: see ``Problem``; above 0 candidates are compared by their expected case.
+        vocabulary: how the vocabulary is spread over all ranks, if it is. A family that stands for an amount of memory then
+            holds ``vocabulary.postponed`` microbatches more.
+        offload: how much of the activations may go to host memory. The limit is then that of the device, and a family that
+            stands for an amount of memory is planned for that amount and offloaded afterwards.
+        host_limit: see ``Problem``.
+        unit: in which refusals tell the user amounts of memory.
+        bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
+    """
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    costs: Costs | CostsOf | None = None
+    chunks: int | None = None
+    memory_limit: float | Sequence[float] | None = None
+    _: KW_ONLY
+    objective: Objective | str = Objective.SPAN
+    recompute: Iterable[int] | StagesOf = ()
+    fused: Iterable[int] | StagesOf = ()
+    splits: int | None = None
+    group: int | None = None
+    jitter: float = 0.0
+    vocabulary: Vocabulary | None = None
+    offload: Offload | None = None
+    host_limit: float | None = None
+    unit: Unit = MICROBATCHES
+    bounded: bool = False
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(self.schedule, self.chunks, self.group, self.splits)
+
+    @property
+    def limit(self) -> float | None:
+        """The memory limit of the rank that may hold least; None for any amount."""
+        return min(self.memory_limit) if isinstance(self.memory_limit, Sequence) else self.memory_limit
+
+    def of(self, variant: Variant) -> Request:
+        """The same of another family, or of other sizes."""
+        return replace(self, schedule=variant.name, chunks=variant.chunks, group=variant.group, splits=variant.splits)
+
+    def problem(self) -> Problem:
+        """What the family is asked to plan.
+
+        Raises:
+            LimitTooLow: the memory limit is below what the family's name stands for.
+            ChunksDoNotFit: the family does not come with that number of chunks.
+            ValueError: the name is unknown, or a number is out of range or not for this family.
+        """
+        family = families.named(self.schedule)
+        if self.bounded:
+            check_size(self.ranks, self.microbatches, self.chunks or family.chunks, self.splits or family.splits)
+        placement = families.placement(self.schedule, self.ranks, self.chunks)
+        if self.splits is not None and self.splits != family.splits and family.splits == 1:
+            raise ValueError(f"{self.schedule} does not cut microbatches into slices: leave --splits out")
+        if self.group is not None and not family.grouped:
+            raise ValueError(f"{self.schedule} does not run microbatches in groups: leave --group out")
+        costs = self.costs(placement) if callable(self.costs) else self.costs
+        costs = costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        # With offloading the limit is that of the device, and says nothing yet about the schedule to be offloaded.
+        keeping = None if self.offload else family
+        return Problem(
+            placement,
+            self.microbatches,
+            costs,
+            kept_limits(keeping, placement, costs, self.memory_limit, self.vocabulary),
+            Objective(self.objective),
+            frozenset(self.recompute(placement) if callable(self.recompute) else self.recompute),
+            frozenset(self.fused(placement) if callable(self.fused) else self.fused),
+            family.splits if self.splits is None else self.splits,
+            self.group,
+            self.jitter,
+            self.vocabulary,
+            self.offload,
+            self.host_limit,
+        )
+
+    def plan(self) -> Planned:
+        """The family's schedule for this, which obeys every rule and stays within the limits.
+
+        Raises:
+            ValueError: see ``problem`` and ``compose.solve``.
+        """
+        begin = time.perf_counter()
+        problem = self.problem()
+        schedule = solve(self.schedule, problem)
+        seconds = time.perf_counter() - begin
+        verify(schedule)
+        return Planned(schedule, problem, self.variant, seconds)
+
+
+def check_size(ranks: int, microbatches: int, chunks: int = 1, splits: int = 1) -> None:
+    """Refuse what would take hours; numbers below 1 are refused elsewhere.
+
+    Raises:
+        ValueError: too many ranks or passes.
+    """
+    if 3 * math.prod(max(1, number) for number in (ranks, microbatches, chunks, splits)) > MOST_PASSES:
+        raise ValueError(f"{ranks} ranks with {microbatches} microbatches are over {MOST_PASSES} passes; take fewer")
+    if ranks > MOST_RANKS:
+        raise ValueError(f"{ranks} ranks are over {MOST_RANKS}; take fewer")
+
+
+def variants(ranks: int, names: Iterable[str] | None = None, chunks: Sequence[int] | None = None) -> list[Variant]:
+    """The families to try, each with the numbers of chunks and groups that are worth trying.
+
+    Args:
+        names: of the families; by default all.
+        chunks: the numbers of chunks per rank to try for families that take several; by default up to ``MOST_CHUNKS``.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    listed = []
+    for name in families.FAMILIES if names is None else dict.fromkeys(names):
+        family = families.named(name)
+        numbers: Iterable[int | None] = [None]
+        if family.any_chunks:
+            numbers = range(family.chunks, MOST_CHUNKS + 1) if chunks is None else dict.fromkeys(chunks)
+        listed += [Variant(name, number, group) for number in numbers for group in _groups(name, ranks)]
+    return listed
+
+
+def _groups(name: str, ranks: int) -> Iterator[int | None]:
+    yield None
+    between = -(-3 * ranks // 4)
+    if name == "gis" and ranks // 2 < between < ranks:  # gis has groups of p microbatches, gis-h of p/2
+        yield between
