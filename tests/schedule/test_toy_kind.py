@@ -129,6 +129,7 @@ def test_it_is_planned_verified_and_read_back(schedule: Schedule) -> None:
         ("C1.0 F1.0:1", "F1.0:1 C1.0", "rank 0: F1.0:1 runs before C1.0"),
         ("C1.0 F1.0:1", "C1.0", "rank 0: F1.0:1 is missing"),
         ("C1.0 ", "", "rank 0: F1.0:1 runs before C1.0"),
+        ("B0.0", "B0.0 B0.0:1", "rank 0: B0.0:1 is a part of a pass, and no pass runs between its parts; remove it"),
     ],
 )
 def test_its_rules_are_checked(schedule: Schedule, old: str, new: str, problem: str) -> None:

@@ -113,9 +113,9 @@ class CopyCosts:
     """What copies between a rank's device and host memory cost.
 
     Attributes:
-        to_host, to_device: seconds for one unit of memory while nothing else is on the way.
+        to_host, to_device: seconds for one unit of memory while no other copy runs.
         both: the share of its speed that a direction keeps while the other one of the same rank is busy.
-        switch: how many neighbouring ranks share one switch on the way to host memory.
+        switch: how many neighbouring ranks share one switch between devices and host memory.
         shared: the share of its speed that each of them keeps while all copy in the same direction.
 
     Raises:
@@ -143,7 +143,7 @@ class CopyCosts:
 
     @property
     def slowest(self) -> float:
-        """The share of its speed that a copy keeps whatever else is on the way."""
+        """The share of its speed that a copy keeps while all other copies run."""
         return self.both * (self.shared if self.switch > 1 else 1.0)
 
     @property
@@ -213,7 +213,7 @@ class Costs:
         return self.vocabulary.allocated(kind) if kind.row.shard else self.stages[stage].allocated(kind, recomputed)
 
     def slowest(self, lane: Lane) -> float:
-        """The share of its speed that a pass on a lane keeps whatever other lanes do."""
+        """The share of its speed that a pass on a lane keeps while all other lanes run."""
         return self.copies.slowest if lane in COPY_LANES else 1.0
 
     def k(self, recomputed: Set[int] = frozenset()) -> float:
@@ -319,12 +319,12 @@ def _numbers(what: str, row: object, kind: type[VocabularyCosts] | type[CopyCost
     return {name: float(value) for name, value in row.items()}
 
 
-# Where nobody says, and F, B and W take 1: an output layer that adds a third to a rank's work.
+# The default where F, B and W take 1: an output layer that adds a third to a rank's work.
 EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
 
 
 def with_equal_copies(costs: Costs) -> Costs:
-    """Costs with copies as they are taken to be where nobody says: k is 1, and both directions take the same."""
+    """Costs with the default of copies: k is 1, and both directions take the same time."""
     work, moved = (sum(values) for values in zip(*((stage.total, stage.moved()) for stage in costs.stages), strict=True))
     seconds = work / moved / 2 if moved else 0.0
     return replace(costs, copies=replace(costs.copies, to_host=seconds, to_device=seconds))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.schedule.core.placement import Placement
 
-# A rank holds the embeddings that IF made of at most this many microbatches, and so it does with what waits for T and IB.
+# IF runs at most this many microbatches ahead of the first stage. T and IB should not fall behind by more.
 MOST_WAITING = 2
 
 
@@ -68,8 +68,8 @@ class Need:
     """Passes of the same microbatch that must have run before.
 
     Attributes:
-        kinds: the first of these that the schedule has for the microbatch, and the last one where it has none.
-        where: where it runs.
+        kinds: alternatives; the first kind that the schedule has for the microbatch is needed, or the last kind if it has none.
+        where: where the needed pass runs.
         delay: how many microbatches earlier the needed pass is.
         on: only a pass on the FIRST or LAST stage has this need; None for every pass of the kind.
         modes: only with one of these ways to spread the vocabulary; empty for any, also for none.
@@ -88,25 +88,25 @@ class Need:
 
 @dataclass(frozen=True)
 class Row:
-    """What is to be known of one kind.
+    """The facts of one kind.
 
     Attributes:
-        meaning: what it computes, in a few words.
-        needs: what a pass needs, in the order in which it comes about.
+        meaning: what a pass computes, in a few words.
+        needs: the passes that must have run before, in the order in which they run.
         seconds: the field of the costs with its seconds.
         allocates, frees: the fields of the costs with the memory that a pass allocates when it starts, and frees when it ends.
         recomputed: the field that takes the place of these where the microbatch has an R on the stage.
-        lane: the lane that it runs on; None for the computation of the rank.
+        lane: the lane that passes run on, concurrently with the computation of the rank; None for that computation.
         starts: on a lane, whether its place in the rank's order is where the rank starts it; otherwise it starts as soon as it
             can, and its place is where the rank waits for it.
         in_order: the lines that it belongs to; on one chunk the passes of a line run in the order of their microbatches.
-        sends: what the neighbouring stage receives from it.
-        forward: whether it belongs to an evaluation too: it changes no gradient.
+        sends: the message that the neighbouring stage receives.
+        forward: whether evaluations have it too: it changes no gradient.
         shard: whether every rank runs it for its shard of the vocabulary, with the costs of ``VocabularyCosts``.
-        copy: whether its seconds are those of one unit of the memory that it moves, from ``CopyCosts``.
+        copy: whether it copies activations; ``seconds`` is then a field of ``CopyCosts``, per unit of memory.
         optional: whether a schedule may have it for some microbatches only, or for none.
-        replaces: the kinds in whose place it runs.
-        inside: the kind that it divides into parts: it runs between part i and part i + 1 of that.
+        replaces: the kinds that it stands for: a microbatch has either these or this kind.
+        inside: the kind that it divides into parts: it runs between part i and part i + 1 of such a pass.
     """
 
     meaning: str
@@ -185,7 +185,7 @@ _BACKWARD_NEEDS = (
     Need(("R", *_KEPT)),
     Need(_BACKWARDS, Where.NEXT),
     Need(("T",), Where.ALL, on=Where.LAST, modes=_TWO, exchange=Exchange.GRADIENT),
-    # What S has made is weighed against what all other ranks have made before it is summed.
+    # The results of S are weighed against those of all other ranks (statistics) before they are summed.
     Need(
         ("S",),
         Where.ALL,
@@ -301,7 +301,7 @@ def stage_kinds(recomputed: bool, fused: bool) -> tuple[Kind, ...]:
 
 @lru_cache(maxsize=64)
 def needed_on_own_rank(kind: AnyKind) -> tuple[Kind, ...]:
-    """What has to come before on the same rank, with the same microbatch and chunk: the first of these kinds that there is.
+    """The pass that must run before on the same rank, with the same microbatch and chunk: the first of these kinds that there is.
 
     Of passes that run on every rank, the own one is meant.
     """

@@ -15,7 +15,7 @@ class Objective(StrEnum):
     """What an iteration costs."""
 
     SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
-    MAKESPAN = "makespan"  # where they do not: from the first pass of all ranks to the last of all
+    MAKESPAN = "makespan"  # where they do not: from the first pass on any rank to the last pass on any rank
 
     def length(self, timeline: Timeline) -> float:
         """What is to be short, of a timeline."""
@@ -39,7 +39,7 @@ class LimitTooLow(ValueError):
 
 
 class ChunksDoNotFit(ValueError):
-    """A schedule has another number of chunks per rank; who asks for one adds where it was given."""
+    """A schedule has another number of chunks per rank; the caller adds where the number was given."""
 
 
 class HostLimitTooLow(ValueError):

@@ -187,12 +187,16 @@ class RankPasses:
 
     @cached_property
     def _dividers(self) -> dict[Kind, list[Kind]]:
-        """By kind, those that run between its parts."""
-        found: dict[Kind, list[Kind]] = {}
+        """By kind, the kinds that run between its parts."""
+        dividers: dict[Kind, list[Kind]] = {}
         for kind in self.kinds:
             if kind.row.inside:
-                found.setdefault(Kind(kind.row.inside), []).append(kind)
-        return found
+                dividers.setdefault(Kind(kind.row.inside), []).append(kind)
+        return dividers
+
+    def may_be_divided(self, work: Pass) -> bool:
+        """Whether a pass may run in parts: a kind on this rank runs between its parts, or it is of such a kind itself."""
+        return work.kind in self._dividers or work.kind.row.inside is not None
 
     def has(self, kind: Kind, work: Pass) -> bool:
         """Whether there is a pass of a kind, of the microbatch and chunk of another pass."""
@@ -214,12 +218,12 @@ class RankPasses:
         return Pass(kind, microbatch, chunk, part)
 
     def parts_before(self, work: Pass) -> Iterator[Pass]:
-        """Parts of a divided pass, and what divides it, that must come before a pass."""
+        """The part of a divided pass, or the pass that divides it, that must run before a pass."""
         kind, microbatch, chunk, part = work
         if kind.row.inside:
             yield Pass(Kind(kind.row.inside), microbatch, chunk, part)
         elif part:
-            between = [Pass(one, microbatch, chunk, part - 1) for one in self._dividers.get(kind, ())]
+            between = [Pass(divider, microbatch, chunk, part - 1) for divider in self._dividers.get(kind, ())]
             yield from between or [work._replace(part=part - 1)]
 
     def parts(self, work: Pass) -> int:

@@ -1,4 +1,4 @@
-"""The specification of a schedule, as code: every rule that a schedule must obey, whoever made it.
+"""The specification of a schedule, as code: every rule that a schedule must obey, from a family or from a file.
 
 ``verify`` checks a schedule; ``verify_programs`` (in ``verify_programs.py``) checks what it was lowered to.
 """
@@ -64,7 +64,7 @@ def every_pass_is_known(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
-            kind, microbatch, chunk, _ = work
+            kind, microbatch, chunk, part = work
             if not 0 <= microbatch < slices:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
             if kind.is_of_vocabulary and (not schedule.vocabulary or chunk):
@@ -73,6 +73,8 @@ def every_pass_is_known(schedule: Schedule) -> None:
                         f"rank {rank}: {work} in a schedule whose vocabulary is not spread; remove it, or say how"
                     )
                 raise ScheduleError(f"rank {rank}: {work} is of chunk {chunk}; passes of the vocabulary have chunk 0")
+            if part and not schedule.rows[rank].may_be_divided(work):
+                raise ScheduleError(f"rank {rank}: {work} is a part of a pass, and no pass runs between its parts; remove it")
             if not 0 <= chunk < chunks:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{chunks - 1}")
             if microbatch not in numbers[chunk]:
