@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -57,6 +58,7 @@ class _Attempt(NamedTuple):
     embedding: Any  # upstream's buffer of inputs of the output layer
 
 
+@dataclass(eq=False)
 class Iteration:
     """One iteration, to run once.
 
@@ -77,26 +79,16 @@ class Iteration:
         attempts: how many times the program has begun.
     """
 
-    def __init__(
-        self,
-        plan: Planned,
-        channels: Channels,
-        record: Callable[[], Recorder | Unmeasured] = Unmeasured,
-        posting: Posting = Posting.SINGLE,
-        resolve: Callable[[], ValidationResult] | None = None,
-        groups: Groups | None = None,
-        offloading: Offloading | None = None,
-    ) -> None:
-        self.plan = plan
-        self._channels = channels
-        self._record = record
-        self._posting = posting
-        self._resolve = resolve
-        self._groups = groups
-        self._offloading = offloading
-        self.executor: Executor | None = None
-        self.recorder: Recorder | Unmeasured | None = None
-        self.attempts = 0
+    plan: Planned
+    channels: Channels
+    record: Callable[[], Recorder | Unmeasured] = Unmeasured
+    posting: Posting = Posting.SINGLE
+    resolve: Callable[[], ValidationResult] | None = None
+    groups: Groups | None = None
+    offloading: Offloading | None = None
+    executor: Executor | None = field(default=None, init=False)
+    recorder: Recorder | Unmeasured | None = field(default=None, init=False)
+    attempts: int = field(default=0, init=False)
 
     def run(self, call: Call) -> list[Any]:
         """Run it.
@@ -109,16 +101,16 @@ class Iteration:
             ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
         """
         call.check(self.plan.schedule)
-        config, rank = call.config, self._channels.rank
+        config, rank = call.config, self.channels.rank
         reduces_late = config.grad_sync_func is not None and rank != 0
         sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
         with _timed(config):
-            if self._resolve is None:
+            if self.resolve is None:
                 attempt = self._begin(call, call.iterators, sync)
             else:
                 rewind = Rewind(call.chunks, call.iterators)
                 attempt = self._begin(call, rewind.iterators, sync)
-                result = self._resolve()
+                result = self.resolve()
                 if result is not ValidationResult.ACCEPTED:
                     attempt.executor.abandon()
                     rewind.rewind()
@@ -137,26 +129,24 @@ class Iteration:
 
     def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:
         """Run the program up to its validation."""
-        plan, rank, config = self.plan, self._channels.rank, call.config
+        plan, rank, config = self.plan, self.channels.rank, call.config
         embedding = None
         if not call.forward_only and config.finalize_model_grads_func is not None:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
-        self.recorder = self._record()
+        self.recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages
         if plan.schedule.vocabulary:
-            assert self._groups is not None, f"schedule {plan.schedule.name} has collectives of a vocabulary: give their groups"
-            stages = VocabularyStages(call, plan.schedule, rank, iterators, self._groups)
+            assert self.groups is not None, f"schedule {plan.schedule.name} has collectives of a vocabulary: give their groups"
+            stages = VocabularyStages(call, plan.schedule, rank, iterators, self.groups)
         else:
             stages = ModelStages(call, plan.schedule, rank, iterators)
         offloaded = self._in_flight(program, call.chunks)
-        handlers = StagePasses(stages, program, not call.forward_only, offloaded).handlers
-        if isinstance(stages, VocabularyStages):
-            handlers = handlers.joined(stages.handlers)
+        handlers = StagePasses(stages, program, not call.forward_only, offloaded).handlers.joined(stages.handlers)
         dtype = config.pipeline_dtype or config.params_dtype
         device = next(call.chunks[0].parameters()).device
-        transport = Transport(self._channels, call.shapes(plan.schedule.splits), dtype, device, self._posting)
+        transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, device, self.posting)
         self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around)
         self.attempts += 1
         with self.recorder.observing():
@@ -174,23 +164,23 @@ class Iteration:
         progress = iterations, self.attempts, executor.begun if executor else 0
         if executor is None or position is None:
             return Situation(progress=progress)
-        return Situation.in_program(executor.program, position, executor.begun, progress, self._channels.ranks.__getitem__)
+        return Situation.in_program(executor.program, position, executor.begun, progress, self.channels.ranks.__getitem__)
 
     @property
     def _holds_output(self) -> bool:
         """Whether this rank has the output layer of the whole vocabulary."""
         schedule = self.plan.schedule
-        return self._channels.rank == schedule.placement.home(schedule.placement.last_stage)[0] and not schedule.vocabulary
+        return self.channels.rank == schedule.placement.home(schedule.placement.last_stage)[0] and not schedule.vocabulary
 
     def _in_flight(self, program: Program, chunks: Sequence[torch.nn.Module]) -> InFlight | None:
         """What moves activations to host memory and back, if any are to be moved."""
         if not self.plan.schedule.has_copies:
             return None
-        if self._offloading is None:
+        if self.offloading is None:
             raise ValueError(f"schedule {self.plan.schedule.name} copies activations to host memory: say with what (offloading)")
         # DDP has a list called ``buffers``.
         staying = (tensor for chunk in unwrap_model(list(chunks)) for tensor in (*chunk.parameters(), *chunk.buffers()))
-        return self._offloading.iteration(program, staying)
+        return self.offloading.iteration(program, staying)
 
     def _finish_gradients(self, call: Call, attempt: _Attempt, reduces_late: bool) -> None:
         config = call.config

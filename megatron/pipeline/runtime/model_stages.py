@@ -12,6 +12,7 @@ from megatron.core.utils import get_model_type
 
 from megatron.pipeline.model.slices import Slices
 from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -35,6 +36,11 @@ class ModelStages:
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
         self._reported: list[Any] = []
         self._num_tokens = torch.zeros([], dtype=torch.int, device=next(call.chunks[0].parameters()).device)
+
+    @property
+    def handlers(self) -> Handlers:
+        """Those of kinds that ``StagePasses`` does not run: none."""
+        return Handlers({})
 
     @property
     def reported(self) -> list[Any]:

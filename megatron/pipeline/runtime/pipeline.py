@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
@@ -53,8 +52,8 @@ class Pipeline(Plans):
         super().__init__(request, posting, self.settings.host_limit)
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
-        self._channels: dict[tuple[Any, bool], Channels] = {}
-        self._groups: dict[Any, Groups] = {}
+        # Opened when they are first needed, by all ranks of the world together.
+        self._channels_of, self._groups_of = cache(Channels.open), cache(Groups.open)
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -146,19 +145,6 @@ class Pipeline(Plans):
             return None
         expected = _simulated_span(report.schedule, self.costs)
         return report.timeline.span / expected if expected else None
-
-    def _channels_of(self, group: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
-        """Opened when they are first needed, by all ranks of the world together."""
-        key = group, variable_lengths
-        if key not in self._channels:
-            self._channels[key] = Channels.open(group, variable_lengths)
-        return self._channels[key]
-
-    def _groups_of(self, group: torch.distributed.ProcessGroup) -> Groups:
-        """Opened when they are first needed, by all ranks of the world together."""
-        if group not in self._groups:
-            self._groups[group] = Groups.open(group)
-        return self._groups[group]
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]
