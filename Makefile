@@ -58,7 +58,7 @@ test: $(ready)
 	$(venv) -m pytest -n 2 --dist worksteal $(or $(ARGS),tests)
 
 test-all: $(ready)
-	$(venv) -m pytest -m '' --hypothesis-profile all $(or $(ARGS),tests)
+	$(venv) -m pytest -n 2 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The picture of docs/architecture.md: the rooms of the package in the order data flows, and what is handed from one to the next.
+"""The picture of docs/architecture.md: the rooms of the package in the order data flows, and the values that pass between them.
 
 .venv/bin/python benchmarks/architecture.py docs/images/architecture.png
 """
@@ -44,7 +44,7 @@ class Room(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """What is handed over: along which points, and where its name stands."""
+    """A value that passes from box to box: its name, where the name is drawn, and the points of the line."""
 
     name: str
     at: tuple[float, float]
@@ -53,46 +53,52 @@ class Arrow(NamedTuple):
 
 # Colours of passes (Okabe and Ito's palette), lightened.
 ROOMS = (
-    Room("training/  launch/", "the flags, and the loop", (4, 74.6), "#D6ECF8", (2, 2, 28, 79)),
-    Room("schedule/", "what runs when: without torch, before any process group exists", (54, 76.8), "#FBEBCC", (37, 58, 162, 79)),
+    Room("flags/  trainer/", "or launch/: the loop", (4, 74.6), "#D6ECF8", (2, 2, 28, 79)),
+    Room(
+        "planning/  schedule/",
+        "what runs when: without torch, before any process group exists",
+        (66, 76.8),
+        "#FBEBCC",
+        (37, 58, 162, 79),
+    ),
     Room(
         "runtime/",
-        "how one rank runs its program: knows passes and messages, no family",
+        "and record/: how one rank runs its program, and what it measured; knows no family",
         (54, 51.8),
         "#CDEBE1",
         (37, 30, 162, 54),
     ),
-    Room("megatron.core", "from pip; replaced in patches/ alone", (59, 20.8), "#E6E6E6", (37, 2, 97, 23)),
-    Room("model/", "what a pass computes", (126, 20.8), "#F6DCEB", (101, 2, 162, 23)),
+    Room("megatron.core", "from pip; replaced only in patches/", (59, 20.8), "#E6E6E6", (37, 2, 97, 23)),
+    Room("model/", "and backward/: what a pass computes", (124, 20.8), "#F6DCEB", (101, 2, 162, 23)),
 )
 BOXES = (
-    Box(0, 0, "planning\nafter arguments, validation;\nor launch/run"),
-    Box(1, 0, "costs\nof every pass,\nhop and copy"),
-    Box(2, 0, "families/\none function each;\nthen vocabulary, offload"),
-    Box(3, 0, "verify\nnames the pass that\nbreaks a rule"),
-    Box(4, 0, "lower\nsends, receives, waits;\nverify_programs"),
+    Box(0, 0, "flags\nread and validated;\nor launch/run"),
+    Box(1, 0, "planning/\ncosts, limits,\nchoice of a schedule"),
+    Box(2, 0, "families/\none function each;\nthen transforms/"),
+    Box(3, 0, "rules/\nverify names the pass\nthat breaks a rule"),
+    Box(4, 0, "lower/\nsends, receives, waits;\nno deadlock"),
     Box(0, 1, "metrics, trace\nview/: pictures"),
-    Box(1, 1, "profile, replan\nmeasures, plans again"),
+    Box(1, 1, "cost_profile, replan\nmeasures, plans again"),
     Box(2, 1, "recorder, report\nwhat all ranks did"),
-    Box(3, 1, "executor\nmodel_stages, p2p,\noffload/, vocabulary"),
-    Box(4, 1, "forward_backward\none iteration;\npipeline holds its Plan"),
+    Box(3, 1, "executor\npasses, messages,\ncopies, collectives"),
+    Box(4, 1, "one iteration\nunder a plan that\npipeline keeps"),
     Box(0, 2, "loop, iterations\nor Megatron-LM's train"),
-    Box(1, 2, "optimizer, clipping\noptimizer/: steps ahead"),
+    Box(1, 2, "optimizer, clipping\noptimizer/: step ahead"),
     Box(2, 2, "DDP\nfinalize_model_grads"),
-    Box(3, 2, "split_linear\nweight_tasks,\nvocabulary/, slices"),
-    Box(4, 2, "gpt, layout, random\nthe GPT of this rank,\ncut by the placement"),
+    Box(3, 2, "backward/\nsplit linears, experts,\nweight tasks"),
+    Box(4, 2, "model/\nthe GPT of this rank,\ncut by the placement"),
 )
 
 
 def _across(name: str, left: int, right: int, row: int, words: float = 1.9) -> Arrow:
-    """From one box to the one beside it, whichever way; the name stands above."""
+    """An arrow between neighbouring boxes of a row, in either direction; its name is drawn above."""
     towards = 1 if right > left else -1
     (start, end), y = (COLUMNS[left] + towards * BOX_WIDTH / 2, COLUMNS[right] - towards * BOX_WIDTH / 2), ROWS[row]
     return Arrow(name, ((start + end) / 2, y + words), ((start, y), (end, y)))
 
 
 def _down(name: str, column: int, above: int, words: float, shift: float = 0.0, up: bool = False) -> Arrow:
-    """From one box to the one below it, or up from that; the name stands on the arrow, so far below the upper box."""
+    """An arrow between a box and the one below it, down or up; its name is drawn `words` below the upper box."""
     x, ends = COLUMNS[column] + shift, (ROWS[above] - BOX_HEIGHT / 2, ROWS[above + 1] + BOX_HEIGHT / 2)
     start, end = reversed(ends) if up else ends
     return Arrow(name, (x, ends[0] - words), ((x, start), (x, end)))
@@ -100,7 +106,7 @@ def _down(name: str, column: int, above: int, words: float, shift: float = 0.0, 
 
 ARROWS = (
     _across("flags,\nlimits", 0, 1, 0, words=2.8),
-    _across("Costs", 1, 2, 0),
+    _across("Problem", 1, 2, 0),
     _across("Schedule", 2, 3, 0),
     _across("Schedule", 3, 4, 0),
     _down("Plan: Schedule, Programs", 4, 0, words=4.5),
@@ -129,7 +135,7 @@ ARROWS = (
 
 
 def draw(path: str) -> None:
-    """Draw all of it into a file."""
+    """Draw the picture into a file."""
     figure = Figure(figsize=(WIDTH / UNITS_PER_INCH, HEIGHT / UNITS_PER_INCH))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))

@@ -220,7 +220,7 @@ class Replay:
         staying = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
         offloaded = offloading.iteration(program, staying)
         handlers = StagePasses(self._stages, program, offloaded=offloaded).handlers
-        connected = wiring(program, self._rank, self._schedule.placement.stages[self._rank])
+        connected = wiring(program, self._rank, self._schedule.placement)
         executor = Executor(program, connected, handlers, NoOthers(self._hidden), recorder)
         with recorder.observing():
             executor.begin()

@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from exact_offload import least_peak
+
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, uniform
 from megatron.pipeline.schedule.core.passes import Offload
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum.exact_offload import least_peak
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
 

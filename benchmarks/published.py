@@ -21,7 +21,7 @@ from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column,
 from megatron.pipeline import planning
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.costmodel.device import Device, named
-from megatron.pipeline.costmodel.estimate import EXPOSED_HOPS, computing_seconds, estimate
+from megatron.pipeline.costmodel.estimate import computing_seconds, estimate
 from megatron.pipeline.costmodel.memory import GIB, predict
 from megatron.pipeline.costmodel.offload import k_of, lean_activation
 from megatron.pipeline.schedule import families
@@ -114,7 +114,7 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
     family = families.named(method.schedule)
     placement = families.placement(method.schedule, RANKS, column.chunks if family.name == "interleaved" else None)
     layers = balanced_layers(shape.layers, placement, _not_layers(source, method, shape, placement))
-    hops = EXPOSED_HOPS[family.name] if method.waits else 0.0
+    hops = family.exposed_hops if method.waits else 0.0
     costs = estimate(shape, placement, layers, device, method.vocabulary, exposed_hops=hops)
     objective = Objective.MAKESPAN if method.synchronized else Objective.SPAN
     planned = costs if method.synchronized else _medians(costs)

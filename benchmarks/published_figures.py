@@ -32,7 +32,7 @@ class Method:
         vocabulary: how the vocabulary is spread.
         redistributes: layers make room for the output layer.
         synchronized: iterations do not interlock, as they do under post-validation.
-        waits: ranks wait for messages, as in megatron-core's own schedules: ``estimate.EXPOSED_HOPS``.
+        waits: ranks wait for messages, as in megatron-core's own schedules: ``Family.exposed_hops``.
     """
 
     schedule: str = "1f1b"

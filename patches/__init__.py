@@ -1,7 +1,7 @@
 """The upstream symbols that this package replaces, one file per upstream module. Nothing else touches megatron.core.
 
-Every file names the symbols and the reason; ``upstream.require`` checks that they are there, and warns of versions that are not
-tested. ``older_releases`` adds what older releases lack. ``install()`` applies all of them; it is safe to call more than once.
+Every file names the symbols and the reason. ``compat`` has the table of all upstream names that this package relies on.
+``older_releases`` adds names that older releases lack. ``install()`` applies all patches; it is safe to call more than once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ def install() -> None:
     """Apply every patch. Call it first thing in a program, before a model is built or a process group exists.
 
     Raises:
-        RuntimeError: megatron-core is missing, or has no symbol of a name that a patch relies on.
+        RuntimeError: megatron-core is missing, or lacks names that this package relies on.
     """
-    from megatron.pipeline.patches import older_releases, upstream
+    from megatron.pipeline.patches import compat, older_releases
 
-    with upstream.missing_names_explained():
+    with compat.missing_names_explained():
         older_releases.install()  # the others are written for the newest release
+        compat.check()
         from megatron.pipeline.patches import (
             cpu,
             distrib_optimizer,

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 # Upstream imports these late, from inside functions; they need the view as well, so they are loaded first.
 _LATE_MODULES = (
@@ -116,9 +116,7 @@ def _cpu_view_of_cuda() -> types.ModuleType:
 
 def _one_random_generator(view: types.ModuleType) -> None:
     """The CPU's generator is the device's; upstream's separate bookkeeping of "the CPU state" has nothing left to keep."""
-    random = upstream.require(
-        "megatron.core.tensor_parallel.random", ("_get_cuda_rng_state", "_set_cuda_rng_state", "CudaRNGStatesTracker.fork")
-    )
+    random = compat.module("megatron.core.tensor_parallel.random")
     no_state = torch.zeros(0, dtype=torch.uint8)
     one_generator = _Module("torch", view)
     one_generator.get_rng_state = lambda: no_state  # type: ignore[attr-defined]
@@ -146,7 +144,7 @@ def _tensor_methods() -> None:
 
 def _numbers_of_tokens() -> None:
     """Upstream makes the sizes of an all-to-all plain numbers as it fetches them from the GPU; here they need just that."""
-    dispatcher = upstream.require("megatron.core.transformer.moe.token_dispatcher", ("maybe_move_tensor_to_cpu",))
+    dispatcher = compat.module("megatron.core.transformer.moe.token_dispatcher")
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

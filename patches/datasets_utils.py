@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 
 def install() -> None:
@@ -18,7 +18,7 @@ def install() -> None:
     Raises:
         RuntimeError: megatron-core's version or one of its symbols is unknown.
     """
-    utils = upstream.require("megatron.core.datasets.utils", ("compile_helpers",))
+    utils = compat.module("megatron.core.datasets.utils")
     makefile = Path(str(utils.__file__)).with_name("Makefile")
     if not makefile.exists() and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         utils.compile_helpers = lambda: None  # type: ignore[attr-defined]

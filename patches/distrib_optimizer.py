@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.torch_optimizers import allocate_state, is_torch
 
 # Weights are rounded main parameters; another precision since then rounds once more. Anything saved wrong is farther off.
@@ -40,10 +40,7 @@ def install() -> None:
     Raises:
         RuntimeError: a symbol is unknown, or upstream's function cannot be tried.
     """
-    module = upstream.require(
-        "megatron.core.optimizer.distrib_optimizer",
-        ("DistributedOptimizer.sharded_state_dict", "DistributedOptimizer._set_main_param_and_optimizer_states"),
-    )
+    module = compat.module("megatron.core.optimizer.distrib_optimizer")
     optimizer = module.DistributedOptimizer
     if optimizer.sharded_state_dict.__module__ == __name__:
         return

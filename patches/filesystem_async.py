@@ -12,14 +12,14 @@ from functools import cache
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.processes import end_with_parent
 
 
 def install() -> None:
     """Replace it, where it is there: releases from 0.17 on have none."""
-    module = upstream.require("megatron.core.dist_checkpointing.strategies.filesystem_async", ())
+    module = compat.module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     if hasattr(module, "_get_write_results_queue"):
         module._get_write_results_queue = _results_queue
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 
 def mark_boundary_weights(model: Any) -> None:
@@ -47,10 +47,7 @@ def boundary_weights_marked() -> Iterator[None]:
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    module = upstream.require(
-        "megatron.core.models.common.language_module.language_module",
-        ("LanguageModule.setup_embeddings_and_output_layer", "LanguageModule.shared_embedding_or_output_weight"),
-    )
+    module = compat.module("megatron.core.models.common.language_module.language_module")
     original = module.LanguageModule.setup_embeddings_and_output_layer
     module.LanguageModule.setup_embeddings_and_output_layer = mark_boundary_weights
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 
 def install() -> None:
@@ -18,9 +18,7 @@ def install() -> None:
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    experts = upstream.require(
-        "megatron.core.transformer.moe.experts", ("gg.ops", "gg.assert_grouped_gemm_is_available", "GroupedMLP.forward")
-    )
+    experts = compat.module("megatron.core.transformer.moe.experts")
     from megatron.pipeline.backward import grouped_experts, weight_tasks
 
     if hasattr(experts.GroupedMLP, "register_wgrad_accumulation_and_reduce_hooks"):

@@ -6,7 +6,7 @@ fails. Here it is None, and the router multiplies by torch.
 
 from __future__ import annotations
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 
 def install() -> None:
@@ -15,6 +15,6 @@ def install() -> None:
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    utils = upstream.require("megatron.core.transformer.moe.moe_utils", ("RouterGatingLinearFunction.forward",))
+    utils = compat.module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None  # type: ignore[attr-defined]

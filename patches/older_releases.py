@@ -20,8 +20,6 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from megatron.pipeline.patches import upstream
-
 _LATER_SETTINGS = {
     "hybrid_context_parallel": False,
     "fine_grained_activation_offloading": False,
@@ -34,22 +32,21 @@ def install() -> None:
     """Add what is missing. To be called before the other patches, which look for it.
 
     Raises:
-        RuntimeError: a symbol that should be there in every release is missing.
+        ImportError: a name that every release from 0.14 to 0.16 has is missing.
     """
-    _add(upstream.require("megatron.core.process_groups_config", ()), "ProcessGroupCollection", SimpleNamespace)
-    _add(
-        upstream.require("megatron.core.optimizer_param_scheduler", ("OptimizerParamScheduler",)),
-        "get_canonical_lr_for_logging",
-        _learning_rate,
-    )
-    specs = upstream.require("megatron.core.models.gpt.gpt_layer_specs", ("get_gpt_decoder_block_spec",))
-    _add(specs, "get_gpt_decoder_layer_specs", functools.partial(_all_layers, specs.get_gpt_decoder_block_spec))
-    config = upstream.require("megatron.core.transformer", ("TransformerConfig",)).TransformerConfig
+    from megatron.core import optimizer_param_scheduler, process_groups_config
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+
+    _add(process_groups_config, "ProcessGroupCollection", SimpleNamespace)
+    _add(optimizer_param_scheduler, "get_canonical_lr_for_logging", _learning_rate)
+    all_layers = functools.partial(_all_layers, gpt_layer_specs.get_gpt_decoder_block_spec)
+    _add(gpt_layer_specs, "get_gpt_decoder_layer_specs", all_layers)
     for name, value in _LATER_SETTINGS.items():
-        _add(config, name, value)
+        _add(TransformerConfig, name, value)
     _finalize_by_newer_names()
-    datasets = upstream.require("megatron.core.datasets.gpt_dataset", ("MockGPTLowLevelDataset.__getitem__",))
-    _mock_tokens_of_the_vocabulary(datasets.MockGPTLowLevelDataset)
+    _mock_tokens_of_the_vocabulary(MockGPTLowLevelDataset)
 
 
 def _add(owner: ModuleType | type, name: str, value: Any) -> None:
@@ -58,7 +55,9 @@ def _add(owner: ModuleType | type, name: str, value: Any) -> None:
 
 
 def _finalize_by_newer_names() -> None:
-    distributed = upstream.require("megatron.core.distributed", ("finalize_model_grads",))
+    from megatron.core import distributed
+    from megatron.core.pipeline_parallel import schedules
+
     original = distributed.finalize_model_grads
     known = inspect.signature(original).parameters
     if "force_all_reduce" in known:
@@ -72,10 +71,9 @@ def _finalize_by_newer_names() -> None:
             )
         original(model, num_tokens, **{groups_name: pg_collection})
 
-    distributed.finalize_model_grads = finalize  # type: ignore[attr-defined]
+    distributed.finalize_model_grads = finalize
     if groups_name == "pg_collection":
         return
-    schedules = upstream.require("megatron.core.pipeline_parallel.schedules", ("get_model_config",))
     for name in [name for name in vars(schedules) if name.startswith("forward_backward_")]:
         setattr(schedules, name, _finalizing_by_newer_names(getattr(schedules, name), schedules.get_model_config))
 

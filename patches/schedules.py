@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 
@@ -24,17 +24,7 @@ _FUNCTIONS = (
     "forward_backward_pipelining_without_interleaving",
 )
 _STEPS = ("forward_step", "backward_step")
-_UPSTREAM = upstream.require(
-    "megatron.core.pipeline_parallel.schedules",
-    (
-        *_FUNCTIONS,
-        *_STEPS,
-        "set_current_microbatch",
-        "get_forward_backward_func",
-        "get_tensor_shapes",
-        "deallocate_output_tensor",
-    ),
-)
+_UPSTREAM = compat.module("megatron.core.pipeline_parallel.schedules")
 _ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
 
 

@@ -8,7 +8,7 @@ which megatron-core's DDP lets a module say when a delayed weight gradient is th
 
 from __future__ import annotations
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 
 def install() -> None:
@@ -17,15 +17,7 @@ def install() -> None:
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    layers = upstream.require(
-        "megatron.core.tensor_parallel.layers",
-        (
-            "LinearWithGradAccumulationAndAsyncCommunication.backward",
-            "linear_with_grad_accumulation_and_async_allreduce",
-            "ColumnParallelLinear",
-            "RowParallelLinear",
-        ),
-    )
+    layers = compat.module("megatron.core.tensor_parallel.layers")
     from megatron.pipeline.backward import weight_tasks
     from megatron.pipeline.backward.linear import SplitLinear
 

@@ -10,7 +10,7 @@ import functools
 from argparse import ArgumentParser
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.hooks import Hooks
 
 
@@ -20,7 +20,7 @@ def install(hooks: Hooks) -> None:
     Raises:
         RuntimeError: a symbol is unknown.
     """
-    arguments = upstream.require("megatron.training.arguments", ("add_megatron_arguments", "core_transformer_config_from_args"))
+    arguments = compat.module("megatron.training.arguments")
     add, configure = arguments.add_megatron_arguments, arguments.core_transformer_config_from_args
 
     @functools.wraps(add)
@@ -35,5 +35,5 @@ def install(hooks: Hooks) -> None:
     def cut(args: Any, *rest: Any, **options: Any) -> Any:
         return hooks.configure(configure, args, *rest, **options)
 
-    for module in upstream.importers(arguments, "core_transformer_config_from_args"):
+    for module in compat.importers(arguments, "core_transformer_config_from_args"):
         module.core_transformer_config_from_args = cut  # type: ignore[attr-defined]

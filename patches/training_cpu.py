@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.pipeline.patches import cpu, upstream
+from megatron.pipeline.patches import compat, cpu
 
 
 def install() -> None:
@@ -28,7 +28,7 @@ def install() -> None:
     view: Any = cpu.view_of_torch()
     view.cuda.is_available = lambda: True
     view.cuda.get_device_properties = lambda *_: SimpleNamespace(name="CPU", major=8, minor=0, total_memory=0)
-    kernels = upstream.require("megatron.legacy.fused_kernels", ("load",))
+    kernels = compat.module("megatron.legacy.fused_kernels")
     kernels.load = lambda _args: None  # type: ignore[attr-defined]
     importlib.import_module("megatron.training")
     for name, module in list(sys.modules.items()):

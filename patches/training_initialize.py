@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.hooks import Hooks
 
 
@@ -19,7 +19,7 @@ def install(hooks: Hooks) -> None:
     Raises:
         RuntimeError: a symbol is unknown.
     """
-    initialize = upstream.require("megatron.training.initialize", ("validate_args", "set_global_variables"))
+    initialize = compat.module("megatron.training.initialize")
     validate, complete = initialize.validate_args, initialize.set_global_variables
 
     @functools.wraps(validate)

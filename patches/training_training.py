@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.hooks import Hooks
 
 
@@ -20,10 +20,7 @@ def install(hooks: Hooks) -> None:
     Raises:
         RuntimeError: a symbol is unknown.
     """
-    training: Any = upstream.require(
-        "megatron.training.training",
-        ("get_model", "train", "train_step", "get_args", "Float16Module", "finalize_model_grads", "get_forward_backward_func"),
-    )
+    training: Any = compat.module("megatron.training.training")
     get_model, train, train_step = training.get_model, training.train, training.train_step
 
     @functools.wraps(get_model)
@@ -38,6 +35,6 @@ def install(hooks: Hooks) -> None:
     def stepped(*rest: Any, **options: Any) -> Any:
         return hooks.step(train_step, training, *rest, **options)
 
-    for module in upstream.importers(training, "get_model"):
+    for module in compat.importers(training, "get_model"):
         module.get_model = built  # type: ignore[attr-defined]
     training.train, training.train_step = trained, stepped

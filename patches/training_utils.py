@@ -12,7 +12,7 @@ import functools
 import inspect
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.hooks import Hooks
 
 
@@ -22,7 +22,7 @@ def install(hooks: Hooks) -> None:
     Raises:
         RuntimeError: a symbol is unknown.
     """
-    utils: Any = upstream.require("megatron.training.utils", ("get_batch_on_this_tp_rank",))
+    utils: Any = compat.module("megatron.training.utils")
     get_batch, is_end = utils.get_batch_on_this_tp_rank, getattr(utils, "is_first_or_last_pipeline_stage", None)
 
     @functools.wraps(get_batch)
@@ -38,7 +38,7 @@ def install(hooks: Hooks) -> None:
         finally:
             args.pipeline_model_parallel_size = size
 
-    for module in upstream.importers(utils, "get_batch_on_this_tp_rank"):
+    for module in compat.importers(utils, "get_batch_on_this_tp_rank"):
         module.get_batch_on_this_tp_rank = batch  # type: ignore[attr-defined]
     if is_end is None:
         return
@@ -47,5 +47,5 @@ def install(hooks: Hooks) -> None:
     def needs_data(vp_stage: int | None) -> bool:
         return hooks.needs_data(is_end, vp_stage)
 
-    for module in upstream.importers(utils, "is_first_or_last_pipeline_stage"):
+    for module in compat.importers(utils, "is_first_or_last_pipeline_stage"):
         module.is_first_or_last_pipeline_stage = needs_data  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.pipeline.patches import upstream
+from megatron.pipeline.patches import compat
 
 
 class _NoLayer:
@@ -32,7 +32,7 @@ def install() -> None:
     Raises:
         RuntimeError: one of upstream's symbols is unknown.
     """
-    block = upstream.require("megatron.core.transformer.transformer_block", ("TransformerBlock._get_layer",)).TransformerBlock
+    block = compat.module("megatron.core.transformer.transformer_block").TransformerBlock
     original = block._get_layer
     if original.__module__ == __name__:
         return

@@ -1,6 +1,7 @@
 """Whatever ``mpipe`` is given, it answers: a schedule that obeys every rule, or one line and exit code 2. It never hangs."""
 
 import contextlib
+import copy
 import io
 import json
 import signal
@@ -181,7 +182,7 @@ def damaged(draw: st.DrawFn, whole: Any = VALID) -> bytes:
             key = draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
         action = draw(st.sampled_from(["replace", "remove", "double", "swap"]))
         if action == "replace":
-            place[key] = draw(st.sampled_from(VALUES))
+            place[key] = copy.deepcopy(draw(st.sampled_from(VALUES)))  # what follows may change a list in its place
         elif action == "remove" and len(place) > 1:
             del place[key]
         elif action == "double" and isinstance(place, list):

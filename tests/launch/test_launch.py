@@ -223,7 +223,9 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
         "WARNING: --optimizer muon",
     ]
     assert untested(Namespace(**given | {"pipeline_schedule": "stock"})) == []
-    with pytest.raises(ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage is of megatron-core's own inter"):
+    with pytest.raises(
+        ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage belongs to megatron-core's own in"
+    ):
         check_flags(Namespace(**given, microbatch_group_size_per_vp_stage=2))
 
 

@@ -35,9 +35,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_stock(pool: Pool, layout: str) -> None:
-    options = {**LAYOUTS[layout], "pp": 2, "iterations": 4, "flags": tuple(LAYOUTS[layout]["flags"].split())}
+    options = {**LAYOUTS[layout], "pp": 2, "iterations": 3, "flags": tuple(LAYOUTS[layout]["flags"].split())}
     stock = pool.run(4, tiny_gpt.train, "stock", **options)
-    assert len({loss for loss, _ in stock[-1]}) == 4
+    assert len({loss for loss, _ in stock[-1]}) == 3
     assert pool.run(4, tiny_gpt.train, "zb-h1", **options) == stock
 
 

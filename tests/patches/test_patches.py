@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,28 +13,31 @@ import pytest
 import torch
 from pool import Pool
 
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
 
 def version_as(version: str) -> str:
-    """What rank 0 is told when a patch looks at upstream's schedules, in two of its symbols, of a version."""
+    """What a rank logs when two of the names in upstream's schedules are checked, twice, for a version of megatron-core."""
     import logging
 
     import megatron.core
-    from megatron.pipeline.patches import upstream
+    from megatron.pipeline.patches import compat
 
-    told: list[str] = []
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     real, megatron.core.__version__ = megatron.core.__version__, version
-    upstream._version.cache_clear()
-    upstream.logger.addHandler(handler)
+    compat.version.cache_clear()
+    compat.logger.addHandler(handler)
     try:
         for _ in range(2):
-            upstream.require("megatron.core.pipeline_parallel.schedules", ("forward_step", "backward_step"))
+            compat.check({SCHEDULES: {name: compat.NAMES[SCHEDULES][name] for name in ("forward_step", "backward_step")}})
     finally:
-        upstream.logger.removeHandler(handler)
+        compat.logger.removeHandler(handler)
         megatron.core.__version__ = real
-        upstream._version.cache_clear()
-    return "\n".join(told)
+        compat.version.cache_clear()
+        compat._warn.cache_clear()
+    return "\n".join(logged)
 
 
 def test_unknown_version_is_told_with_what_was_checked(pool: Pool) -> None:
@@ -47,17 +53,51 @@ def test_versions_that_are_tested(version: str, known: bool, pool: Pool) -> None
 
 
 def missing_symbol() -> str:
-    from megatron.pipeline.patches import upstream
+    from megatron.pipeline.patches import compat
 
+    rows = {"forward_step": compat.Name("F"), "no_such.thing": compat.Name("the thing"), "neither": compat.Name("another")}
     with pytest.raises(RuntimeError) as error:
-        upstream.require("megatron.core.pipeline_parallel.schedules", ("forward_step", "no_such.thing"))
+        compat.check({SCHEDULES: rows})
     return str(error.value)
 
 
 def test_missing_symbol_is_named(pool: Pool) -> None:
     message = pool.run(1, missing_symbol)[0]
-    assert "no_such.thing" in message
+    assert f"{SCHEDULES}.no_such.thing (the thing); {SCHEDULES}.neither (another)" in message
     assert "pip install 'megatron-core~=0.16.0'" in message
+
+
+def private_names(path: Path) -> set[tuple[str, str]]:
+    """The private names of megatron.core that a file imports, or reads from a module that it imports."""
+    tree = ast.parse(path.read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in nodes if (node.module or "").startswith("megatron.core")]
+    names = {(str(node.module), alias.name) for node in imports for alias in node.names if alias.name.startswith("_")}
+    modules = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    return names | {
+        (modules[node.value.id], node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in modules
+        and re.match("_[a-z]", node.attr)
+    }
+
+
+def test_private_names_of_upstream_come_from_the_table() -> None:
+    root = Path(__file__).parents[2] / "megatron" / "pipeline"
+    found = {str(path): names for path in root.rglob("*.py") if (names := private_names(path))}
+    assert not found, "take them by patches/compat.py get()"
+
+
+@pytest.mark.parametrize("setting", ["hybrid_context_parallel", "cuda_graph_impl"])
+def test_settings_without_support_are_refused_as_flags_and_in_configurations(setting: str) -> None:
+    from megatron.pipeline.patches import compat
+
+    for in_config in (False, True):
+        assert compat.unsupported(Namespace(cuda_graph_impl="none", delay_wgrad_compute=in_config), in_config) is None
+        name, reason = compat.unsupported(Namespace(**{setting: "local"}), in_config)
+        assert name == setting and "relies on the order of megatron-core's own schedules" in reason
 
 
 def as_an_older_release() -> list[Any]:

@@ -9,12 +9,17 @@ import pytest
 import torch
 from pool import Pool
 
+from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Channels, Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import (
     Collective,
@@ -35,7 +40,7 @@ BEFORE: dict[int, tuple[int, ...]] = {0: (), 1: (0,), 2: (0,), 3: (0, 1, 2)}
 BEHIND = {stage: tuple(other for other in BEFORE if stage in BEFORE[other]) for stage in BEFORE}
 
 
-def linear(stage: int) -> torch.nn.Linear:
+def layer_of(stage: int) -> torch.nn.Linear:
     torch.manual_seed(stage)
     return torch.nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
 
@@ -58,7 +63,7 @@ class TinyStages:
     """The stage of this rank, as ``StagePasses`` calls it."""
 
     def __init__(self, stage: int) -> None:
-        self.stage, self.layer = stage, linear(stage)
+        self.stage, self.layer = stage, layer_of(stage)
         self.released = 0
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
@@ -97,7 +102,7 @@ def run_graph(posting: str) -> tuple[list[float], int]:
     shapes = {flow: [(2, WIDTH)] for flow in Flow}
     transport = Transport(Channels.open(world, False), shapes, torch.float64, torch.device("cpu"), Posting(posting))
     program, stages = program_of(rank), TinyStages(rank)
-    executor = Executor(program, wiring(program, rank, [rank]), StagePasses(stages, program).handlers, transport, Unmeasured())
+    executor = Executor(program, wiring(program, rank, linear(4)), StagePasses(stages, program).handlers, transport, Unmeasured())
     executor.begin()
     executor.finish()
     return torch.cat([parameter.grad.flatten() for parameter in stages.layer.parameters()]).tolist(), stages.released  # type: ignore
@@ -105,7 +110,7 @@ def run_graph(posting: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("posting", ["single", "batched"])
 def test_stages_that_form_a_graph(pool: Pool, posting: str) -> None:
-    layers = [linear(stage) for stage in BEFORE]
+    layers = [layer_of(stage) for stage in BEFORE]
     for microbatch in range(MICROBATCHES):
         outputs: dict[int, torch.Tensor] = {}
         for stage, before in BEFORE.items():
@@ -115,6 +120,30 @@ def test_stages_that_form_a_graph(pool: Pool, posting: str) -> None:
     for stage, (gradients, released) in enumerate(pool.run(4, run_graph, posting)):
         assert gradients == pytest.approx(whole[stage], rel=1e-12)
         assert released == (MICROBATCHES if BEHIND[stage] else 0), "once, when all that need it have it"
+
+
+@pytest.mark.parametrize("name", [name for name in families.FAMILIES if families.placement(name, 4).replicas == 1])
+def test_neighbours_in_the_model_are_connected(name: str) -> None:
+    """By messages, or on one rank without; a backward answers the activations that its stage has sent."""
+    schedule = planning.plan(name, 4, 8)
+    placement, last = schedule.placement, schedule.placement.last_stage
+    for rank, program in enumerate(lower(schedule, uniform(placement))):
+        connected = wiring(program, rank, placement)
+        for work in schedule.passes[rank]:
+            stage = placement.stage(rank, work.chunk)
+            before, after = (
+                ((Message(flow, work.microbatch, stage), placement.home(neighbour)[0]),) if 0 <= neighbour <= last else ()
+                for flow, neighbour in ((Flow.GRADIENT, stage - 1), (Flow.ACTIVATION, stage + 1))
+            )
+            needs_before = tuple((Message(Flow.ACTIVATION, work.microbatch, stage - 1), peer) for _, peer in before)
+            needs_after = tuple((Message(Flow.GRADIENT, work.microbatch, stage + 1), peer) for _, peer in after)
+            takes, makes, answers = (table.get(work, ()) for table in connected)
+            if work.kind is Kind.F:
+                assert (takes, makes, answers) == (needs_before, after, ())
+            elif work.kind.sends_gradient:
+                assert (takes, makes, answers) == (needs_after, before, after)
+            else:
+                assert (takes, makes, answers) == ((), (), ())
 
 
 def test_a_kind_needs_one_handler() -> None:
@@ -136,7 +165,7 @@ def test_a_kind_needs_one_handler() -> None:
     sums = Collective(Exchange.STATISTICS, 0)
     program = (Compute(Pass(Kind.S, 0)), Join(sums), Compute(Pass(Kind.T, 1)), Wait(sums))
     handlers = Handlers({Kind.S: handler}).joined(Handlers({Kind.T: handler}, {Exchange.STATISTICS: Beside()}))
-    executor = Executor(program, wiring(program, 0, [0]), handlers, NoTransport(), Unmeasured())
+    executor = Executor(program, wiring(program, 0, linear(1)), handlers, NoTransport(), Unmeasured())
     executor.begin()
     executor.finish()
     assert done == ["S0.0", f"start {sums}", "T1.0", f"finish {sums}"]

@@ -68,7 +68,7 @@ def test_peak_is_the_simulators(pool: Pool, schedule: str, microbatches: int) ->
     [("1f1b", "1"), ("1f1b", "2"), pytest.param("v-half", "1", marks=pytest.mark.whole), ("v-half", "2")],
 )
 def test_a_spread_vocabulary_holds_a_microbatch_more_per_barrier(pool: Pool, schedule: str, variant: str) -> None:
-    """Beside the logits of the few microbatches between S and T."""
+    """FixedMemory the logits of the few microbatches between S and T."""
     vocabulary = Vocabulary(variant)
     planned, dense = (planning.plan(schedule, 4, 8, vocabulary=one) for one in (vocabulary, None))
     costs = pool.run(4, stage_costs, {1: "zb-h1", 2: "zb-v"}[planned.placement.chunks], variant)[0]

@@ -113,8 +113,9 @@ def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int
         vocabulary = flags.partition("--vocab-parallel ")[2] or None
         plain, moving = written(schedule, pp, microbatches, vocabulary, directory)
     offload = SMALL if how == ALL else f"{how} {SMALL}"
-    without = pool.run(ranks, run, plain, f"--num-layers 8 {flags}", **sizes)
-    found = pool.run(ranks, run, moving, f"--num-layers 8 {flags} {offload}", **sizes)
+    layers = f"--num-layers {2 * pp}"
+    without = pool.run(ranks, run, plain, f"{layers} {flags}", **sizes)
+    found = pool.run(ranks, run, moving, f"{layers} {flags} {offload}", **sizes)
     assert [one.steps for one in found] == [one.steps for one in without]
     losses = [loss for loss, _ in next(one.steps for one in found if one.steps[0][0] is not None)]
     assert len(set(losses)) == len(losses), "they change"

@@ -19,14 +19,31 @@ from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.jitter import expected
-from megatron.pipeline.schedule.time.lanes import on_the_way
-from megatron.pipeline.schedule.time.links import lane_rows
+from megatron.pipeline.schedule.time.lanes import switches
+from megatron.pipeline.schedule.time.links import Link, Rows, lane_rows
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
 STEP = 1 / 128
+
+
+def on_the_way(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts) -> list[list[tuple[float, float]]]:
+    """(start, end) of copies given as (from when it may start, seconds alone), in two queues for every rank."""
+    ranks, most = len(queues) // 2, max(map(len, queues))
+    passes = [()] * ranks + [tuple(Pass(Kind.H2D, number) for number in range(len(queue))) for queue in queues]
+    first = [most * (1 + lane) for lane in range(len(queues))]  # the numbers of what a lane's copies need
+    made_at = [None] * most + [ready for queue in queues for ready, _ in [*queue, *[(0, 0)] * (most - len(queue))]]
+    links = [[{Kind.H2D: Link(0, number, 0, 0)}] for number in [*[0] * ranks, *first]]
+    seconds = [None] * ranks + [[alone for _, alone in queue] for queue in queues]
+    clock = Clock(ranks, Rows(passes, passes, links, len(made_at), [], []), made_at, seconds, switches(ranks, costs))
+    clock.follow(passes)
+    return [
+        list(zip(starts.values(), ends.values(), strict=True))
+        for starts, ends in zip(clock.starts[ranks:], clock.ends[ranks:], strict=True)
+    ]
 
 
 def in_small_steps(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts) -> list[list[tuple[float, float]]]:

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from exact_offload import MOST_CANDIDATES, least_peak
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +25,6 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.schedule.optimum.exact_offload import MOST_CANDIDATES, least_peak
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate

@@ -279,7 +279,7 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: dict[str, Any], giv
 
 
 def test_what_an_older_release_cannot_read_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for more in ("--use-distributed-optimizer --untie-embeddings-and-output-weights", ""):
         with pytest.raises(ValueError, match=r"a checkpoint .*needs megatron-core 0\.15 or later"):
             checkpoint.check_release(flags(more), v(2))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.pipeline.costmodel import activations, offload, traffic
 from megatron.pipeline.costmodel.device import MeasuredLayer, named
-from megatron.pipeline.costmodel.estimate import BESIDE_COLLECTIVES, estimate, layer_seconds, layer_size
+from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate, layer_seconds, layer_size
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.parameters import parameter_bytes
 from megatron.pipeline.schedule.core.passes import Vocabulary
@@ -97,14 +97,14 @@ def test_a_spread_vocabulary_is_the_same_work_in_equal_shares(placement: Placeme
         spread_loss = sum(map(device.moving, traffic.loss_traffic(given, given.vocabulary, spread=True)))
         seconds = share.S + share.T
         assert seconds == pytest.approx((output - loss + spread_loss) / 4)
-        slower = 1.0 if vocabulary is Vocabulary.INTERLACED else BESIDE_COLLECTIVES
+        slower = 1.0 if vocabulary is Vocabulary.INTERLACED else DURING_COLLECTIVES
         assert spread.stages[1].total == pytest.approx(slower * whole.stages[1].total)
         assert share.S > share.T if vocabulary is Vocabulary.ONE_BARRIER else share.S < share.T
         assert 4 * share.activation < whole.stages[-1].activation - whole.stages[1].activation
 
 
 def test_parameters_of_tied_and_spread_vocabularies() -> None:
-    """Beside those of the layers, which all ranks have equally many of."""
+    """FixedMemory those of the layers, which all ranks have equally many of."""
     given, layer, matrix = shape(vocabulary=1024), 12 * 3072**2, 1024 * 3072
 
     def parameters(placement: Placement, vocabulary: Vocabulary | None, tied: bool) -> list[float]:

@@ -11,14 +11,14 @@ from tune.small import A100, candidate, layouts, on_device, result
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.costmodel.estimate import layer_seconds
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import beside_activations
+from megatron.pipeline.costmodel.memory import fixed_memory
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune import iteration, relax
 from megatron.pipeline.tune.iteration import (
-    Beaten,
     Candidate,
-    Misfit,
+    Dominated,
+    Infeasible,
     Result,
     between_pipelines,
     costs_of,
@@ -62,7 +62,7 @@ def eight() -> Layouts:
 
 
 def between(on: Layouts, one: Candidate) -> float:
-    besides = beside_activations(one.args, one.placement, one.layers, one.vocabulary)
+    besides = fixed_memory(one.args, one.placement, one.layers, one.vocabulary)
     return between_pipelines(on.cluster, one, besides, costs_of(on.cluster, one))
 
 
@@ -79,6 +79,15 @@ def test_1f1b_of_equal_stages_takes_its_closed_form(four: Layouts) -> None:
     assert found.mfu == pytest.approx(operations / (found.seconds * 4 * A100.peak))
 
 
+def test_families_with_fused_backwards_hold_less_where_layers_are_recomputed(two: Layouts) -> None:
+    """A B that makes layers again keeps what a later W reads; a BW does not, so seq-1f1b costs what 1f1b does."""
+    plain, sliced, split = (
+        costs_of(two.cluster, candidate(two, name, **FULL_RECOMPUTE)) for name in ("1f1b", "seq-1f1b", "zb-h1")
+    )
+    assert sliced == plain
+    assert split.stages[0].activation > plain.stages[0].activation
+
+
 @pytest.mark.parametrize(("schedule", "changes"), [*FOUR, *TWO], ids=str)
 def test_parts_add_up_and_no_bound_is_beaten(four: Layouts, two: Layouts, schedule: str, changes: dict[str, Any]) -> None:
     on = two if (schedule, changes) in TWO else four
@@ -93,7 +102,7 @@ def test_parts_add_up_and_no_bound_is_beaten(four: Layouts, two: Layouts, schedu
     slower = replace(on.cluster, device=replace(A100, hop=Link(1e-3, 1e9)))
     assert isinstance(evaluate(slower, one), Result) and result(replace(on, cluster=slower), one).seconds >= found.seconds
     without_recomputation = 0.7 * least_seconds(on.cluster, one)
-    assert isinstance(evaluate(on.cluster, one, beat=without_recomputation), Beaten)
+    assert isinstance(evaluate(on.cluster, one, beat=without_recomputation), Dominated)
     assert isinstance(evaluate(on.cluster, one, beat=found.seconds * 1.0001), Result)
 
 
@@ -217,10 +226,10 @@ def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule:
     """What does not get as far as its activations is told without them; what needs are told last is just what fits."""
     one = candidate(two, schedule, **changes)
     outcome = evaluate(on_device(two, memory=4e9).cluster, one)
-    assert isinstance(outcome, Misfit)
-    least = relax.least_needed(two, [replace(outcome, hopeless=False)])
+    assert isinstance(outcome, Infeasible)
+    least = relax.least_needed(two, [replace(outcome, state_too_large=False)])
     assert least.needs > outcome.needs > outcome.state > 0
-    assert isinstance(evaluate(on_device(two, memory=least.needs * 0.99).cluster, one), Misfit)
+    assert isinstance(evaluate(on_device(two, memory=least.needs * 0.99).cluster, one), Infeasible)
     fits = evaluate(on_device(two, memory=least.needs * 1.001).cluster, one)
     assert isinstance(fits, Result) and fits.fullest.total <= least.needs * 1.001
 
@@ -228,7 +237,7 @@ def test_what_a_misfit_needs_at_least_leads_to_what_fits(two: Layouts, schedule:
 def test_what_is_needed_at_least_is_that_of_the_leanest(two: Layouts) -> None:
     """A search tries nothing that saves activations where no activations fit; the message about it does."""
     outcome = evaluate(on_device(two, memory=3e9).cluster, candidate(two, "1f1b"))
-    assert isinstance(outcome, Misfit) and outcome.hopeless
+    assert isinstance(outcome, Infeasible) and outcome.state_too_large
     least = relax.least_needed(two, [outcome])
     assert least.candidate.args.recompute_granularity == "full"
     assert isinstance(evaluate(on_device(two, memory=least.needs * 1.001).cluster, least.candidate), Result)
@@ -238,21 +247,21 @@ def test_a_model_whose_weights_alone_are_too_much_is_told_without_planning(two: 
     monkeypatch.setattr(iteration, "_plan", None)
     monkeypatch.setattr(iteration, "costs_of", None)
     outcome = evaluate(on_device(two, memory=1e9).cluster, candidate(two, "v-auto"))
-    assert isinstance(outcome, Misfit) and outcome.needs > outcome.state > 1e9
+    assert isinstance(outcome, Infeasible) and outcome.needs > outcome.state > 1e9
 
 
 def test_starved_is_what_more_memory_would_make_faster(two: Layouts) -> None:
     one = candidate(two, "v-auto")
     plenty = result(two, one)
     outcome = evaluate(on_device(two, memory=4e9).cluster, one)
-    assert isinstance(outcome, Misfit) and not plenty.starved
-    least = relax.least_needed(two, [replace(outcome, hopeless=False)])
+    assert isinstance(outcome, Infeasible) and not plenty.memory_bound
+    least = relax.least_needed(two, [replace(outcome, state_too_large=False)])
     scarce = result(on_device(two, memory=least.needs * 1.02), one)
-    assert scarce.starved and scarce.seconds > plenty.seconds
+    assert scarce.memory_bound and scarce.seconds > plenty.seconds
     assert scarce.memory_limit is not None and plenty.memory_limit is not None and scarce.memory_limit < plenty.memory_limit
     assert scarce.fullest.total <= least.needs * 1.02
 
 
 def test_a_family_of_one_order_has_no_limit(two: Layouts) -> None:
     found = result(two, candidate(two, "zb-h1"))
-    assert found.memory_limit is None and not found.starved
+    assert found.memory_limit is None and not found.memory_bound

@@ -17,7 +17,7 @@ from tune.small import candidate, layouts, on_device, result
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.tune import relax, search, write
-from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds
+from megatron.pipeline.tune.iteration import Candidate, Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 from megatron.pipeline.tune.search import Place, place
 
@@ -75,7 +75,7 @@ def space() -> Layouts:
     return layouts("--vocab-size 16383", tensor=(1,), pipeline=(1, 2, 4), microbatch=(1, 2), schedules=QUICK)
 
 
-def everything(on: Layouts, stock: bool) -> list[Result | Misfit]:
+def everything(on: Layouts, stock: bool) -> list[Result | Infeasible]:
     """What becomes of all candidates, those that save memory and those that interlock included."""
 
     def family(one: Candidate) -> Iterator[Candidate]:
@@ -86,10 +86,10 @@ def everything(on: Layouts, stock: bool) -> list[Result | Misfit]:
     tried = [each for layout in on for one in on.candidates(layout, stock) for each in family(one)]
     tried += [other for one in tried for other in on.interlocked(one)]
     outcomes = [evaluate(on.cluster, one) for one in tried]
-    return [outcome for outcome in outcomes if isinstance(outcome, Result | Misfit)]
+    return [outcome for outcome in outcomes if isinstance(outcome, Result | Infeasible)]
 
 
-def fastest(outcomes: list[Result | Misfit]) -> dict[Place, float]:
+def fastest(outcomes: list[Result | Infeasible]) -> dict[Place, float]:
     best: dict[Place, float] = {}
     for outcome in outcomes:
         if isinstance(outcome, Result):
@@ -137,7 +137,7 @@ def test_what_only_memory_makes_too_slow_is_tried_with_offload() -> None:
     beat = 1.001 * result(on, offloaded).seconds
     assert isinstance(evaluate(on.cluster, offloaded, beat), Result)
     beaten = evaluate(on.cluster, plain, beat)
-    assert isinstance(beaten, Beaten) and beaten.starved
+    assert isinstance(beaten, Dominated) and beaten.memory_bound
     assert any(one.offload for one in search._taken(search.Found(), beaten, on))
 
 
@@ -291,7 +291,7 @@ def test_what_is_written_is_accepted_and_needs_the_memory_that_was_said(kind: st
     assert read.fullest.total <= memory
     assert path.with_suffix(".costs.json").exists() == (kind != "stock")
     if kind == "limited":
-        assert found.starved and "pipeline-memory-limit" in path.read_text()
+        assert found.memory_bound and "pipeline-memory-limit" in path.read_text()
 
 
 def test_flags_of_the_model_stay_and_those_of_its_layout_go(tmp_path: Path) -> None:

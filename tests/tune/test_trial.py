@@ -141,7 +141,7 @@ def test_the_error_of_a_rank_is_found_in_what_torchrun_prints(tmp_path: Path, mo
     program = tmp_path / "fails.py"
     program.write_text("import os\nif os.environ['RANK'] == '1':\n    raise RuntimeError('no luck on rank 1')\n")
     monkeypatch.setattr(trial, "script", lambda: program)
-    (failed,) = trial.run([write(tmp_path / "a.yaml", seed=1)], ranks=2, iterations=3, timeout=120)
+    (failed,) = trial.run([write(tmp_path / "a.yaml", seed=1)], ranks=2, iterations=3, timeout=300)
     assert failed.failure.startswith("ended with status 1 after 0 iterations\n")
     assert failed.failure.endswith("RuntimeError: no luck on rank 1")
 
@@ -153,7 +153,7 @@ def test_two_real_configurations(tmp_path: Path) -> None:
         write(tmp_path / "stock.yaml", **tiny | {"pipeline-schedule": "stock", "save": str(tmp_path / "saved")}),
         write(tmp_path / "zb-v.yaml", **tiny | {"pipeline-schedule": "zb-v", "micro-batch-size": 2}),
     ]
-    measured = trial.run(configs, ranks=2, iterations=3, timeout=120, rounds=1)
+    measured = trial.run(configs, ranks=2, iterations=3, timeout=300, rounds=1)
     for one in measured:
         assert one.failure == ""
         assert one.seconds > 0 and one.tokens_per_second > 0 and len(one.losses) == 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -125,7 +126,7 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         help=f"what is to be short: the makespan, from the first pass of all ranks to the last of all (default{own}), or the "
         "span, the longest of any rank from its first pass to its last, which is what an iteration takes with --post-validation",
     )
-    case = "the expected span and makespan are told, and families that search plan for"
+    case = "the expected span and makespan are printed, and families that search plan for"
     flags.add_argument(
         "--jitter",
         type=jitters if several else jitter,
@@ -286,7 +287,7 @@ class Stages:
         self._runs = [(ends[0], ends[-1]) for ends in bounds]
 
     def of(self, count: int) -> frozenset[int]:
-        """The stages, of a model with so many.
+        """The stages of a model of ``count`` stages.
 
         Raises:
             ValueError: it has no such stage.
@@ -297,3 +298,10 @@ class Stages:
             if last >= count:
                 raise ValueError(f"{self._text}: there is no stage {last}; the stages are 0..{count - 1}")
         return frozenset(stage for first, last in self._runs for stage in range(first, last + 1))
+
+
+def count(text: str) -> int:
+    """An argument type for a whole number of at least 1, of nine digits at most."""
+    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         let_rank_0_speak()
         return complain(f"{NAME}: {missing(error)}")
     try:
-        run()  # what goes wrong in a script is told as Python does
+        run()  # errors of a script are printed by Python
     except ValueError as error:
         from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import warnings
@@ -11,13 +10,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatron.pipeline import planning
-from megatron.pipeline.cli.arguments import Commands, report_flags
-from megatron.pipeline.cli.summary import check_output, wrote
+from megatron.pipeline.cli.arguments import Commands, count, report_flags
+from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import Role, neutral
@@ -81,8 +79,8 @@ def add(commands: Commands) -> None:
         "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="of a GPU as on its label, in GB that are GiB (80)"
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--data-parallel-size", type=_ranks, metavar="D", help="replicas of the model (default: 1)")
-    size.add_argument("--world-size", type=_ranks, metavar="N", help="all GPUs of the training")
+    size.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (default: 1)")
+    size.add_argument("--world-size", type=count, metavar="N", help="all GPUs of the training")
     parser.set_defaults(run=run, takes_flags=True)
 
 
@@ -97,19 +95,13 @@ def run(options: argparse.Namespace) -> None:
         baseline = None  # the model cannot be cut for it
     limit = options.gpu_memory * GIB
     remedies = list(_remedies(flags, world, limit)) if prediction.fullest.total > limit else []
-    told = report(prediction) | {
+    contents = report(prediction) | {
         "gpu_memory": limit,
         "fits": prediction.fullest.total <= limit,
         "baseline": baseline and report(baseline),
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
     }
-    as_json = options.json or (options.output and Path(options.output).suffix == ".json")
-    content = json.dumps(told) if as_json else _text(prediction, baseline, options.gpu_memory, remedies)
-    if options.output:
-        Path(options.output).write_text(content + "\n", encoding="utf-8")
-        wrote(options.output)
-    else:
-        print(content)
+    write(contents, lambda: _text(prediction, baseline, options.gpu_memory, remedies), options)
 
 
 def predicted(
@@ -164,7 +156,7 @@ def predicted(
 
 
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
-    """Flags of ``pretrain_gpt.py``, not validated yet, of a training that nobody starts: it needs no data, and writes nothing.
+    """Flags of ``pretrain_gpt.py``, not validated yet, for a prediction: they need no data, and no file is written.
 
     Args:
         changes: values by the names of flags that count in place of those in ``flags``.
@@ -234,12 +226,14 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
 
 
 def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float, remedies: list[tuple[str, float]]) -> str:
-    told = report(prediction)
-    sizes = " x ".join(f"{name.upper()} {told[name]}" for name in ("pp", "tp", "cp", "dp") if name == "pp" or told[name] > 1)
-    count = told["parameters"]
+    contents = report(prediction)
+    sizes = " x ".join(
+        f"{name.upper()} {contents[name]}" for name in ("pp", "tp", "cp", "dp") if name == "pp" or contents[name] > 1
+    )
+    count = contents["parameters"]
     amount = f"{count / 1e9:.2f} billion" if count > 1e9 else f"{count / 1e6:.2f} million"
     title = (
-        f"{_name(prediction.args)}: {amount} parameters, {sizes}, {told['microbatches']} "
+        f"{_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
         f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
     )
     parts = [f"{title}\n\n{_table(prediction)}"]
@@ -304,9 +298,3 @@ def gpu_memory(text: str) -> float:
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a GPU's memory such as 80 or 80GB, got {text!r}")
     return float(match[1])
-
-
-def _ranks(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,6}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)

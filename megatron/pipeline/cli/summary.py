@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -119,13 +119,18 @@ def unit_of(microbatches: bool) -> str:
 
 
 def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:
-    """Print or write a report, as JSON where that is asked for or the file's name ends so, or else as text.
+    """``write`` the report of a schedule.
 
     Args:
         before: text to print above the report.
     """
+    write(data, lambda: before + summary(data, timeline), options)
+
+
+def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Namespace) -> None:
+    """Print a report or write it to ``--output``: as JSON with ``--json`` or into a .json file, else as text."""
     as_json = options.json or (options.output and Path(options.output).suffix == ".json")
-    content = json.dumps(data) if as_json else before + summary(data, timeline)
+    content = json.dumps(data) if as_json else text()
     if options.output:
         Path(options.output).write_text(content + "\n", encoding="utf-8")
         wrote(options.output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from argparse import Namespace
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.cli.arguments import Commands, names
+from megatron.pipeline.cli.arguments import Commands, count, names
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
@@ -24,7 +23,7 @@ from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.tune.iteration import Candidate, Cluster, Misfit, Result
+from megatron.pipeline.tune.iteration import Candidate, Cluster, Infeasible, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, Found, search
@@ -55,8 +54,8 @@ def add(commands: Commands) -> None:
     )
     parser = commands.add_parser("tune", help=help, description=help, epilog=note, allow_abbrev=False)
     flag = parser.add_argument
-    flag("--gpus", type=_count, metavar="N", help="GPUs of the cluster")
-    flag("--gpus-per-node", type=_count, default=8, metavar="N", help="of them on each node (8)")
+    flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
+    flag("--gpus-per-node", type=count, default=8, metavar="N", help="of them on each node (8)")
     flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
     flag(
         "--gpu-memory",
@@ -64,12 +63,12 @@ def add(commands: Commands) -> None:
         metavar="X",
         help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)",
     )
-    flag("--sequence-length", type=_count, metavar="S", help="the same as --seq-length")
+    flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
-    flag("--work", type=_count, default=WORK, metavar="N", help=f"budget of planning, which is counted, not timed ({WORK})")
-    flag("--seconds", type=_count, metavar="S", help="end planning then, whatever is left: what is found depends on the machine")
-    flag("--processes", type=_count, metavar="N", help="that plan (all cores); what is found does not depend on it")
+    flag("--work", type=count, default=WORK, metavar="N", help=f"budget of planning, which is counted, not timed ({WORK})")
+    flag("--seconds", type=count, metavar="S", help="end planning after this time: the result then depends on the machine")
+    flag("--processes", type=count, metavar="N", help="processes that plan (all cores); the result does not depend on it")
     group = parser.add_argument_group("what is tried, where not everything is to be")
     group.add_argument("--pipeline", type=sizes, metavar="4,8", help="pipeline-parallel sizes (all)")
     group.add_argument("--context", type=sizes, metavar="1,2", help="context-parallel sizes (those that leave 4096 tokens)")
@@ -81,7 +80,7 @@ def add(commands: Commands) -> None:
     group.add_argument(
         "--verify", action="store_true", help="run the three best and stock here, and compare with what is predicted"
     )
-    group.add_argument("--iterations", type=_count, default=6, metavar="N", help="of each run of --verify (6)")
+    group.add_argument("--iterations", type=count, default=6, metavar="N", help="of each run of --verify (6)")
     tune_measure.add_flags(parser)
     parser.set_defaults(run=run, takes_flags=True)
 
@@ -105,9 +104,9 @@ def run(options: argparse.Namespace) -> None:
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         ours, stock = _searched(layouts, options)
         written = _write(directory, flags, cluster, ours, stock)
-    told = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
-    (directory / "report.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
-    print(json.dumps(told) if options.json else _text(told, cluster, ours, stock))
+    contents = report(base, cluster, ours, stock) | {"files": [str(path) for path in written.values()]}
+    (directory / "report.json").write_text(json.dumps(contents) + "\n", encoding="utf-8")
+    print(json.dumps(contents) if options.json else _text(contents, cluster, ours, stock))
     if not options.json:
         print()
         for path in (*written.values(), directory / "throughput.png", directory / "report.json"):
@@ -190,7 +189,7 @@ def row(result: Result) -> dict[str, Any]:
         "bubble": result.parts.bubble / result.seconds,
         "parts": asdict(result.parts),
         "lost_to": result.parts.limit,
-        "starved": result.starved,
+        "starved": result.memory_bound,
         "bytes": {
             "state": fullest.state,
             "activations": fullest.activations,
@@ -202,7 +201,7 @@ def row(result: Result) -> dict[str, Any]:
 
 
 def base_shape(base: Namespace) -> Namespace:
-    """Flags of a model, complete, whatever its layout is."""
+    """The complete flags of a model, in any layout."""
     return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
 
 
@@ -272,22 +271,24 @@ def _training(result: Result) -> Training:
 
 
 def _layout(result: Result) -> str:
-    told = row(result)
-    shown = ("pp",) if all(told[name] == 1 for name in ("tp", "cp", "ep", "pp", "dp")) else ("tp", "cp", "ep", "pp", "dp")
-    return " ".join(f"{name.upper()}{told[name]}" for name in shown if told[name] > 1 or len(shown) == 1)
+    contents = row(result)
+    shown = ("pp",) if all(contents[name] == 1 for name in ("tp", "cp", "ep", "pp", "dp")) else ("tp", "cp", "ep", "pp", "dp")
+    return " ".join(f"{name.upper()}{contents[name]}" for name in shown if contents[name] > 1 or len(shown) == 1)
 
 
-def _text(told: dict[str, Any], cluster: Cluster, ours: Found, stock: Found) -> str:
+def _text(contents: dict[str, Any], cluster: Cluster, ours: Found, stock: Found) -> str:
     title = (
-        f"{told['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
-        f"{told['global_batch_size']} samples of {told['seq_length']} tokens an iteration\n"
-        f"{told['planned']} trainings planned, {told['slower']} known to be slower; {told['misfits']} do not fit"
+        f"{contents['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
+        f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens an iteration\n"
+        f"{contents['planned']} trainings planned, {contents['slower']} known to be slower; {contents['misfits']} do not fit"
     )
-    if told["left_out"]:
+    if contents["left_out"]:
         why = (
-            "--seconds was over: another run may find others" if told["stopped"] else "--work was used up: more of it plans them"
+            "--seconds was over: another run may find others"
+            if contents["stopped"]
+            else "--work was used up: more of it plans them"
         )
-        title += f"; {told['left_out']} were left out when {why}"
+        title += f"; {contents['left_out']} were left out when {why}"
     best, under = ours.best(), stock.best(3)
     parts = [title, _table(best)]
     if under:
@@ -300,7 +301,7 @@ def _text(told: dict[str, Any], cluster: Cluster, ours: Found, stock: Found) -> 
         parts.append("nothing fits under megatron-core's own schedules")
     if best[0].mfu > 1:
         parts.append(f"WARNING: more than all of the peak: {cluster.device.name} was measured on a busy machine; measure again")
-    unfused = told["transformer_impl"] == LOCAL
+    unfused = contents["transformer_impl"] == LOCAL
     assumed = (
         f"attention is not fused (--transformer-impl {LOCAL})" if unfused else f"{FUSED}: --transformer-impl {LOCAL} is without"
     )
@@ -324,19 +325,19 @@ def _table(results: list[Result]) -> str:
     heads += ["lost to", "schedule"]
     cells = []
     for number, result in enumerate(results, 1):
-        told = row(result)
-        share = told["parts"][told["lost_to"]] / result.seconds
-        lost = f"{_LOST.get(told['lost_to'], told['lost_to'])} {share:.1%}" if share >= _WORTH_SAYING else "-"
+        contents = row(result)
+        share = contents["parts"][contents["lost_to"]] / result.seconds
+        lost = f"{_LOST.get(contents['lost_to'], contents['lost_to'])} {share:.1%}" if share >= _WORTH_SAYING else "-"
         cells.append(
             [
                 str(number),
-                *(str(told[name]) for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size")),
+                *(str(contents[name]) for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size")),
                 f"{result.tokens_per_second:.0f}",
                 f"{result.mfu:.1%}",
                 f"{result.seconds:.3g}",
-                f"{told['bubble']:.1%}",
-                *(f"{told['bytes'][name] / GIB:.1f}" for name in ("state", "activations", "other", "total")),
-                f"{lost}{', memory' if result.starved else ''}",
+                f"{contents['bubble']:.1%}",
+                *(f"{contents['bytes'][name] / GIB:.1f}" for name in ("state", "activations", "other", "total")),
+                f"{lost}{', memory' if result.memory_bound else ''}",
                 ", ".join([chosen(result), *extras(result)]),
             ]
         )
@@ -374,7 +375,7 @@ def _fits_nowhere(layouts: Layouts, found: Found) -> str:
     )
 
 
-def _sizes_of(misfit: Misfit) -> dict[str, int]:
+def _sizes_of(misfit: Infeasible) -> dict[str, int]:
     args = misfit.candidate.args
     return {
         "TP": args.tensor_model_parallel_size,
@@ -398,9 +399,3 @@ def _verify(options: argparse.Namespace, written: dict[str, Path], results: list
     if failed:
         reasons = "; ".join(one.failure for one in measured if one.failure)
         raise ValueError(f"{' and '.join(failed)} could not be run here: {reasons}")
-
-
-def _count(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,6}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)

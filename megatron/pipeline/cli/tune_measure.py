@@ -154,11 +154,11 @@ def _found(job: Job, ranks: int) -> Found | None:
     first = os.environ.get("RANK", "0") == "0"
     try:
         if "RANK" in os.environ:
-            told: list[str] = []
+            said: list[str] = []
 
             def tell(at: str) -> None:
-                if first and told[-1:] != [at]:
-                    told.append(at)
+                if first and said[-1:] != [at]:
+                    said.append(at)
                     _say(at)
 
             found = rank.run(job, tell)

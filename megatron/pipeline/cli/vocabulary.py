@@ -1,20 +1,18 @@
-"""``mpipe vocabulary``: what sharing out the vocabulary layers gains, over sizes of the vocabulary, from a model of a GPT."""
+"""``mpipe vocabulary``: what sharding the vocabulary layers gains, by size of the vocabulary, from a cost model of a GPT."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from megatron.pipeline import planning
-from megatron.pipeline.cli.arguments import Commands, report_flags, size_flags
-from megatron.pipeline.cli.summary import check_output, wrote
+from megatron.pipeline.cli.arguments import Commands, count, report_flags, size_flags
+from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.device import Device, named
-from megatron.pipeline.costmodel.estimate import BESIDE_COLLECTIVES, estimate
+from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate
 from megatron.pipeline.costmodel.parameters import parameter_bytes
 from megatron.pipeline.planning.request import MOST_PASSES, check_size
 from megatron.pipeline.schedule import families
@@ -35,7 +33,7 @@ DEVICE = "A100-80GB"
 MODEL = """\
 MFU: operations of the model's matrix products, without recomputation, over what all ranks could do in the planned makespan.
 Time: products at {efficiency:g} of {peak:g} TFLOP/s, all other kernels at as much of {bandwidth:g} GB/s, {latency:g} ms to begin
-a pass, messages and collectives at {link:g} GB/s; with 1 and 2, layers take {beside:.0%} longer beside these (docs/model.md).
+a pass, messages and collectives at {link:g} GB/s; with 1 and 2, layers take {slower:.0%} longer during these (docs/model.md).
 Memory: {state:g} bytes a parameter, and activations in 16 bits with fused attention.
 off: layers spread evenly. redistribution: so that the heaviest rank is as light as can be; in brackets the last stage's."""
 
@@ -53,8 +51,8 @@ def add(commands: Commands) -> None:
         ("heads", "A", "attention heads"),
         ("seq", "S", "tokens of a sample"),
     ):
-        shape(f"--{name}", required=True, type=_positive, metavar=metavar, help=what)
-    shape("--micro-batch-size", type=_positive, default=1, metavar="B", help="samples of a microbatch (default: 1)")
+        shape(f"--{name}", required=True, type=count, metavar=metavar, help=what)
+    shape("--micro-batch-size", type=count, default=1, metavar="B", help="samples of a microbatch (default: 1)")
     shape("--schedule", default="1f1b", metavar="NAME", help="any that trains without slices (default: 1f1b)")
     shape("--sizes", type=_sizes, default=_sizes("32k,64k,128k,256k"), metavar="V,..", help="rows (default: 32k,64k,128k,256k)")
     shape("--tied", action="store_true", help="embedding and output layer share their weights")
@@ -81,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
     device = replace(named(DEVICE), **given).with_links(options.link * 1e9)
     shape = Shape.plain(options.layers, options.hidden, options.heads, options.seq, 1, options.micro_batch_size)
     rows = [_row(options, device, name, shape.with_vocabulary(size)) for name in METHODS for size in options.sizes]
-    told = {
+    contents = {
         "schedule": options.schedule,
         "pp": options.pp,
         "microbatches": options.microbatches,
@@ -89,13 +87,7 @@ def run(options: argparse.Namespace) -> None:
         "state_bytes": options.state_bytes,
         "rows": rows,
     }
-    as_json = options.json or (options.output and Path(options.output).suffix == ".json")
-    content = json.dumps(told) if as_json else _text(options, rows, device)
-    if options.output:
-        Path(options.output).write_text(content + "\n", encoding="utf-8")
-        wrote(options.output)
-    else:
-        print(content)
+    write(contents, lambda: _text(options, rows, device), options)
 
 
 def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape) -> dict[str, Any]:
@@ -154,7 +146,7 @@ def _model(device: Device, state: float) -> str:
         peak=device.peak / 1e12,
         bandwidth=device.bandwidth / 1e9,
         latency=device.latency * 1e3,
-        beside=BESIDE_COLLECTIVES - 1,
+        slower=DURING_COLLECTIVES - 1,
         link=device.hop.bandwidth / 1e9,
         state=state,
     )
@@ -162,12 +154,6 @@ def _model(device: Device, state: float) -> str:
 
 def _name(size: int) -> str:
     return f"{size // 1024}k" if size % 1024 == 0 else str(size)
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,8}", text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
 
 
 def _number(text: str) -> float:

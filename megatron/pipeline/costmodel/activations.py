@@ -23,7 +23,7 @@ class Held(NamedTuple):
 
 
 def held_by_stage(shape: Shape, layers: int, split: bool = True) -> Held:
-    """What so many layers of a stage hold of a microbatch.
+    """What the layers of a stage hold of a microbatch.
 
     B goes through the layers, or units of them, from the last to the first: it makes one of them whole again while those before
     it still have what F kept, and those behind it what W needs.
@@ -140,13 +140,13 @@ def output_retained(shape: Shape) -> float:
 
 
 def output_temporary(shape: Shape) -> float:
-    """Bytes of logits in 16 bits, and later of their gradient, beside that softmax; a model in float32 has one of them only."""
+    """Bytes of 16-bit logits, and later of their gradient, in addition to that softmax; a float32 model has only one of them."""
     number = shape.holding.number
     return number * shape.tokens * shape.vocabulary * shape.holding.of_cut_layers if number < SINGLE else 0.0
 
 
 def shard_activation(shape: Shape, rows: int) -> float:
-    """Bytes that S of a shard of so many rows keeps until T: its input, and its logits unless they are over their limit."""
+    """Bytes that S of a shard of ``rows`` rows keeps until T: its input, and its logits unless they are over their limit."""
     tokens, limit = shape.tokens / shape.holding.context, shape.holding.logits_limit
     kept = limit is None or SINGLE * tokens * rows <= limit
     return hidden_bytes(shape) + (shape.holding.number * tokens * rows if kept else 0.0)

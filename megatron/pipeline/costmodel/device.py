@@ -31,7 +31,7 @@ class Link:
     bandwidth: float
 
     def seconds(self, size: float) -> float:
-        """Of one message of so many bytes."""
+        """Seconds of one message of ``size`` bytes."""
         return self.latency + size / self.bandwidth if size else 0.0
 
     def all_gather(self, size: float, ranks: int) -> float:
@@ -138,7 +138,7 @@ class Device:
         return operations / (self.peak * self.efficiency)
 
     def moving(self, size: float) -> float:
-        """Seconds in which kernels read and write so many bytes of its memory."""
+        """Seconds in which kernels read and write ``size`` bytes of its memory."""
         return size / (self.bandwidth * self.efficiency)
 
     def with_links(self, bandwidth: float) -> Device:
@@ -158,10 +158,10 @@ class Device:
             ValueError: not JSON, a field is missing or unknown, or a number is out of range.
         """
         try:
-            told = json.loads(text)
+            content = json.loads(text)
         except ValueError as error:
             raise ValueError(f"not a device: invalid JSON ({error})") from None
-        row = _row("a device", told, cls)
+        row = _row("a device", content, cls)
         for name in ("within", "hop", "between"):
             row[name] = Link(**_row(f"{name} of a device", row[name], Link))
         layers = row.get("layers", [])
@@ -208,25 +208,25 @@ def read(name: str) -> Device:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _row(what: str, told: object, kind: type[Any]) -> dict[str, Any]:
+def _row(what: str, content: object, kind: type[Any]) -> dict[str, Any]:
     """The fields of a dataclass from a JSON object: numbers where it has numbers, words where it has words."""
     known = {field.name: field for field in fields(kind)}
-    if not isinstance(told, dict):
-        raise ValueError(f"{what}: expected an object with {', '.join(known)}, got {str(told)[:60]}")
-    missing = [name for name in known if name not in told and name not in ("layers", "source")]
-    unknown = [name for name in told if name not in known]
+    if not isinstance(content, dict):
+        raise ValueError(f"{what}: expected an object with {', '.join(known)}, got {str(content)[:60]}")
+    missing = [name for name in known if name not in content and name not in ("layers", "source")]
+    unknown = [name for name in content if name not in known]
     if missing or unknown:
         raise ValueError(
             f"{what}: {'missing ' + missing[0] if missing else 'unknown field ' + repr(unknown[0])}; it has {', '.join(known)}"
         )
-    for name, value in told.items():
+    for name, value in content.items():
         expected = {"str": str, "bool": bool, "int": int}.get(str(known[name].type))
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
         if (expected and type(value) is not expected) or (known[name].type == "float" and not number):
             raise ValueError(
                 f"{what}: {name} must be {'a number' if expected is None else f'of type {known[name].type}'}, got {value!r}"
             )
-    return dict(told)
+    return dict(content)
 
 
 def _positive(what: str, value: float) -> None:

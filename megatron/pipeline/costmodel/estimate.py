@@ -1,4 +1,4 @@
-"""From what a GPT has to compute and to hold to what passes cost on a device.
+"""Seconds and bytes of every pass of a GPT on a device.
 
 The model of time: a pass is its products, at a share of the device's peak; what its other kernels read and write, at the same
 share of the memory's bandwidth (``traffic``); what it waits for of the ranks that share its layers (``links``); and a moment to
@@ -23,12 +23,9 @@ from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.shape.shards import Shards
 
-# Messages that megatron-core's own schedules wait for in every F and every B: 1F1B for both directions, and interleaved where
-# messages do not overlap (--no-overlap-p2p-communication) for those of an F and a B at once.
-EXPOSED_HOPS = {"1f1b": 1.0, "interleaved": 0.5}
-# Passes of layers take so much longer beside the collectives of a spread vocabulary: the least of the 6 to 9 % that Yeung et al.
+# The slow-down of layers by the concurrent collectives of a sharded vocabulary: the least of the 6 to 9 % that Yeung et al.
 # report (arXiv 2411.05288). Interlaced, ranks wait for these collectives instead.
-BESIDE_COLLECTIVES = 1.06
+DURING_COLLECTIVES = 1.06
 
 
 def estimate(
@@ -48,11 +45,10 @@ def estimate(
         vocabulary: how the vocabulary is spread over all ranks; None where the first and the last stage have it.
         split: whether the schedule has B and W apart: what B makes again is then held until W.
         links: what ranks talk over; by default all of them are on one node.
-        exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see
-            ``EXPOSED_HOPS``.
+        exposed_hops: for how many messages a rank waits in every F and every B, instead of computing meanwhile: see ``Family``.
     """
     links = links or Links.within(device)
-    slower = BESIDE_COLLECTIVES if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
+    slower = DURING_COLLECTIVES if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
     seconds, hop = layer_seconds(shape, device, links).times(slower), hop_seconds(shape, links)
     gap = device.latency + exposed_hops * hop
 

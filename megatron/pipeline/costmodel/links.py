@@ -34,7 +34,7 @@ class Links:
 
     @classmethod
     def of(cls, device: Device, per_node: int, tensor: int, context: int, expert: int, data: int, pipeline: int) -> Links:
-        """For a layout on nodes of so many GPUs.
+        """For a layout on nodes of ``per_node`` GPUs.
 
         Args:
             expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism.
@@ -42,11 +42,11 @@ class Links:
         stage = tensor * context * data
 
         def stays(ranks: int) -> bool:
-            """Whether neighbours, so many at a time, are always on one node."""
+            """Whether every group of that number of neighbours is on one node."""
             return stage * pipeline <= per_node or per_node % ranks == 0
 
         def group(first: int, size: int) -> Link:
-            """Of ranks so far apart: a ring over several nodes goes through the network cards of all of its members on each."""
+            """The link of ``size`` ranks that are ``first`` apart: a ring over nodes uses the cards of all its members."""
             if size == 1 or stays(first * size):
                 return device.within
             mine = max(1, per_node // first)
@@ -67,8 +67,8 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
     """Seconds that F and B of a layer wait for the ranks that share it.
 
     Tensor parallelism: two all-reduces in each, or as much as an all-gather and a reduce-scatter under sequence parallelism
-    (Korthikanti et al., section 4.2.2); that of W's inputs runs beside B. Context parallelism: keys and values go round, in B
-    with their gradients, beside attention, so only what is longer than that counts. Experts: tokens go to theirs and back.
+    (Korthikanti et al., section 4.2.2); that of W's inputs overlaps with B. Context parallelism: keys and values go round, in B
+    with their gradients, in parallel with attention, so only the excess counts. Experts: tokens go to theirs and back.
 
     Args:
         attention: seconds of F and B of attention alone.

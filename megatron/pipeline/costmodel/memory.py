@@ -4,7 +4,7 @@
 
 - weights, gradients and optimizer state, of all parameters (``parameters``);
 - activations: the schedule, replayed with what its passes hold (``activations``, ``estimate``, ``simulate``);
-- the largest temporary beside them, or in the optimizer's step where that is larger;
+- the largest temporary in addition to them, or in the optimizer's step where that is larger;
 - a constant for all else, ``OVERHEAD``.
 """
 
@@ -44,7 +44,7 @@ class RankMemory:
         state: weights, gradients and optimizer state.
         activations: at their peak.
         microbatches: that are held then, from F to W, a chunk of several counting as its part.
-        temporary: beside the activations, or beyond them in the optimizer's step.
+        temporary: in addition to the activations, or the excess of the optimizer's step over them.
     """
 
     layers: int
@@ -69,7 +69,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
 
     Args:
         args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
-        schedule: what an iteration runs; its vocabulary is spread if it says so, whatever ``args`` do.
+        schedule: what an iteration runs; its vocabulary is spread if it says so, even if ``args`` differ.
         layers: transformer layers of every stage, in the model's order.
 
     Raises:
@@ -87,24 +87,24 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
     costs = estimate(shape, placement, layers, named(_ANY), schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     found = []
-    besides = beside_activations(args, placement, layers, schedule.vocabulary)
-    for rank, (stages, beside, peak) in enumerate(zip(placement.stages, besides, held, strict=True)):
+    all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
+    for rank, (stages, fixed, peak) in enumerate(zip(placement.stages, all_fixed, held, strict=True)):
         found.append(
             RankMemory(
                 layers=sum(layers[stage] for stage in stages),
-                parameters=beside.count.total,
-                state=beside.state,
+                parameters=fixed.count.total,
+                state=fixed.state,
                 activations=peak,
                 microbatches=microbatches[rank],
-                temporary=max(beside.temporary, step_bytes(args, beside.count) - peak),
+                temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak),
             )
         )
     return found
 
 
 @dataclass(frozen=True)
-class Beside:
-    """What a rank needs beside its activations, in bytes, whatever its schedule.
+class FixedMemory:
+    """What a rank needs in addition to activations, in bytes, under any schedule.
 
     Attributes:
         count: its parameters.
@@ -117,14 +117,14 @@ class Beside:
 
     @property
     def total(self) -> float:
-        """With ``OVERHEAD``: what is left of a GPU is for activations."""
+        """With ``OVERHEAD``; the rest of a GPU's memory is for activations."""
         return self.state + self.temporary + OVERHEAD
 
 
-def beside_activations(
+def fixed_memory(
     args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None
-) -> list[Beside]:
-    """What every rank needs beside its activations; arguments as in ``predict``."""
+) -> list[FixedMemory]:
+    """What every rank needs in addition to activations; arguments as in ``predict``."""
     shape = Shape.of(args)
     counts = parameters(shape, placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
     output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
@@ -133,7 +133,7 @@ def beside_activations(
         temporary = activations.layer_temporary(shape) if sum(layers[stage] for stage in stages) else 0.0
         if rank == output_rank:
             temporary = max(temporary, activations.output_temporary(shape))
-        found.append(Beside(count, state_bytes(args, count), temporary))
+        found.append(FixedMemory(count, state_bytes(args, count), temporary))
     return found
 
 

@@ -53,7 +53,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
 
 
 def loss_traffic(shape: Shape, rows: float, spread: bool = False) -> tuple[float, float]:
-    """Bytes that the cross entropy of so many rows of the vocabulary moves, forward and backward.
+    """Bytes that the cross entropy of ``rows`` rows of the vocabulary moves, forward and backward.
 
     Forward reads logits and writes their softmax in float32 (``activations.output_activation``), backward reads that and writes a
     gradient of the logits' precision.

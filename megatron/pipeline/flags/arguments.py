@@ -21,7 +21,7 @@ from megatron.pipeline.flags.flags import add_flags
 
 logger = logging.getLogger(__name__)
 
-# Megatron-LM's flags for what is never otherwise here.
+# Flags of Megatron-LM that change nothing here.
 _NOT_NEEDED = {
     "use-legacy-models": "models are always megatron-core's",
     "use-flash-attn": "Transformer Engine takes it where it can",
@@ -47,22 +47,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def with_config(
     parser: argparse.ArgumentParser, argv: Sequence[str], tell: Callable[[str], object] = logger.warning
 ) -> list[str]:
-    """The command line with what is in its ``--config FILE`` before it, so that a flag of the command line wins.
+    """Put the flags in ``--config FILE`` before those of the command line, which so win.
 
     Flags of the earlier forks become those of today (``fork_flags``), and rank 0 says so.
 
     Args:
         parser: knows all flags that may be keys of the file.
-        tell: called on rank 0 with what a fork's flag is now.
+        tell: called on rank 0 with a line about each flag of the forks.
 
     Raises:
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a fork's flag
             contradicts another one.
     """
     config = _config_path(argv)
-    tokens, told = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
+    tokens, lines = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
     if os.environ.get("RANK", "0") == "0":
-        for line in told:
+        for line in lines:
             tell(line)
     return tokens
 
@@ -146,9 +146,9 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     for key, value in content.items():
         if _key(str(key)) not in known:
             raise ValueError(f"--config {path}: {_unknown(str(key), parser)}")
-        beside = Path(path).parent / str(value)  # as mpipe tune writes costs
-        is_beside = _key(str(key)) == "pipeline-costs" and beside.is_file()
-        tokens += _tokens(path, *known[_key(str(key))], beside if is_beside else value)
+        near = Path(path).parent / str(value)  # mpipe tune writes the costs next to the configuration
+        is_near = _key(str(key)) == "pipeline-costs" and near.is_file()
+        tokens += _tokens(path, *known[_key(str(key))], near if is_near else value)
     return tokens
 
 

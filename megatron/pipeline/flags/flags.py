@@ -65,6 +65,11 @@ def neutral(*roles: Role) -> dict[str, Any]:
     return values | ({"pipeline_schedule": STOCK} if Role.SCHEDULE in roles else {})
 
 
+def flag_of(name: str) -> str:
+    """The flag that sets a name, such as ``--num-layers`` for ``num_layers``."""
+    return f"--{name.replace('_', '-')}"
+
+
 def _adder(group: argparse._ArgumentGroup, role: Role) -> Callable[..., None]:
     """``group.add_argument`` for flags of a role."""
 
@@ -384,7 +389,7 @@ def _data(group: argparse._ArgumentGroup) -> None:
     data("--valid-data-path", nargs="*", metavar="PREFIX", help="validation data, instead of --data-path")
     data("--test-data-path", nargs="*", metavar="PREFIX", help="test data, instead of --data-path")
     add("--mock-data", action="store_true", help="synthetic tokens")
-    file("--data-cache-path", metavar="DIR", help="where the sample orders are kept; beside the data when not given")
+    file("--data-cache-path", metavar="DIR", help="directory for the sample orders; that of the data when not given")
     add("--num-workers", type=whole, default=2, help="processes that read data on each rank; 0 reads in the trainer")
     add("--tokenizer-type", choices=TOKENIZERS, help="tokenizer")
     add("--tokenizer-model", metavar="PATH", help="file or directory of the tokenizer")

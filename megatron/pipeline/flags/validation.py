@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.flags.flags import PROFILE
+from megatron.pipeline.flags.flags import PROFILE, flag_of
 from megatron.pipeline.flags.validation_experts import check_experts, check_prediction
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
@@ -80,7 +80,7 @@ def _check_required(args: Namespace) -> None:
         "train_iters",
         "lr",
     )
-    missing = [_flag(name) for name in required if getattr(args, name) is None]
+    missing = [flag_of(name) for name in required if getattr(args, name) is None]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
 
@@ -104,7 +104,7 @@ def _check_platform(args: Namespace) -> None:
 
 
 def _check_post_validation(args: Namespace) -> None:
-    given = [_flag(name) for name in ("post_validation_when", "post_validation_copy") if getattr(args, name) is not None]
+    given = [flag_of(name) for name in ("post_validation_when", "post_validation_copy") if getattr(args, name) is not None]
     if given and not args.post_validation:
         raise ValueError(f"{given[0]} says how --post-validation works, which is not given: give it, or leave {given[0]} out")
     args.post_validation_when = args.post_validation_when or "measured"
@@ -388,7 +388,3 @@ def _check_checkpoints(args: Namespace) -> None:
     for flag, given in (("--finetune", args.finetune), ("--exit-on-missing-checkpoint", args.exit_on_missing_checkpoint)):
         if given and not args.load:
             raise ValueError(f"{flag} needs --load DIR")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

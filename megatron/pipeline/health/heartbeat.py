@@ -52,7 +52,7 @@ class Heartbeat:
         return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
 
     def open(self) -> None:
-        """Start exchanging. Every rank has made its heartbeat by now."""
+        """Start exchanging. Every rank must have created its ``Heartbeat`` before."""
         self._exchange()
         self._thread.start()
 

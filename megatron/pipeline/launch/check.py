@@ -7,19 +7,17 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import megatron.core
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.pipeline.patches import compat
 
-from megatron.pipeline.flags.flags import CHUNK_FLAGS
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Kind
-
-_EXPERTS_REDUCED = (0, 19)  # the first release that reduces all experts over the right ranks
 
 
 def check_flags(args: Namespace) -> None:
@@ -39,35 +37,15 @@ def check_flags(args: Namespace) -> None:
         return
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
-    order = "relies on the order of megatron-core's own schedules"
-    graphs = getattr(args, "cuda_graph_impl", "none") != "none" or getattr(args, "enable_cuda_graph", False)
-    unsupported = {
-        "use_torch_fsdp2": "shards parameters in a way that knows no delayed weight gradients",
-        "use_megatron_fsdp": "shards parameters in a way that knows no delayed weight gradients",
-        "use_legacy_models": "builds models that are not megatron-core's",
-        "yaml_cfg": "replaces all flags, ours too: give flags, or a --config file of flags",
-        "overlap_moe_expert_parallel_comm": order,
-        "delay_wgrad_compute": "delays weight gradients within megatron-core's own schedules; ours do so anyway",
-        "overlap_param_gather_with_optimizer_step": order,
-        "hybrid_context_parallel": order,
-        "fine_grained_activation_offloading": f"{order}; --offload full moves activations as the schedule says",
-        "defer_embedding_wgrad_compute": order,
-        "init_model_with_meta_device": "builds the model without the weights that are cut by the placement",
-        "microbatch_group_size_per_vp_stage": "is of megatron-core's own interleaved schedule; of ours, gis has groups of as "
-        "many microbatches as ranks, and gis-h of half as many",
-    }
-    for name, reason in unsupported.items():
-        if getattr(args, name, None):
-            raise ValueError(f"{_flag(name)} {reason}: leave it out, or take --pipeline-schedule stock")
-    if graphs:
-        raise ValueError(f"CUDA graphs: this {order}: switch them off, or take --pipeline-schedule stock")
+    if refused := compat.unsupported(args):
+        name, why = refused
+        raise ValueError(f"{_flag(name)} {why}: leave it out, or take --pipeline-schedule stock")
     args.chunks = chunks_per_rank(args)
 
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """What this release of megatron-core would train wrongly under any schedule, its own too; None if nothing is known."""
-    major, minor = map(int, megatron.core.__version__.split(".")[:2])
-    return experts_drift(args) if (major, minor) < _EXPERTS_REDUCED else None
+    return None if compat.reduces_experts_right() else experts_drift(args)
 
 
 def untested(args: Namespace) -> list[str]:
@@ -92,7 +70,7 @@ def _flag(name: str) -> str:
         "fp4": "--fp4-format",
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     }
-    return flags.get(name, f"--{name.replace('_', '-')}")
+    return flags.get(name, flag_of(name))
 
 
 @contextmanager

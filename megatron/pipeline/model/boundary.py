@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.distributed.finalize_model_grads import _get_main_grad_attr
 from megatron.core.utils import get_model_config, unwrap_model
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.schedule.core.placement import Placement
@@ -62,7 +62,8 @@ class Ends:
         groups.embd = groups.pos_embd = _Alone()
         finalize_model_grads(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
         copies = self._copies(chunks)
-        gradients = [getattr(weight, _get_main_grad_attr(weight)) for weight in copies]
+        attribute_of = compat.get("megatron.core.distributed.finalize_model_grads", "_get_main_grad_attr")
+        gradients = [getattr(weight, attribute_of(weight)) for weight in copies]
         self._add_up([gradient for gradient in gradients if gradient is not None])  # a frozen weight has none
         if num_tokens is None:
             return

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.tensor_parallel import layers as upstream_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module, float16_to_fp32, fp32_to_float16
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model import seeding, te_linear
@@ -130,7 +130,7 @@ def _initialize_output_layer(output_layer: Any, config: TransformerConfig, seed:
         with tensor_parallel.get_cuda_rng_tracker().fork():
             config.init_method(weight)
         return
-    upstream_layers._initialize_affine_weight_cpu(
+    compat.get("megatron.core.tensor_parallel.layers", "_initialize_affine_weight_cpu")(
         weight,
         output_layer.output_size,
         output_layer.input_size,

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import random as upstream_random
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.language_module import mark_boundary_weights
 
 EMBEDDING = 0  # transformer layers count from 1, as megatron-core numbers them
@@ -24,6 +25,11 @@ EMBEDDING = 0  # transformer layers count from 1, as megatron-core numbers them
 # The identity of the running microbatch lives among the tracker's states: activation recomputation saves and restores
 # those, so a recomputed layer draws the masks it drew the first time, whichever microbatch runs by then.
 _MICROBATCH = "megatron-pipeline-microbatch"
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_TENSOR_PARALLEL = compat.get(_RANDOM, "_MODEL_PARALLEL_RNG_TRACKER_NAME")
+_DATA_PARALLEL = compat.get(_RANDOM, "get_data_parallel_rng_tracker_name")()
+_EXPERT_PARALLEL = compat.get(_RANDOM, "get_expert_parallel_rng_tracker_name")()
 
 
 def output_layer(config: Any) -> int:
@@ -41,14 +47,14 @@ def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
     """
     own = parallel_state.get_tensor_model_parallel_rank()
     ranks = {
-        upstream_random._MODEL_PARALLEL_RNG_TRACKER_NAME: own if tensor_rank is None else tensor_rank,
-        upstream_random.get_data_parallel_rng_tracker_name(): 0,
-        upstream_random.get_expert_parallel_rng_tracker_name(): (
+        _TENSOR_PARALLEL: own if tensor_rank is None else tensor_rank,
+        _DATA_PARALLEL: 0,
+        _EXPERT_PARALLEL: (
             1000 * parallel_state.get_expert_model_parallel_rank() + parallel_state.get_expert_tensor_parallel_rank()
         ),
     }
     generator = torch.Generator("cuda" if torch.cuda.is_available() else "cpu")
-    tracker = upstream_random.get_cuda_rng_tracker()
+    tracker = get_cuda_rng_tracker()
     for name, rank in ranks.items():
         if name in tracker.states_:
             generator.manual_seed(derive(base, layer, name, rank))
@@ -63,7 +69,7 @@ def seed_layer(base: int, layer: int, tensor_rank: int | None = None) -> None:
 @contextmanager
 def kept_random_states() -> Iterator[None]:
     """What is drawn within leaves every random stream where it was."""
-    tracker = upstream_random.get_cuda_rng_tracker()
+    tracker = get_cuda_rng_tracker()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     states = tracker.get_states()
     with torch.random.fork_rng(devices=devices):
@@ -101,7 +107,7 @@ class SeededGPTModel(GPTModel):
         if self.training and _uses_dropout(self.config):
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             base = derive(self.seed, "dropout", self.iteration, self.current_microbatch, replica)
-            upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH] = base
+            get_cuda_rng_tracker().states_[_MICROBATCH] = base
             seed_layer(base, EMBEDDING)
         return super().forward(*args, **kwargs)
 
@@ -122,7 +128,7 @@ class SeededTransformerLayer(TransformerLayer):
 def seed_masks(layer: Any, *purpose: str) -> None:
     """Point every random stream at the dropout masks of a layer, for the running microbatch; nothing without dropout."""
     if layer.training and _uses_dropout(layer.config):
-        base = upstream_random.get_cuda_rng_tracker().states_[_MICROBATCH]
+        base = get_cuda_rng_tracker().states_[_MICROBATCH]
         seed_layer(derive(base, *purpose) if purpose else base, layer.layer_number)
 
 

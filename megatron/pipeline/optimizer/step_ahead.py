@@ -4,6 +4,7 @@ megatron-core's optimizers all-reduce two numbers over all stages before they st
 norm. Both are started here and not waited for. Stepping ahead assumes that gradients are finite and small enough; once both
 numbers are there, ``resolve`` accepts the step, or rolls it back from a copy and does what upstream would have done. The
 reductions are upstream's own, of the same numbers over the same groups, so the norm has the same bits as upstream's.
+``patches/compat.py`` lists the parts of upstream's step that are called here one by one.
 """
 
 from __future__ import annotations
@@ -18,27 +19,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, clip_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MixedPrecisionOptimizer
-from megatron.pipeline.patches import upstream
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.reduction import Reduction
 from megatron.pipeline.optimizer.snapshot import Keep, Snapshot
-
-# Nothing of upstream is replaced here, but the parts of its step are called one by one.
-upstream.require(
-    "megatron.core.optimizer.optimizer",
-    (
-        "MegatronOptimizer.get_main_grads_for_grad_norm",
-        "MegatronOptimizer.get_grad_stats_parallel_group",
-        "MixedPrecisionOptimizer.step_with_ready_grads",
-        "Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads",
-        "Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling",
-        "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",
-        "FP32Optimizer.prepare_grads",
-        "ChainedOptimizer.step_with_ready_grads",
-    ),
-)
-upstream.require("megatron.core.optimizer.clip_grads", ("multi_tensor_applier", "l2_norm_impl", "clip_grad_by_total_norm_fp32"))
 
 
 @dataclass(frozen=True)

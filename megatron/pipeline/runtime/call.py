@@ -13,18 +13,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
 
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
-# Settings of megatron-core that rely on the order of its own schedules, each with the value that means off.
-_UNSUPPORTED = {
-    "overlap_moe_expert_parallel_comm": False,
-    "hybrid_context_parallel": False,
-    "fine_grained_activation_offloading": False,
-    "cuda_graph_impl": "none",
-}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +64,8 @@ class Call:
     @cached_property
     def pipeline(self) -> torch.distributed.ProcessGroup:
         """The pipeline's ranks."""
-        group: torch.distributed.ProcessGroup = self.p2p_communicator.pp_group if self.p2p_communicator else self.groups.pp
+        groups = self.groups
+        group: torch.distributed.ProcessGroup = self.p2p_communicator.pp_group if self.p2p_communicator else groups.pp
         return group
 
     @cached_property
@@ -133,9 +128,6 @@ class Call:
             raise ValueError(
                 "collect_non_loss_data needs logits of the whole vocabulary on one rank: train without --vocab-parallel"
             )
-        for setting, off in _UNSUPPORTED.items():
-            if getattr(self.config, setting) != off:
-                raise ValueError(
-                    f"{setting} relies on the order of megatron-core's own schedules: switch it off, or use "
-                    "--pipeline-schedule stock"
-                )
+        if refused := compat.unsupported(self.config, in_config=True):
+            setting, reason = refused
+            raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")

@@ -11,14 +11,13 @@ from typing import Any, Protocol
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
+from megatron.pipeline.schedule.core.kinds import Exchange, Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.lower.posting import starts_posted
 from megatron.pipeline.schedule.lower.program import (
     Collective,
     Compute,
     Copy,
-    Exchange,
-    Flow,
     Join,
     Message,
     Operation,

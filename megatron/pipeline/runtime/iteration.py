@@ -45,7 +45,7 @@ class ValidationResult(Enum):
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
 def _wiring(plan: Planned, rank: int) -> Wiring:
-    return wiring(plan.programs[rank], rank, plan.schedule.placement.stages[rank])
+    return wiring(plan.programs[rank], rank, plan.schedule.placement)
 
 
 class _Attempt(NamedTuple):

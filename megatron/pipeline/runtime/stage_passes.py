@@ -52,10 +52,10 @@ class StagePasses:
         self._keep_graphs = keep_graphs
         self._offloaded = offloaded
         computed = (operation.work for operation in program if isinstance(operation, Compute))
-        self._recomputed = {work[1:] for work in computed if work.kind is Kind.R}
+        self._recomputed = {work[1:3] for work in computed if work.kind is Kind.R}
         # By microbatch and chunk: what came from each rank, the inputs, and the outputs.
-        self._graphs: dict[tuple[int, int, int], tuple[Mapping[int, Tensors], Tensors, Tensors]] = {}
-        self._weights: dict[tuple[int, int, int], list[tuple[WeightTask, list[Any]]]] = {}
+        self._graphs: dict[tuple[int, int], tuple[Mapping[int, Tensors], Tensors, Tensors]] = {}
+        self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
 
     @property
     def handlers(self) -> Handlers:
@@ -74,7 +74,7 @@ class StagePasses:
 
     def forward(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """F: the same outputs for every peer."""
-        key, inputs = work[1:], [tensor for tensors in received.values() for tensor in tensors] or [None]
+        key, inputs = work[1:3], [tensor for tensors in received.values() for tensor in tensors] or [None]
         keep_graph = key not in self._recomputed
         with self._capturing(work, keep_graph):
             outputs = self._stages.forward(work, inputs, keep_graph)
@@ -86,26 +86,26 @@ class StagePasses:
 
     def recompute(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """R."""
-        received, inputs, _ = self._graphs[work[1:]]
-        self._graphs[work[1:]] = received, inputs, self._stages.recompute(work, inputs)
+        received, inputs, _ = self._graphs[work[1:3]]
+        self._graphs[work[1:3]] = received, inputs, self._stages.recompute(work, inputs)
         return {}
 
     def backward(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """B, which leaves weight gradients to W, and BW: to each peer the gradient by what came from it."""
-        sources, inputs, outputs = self._graphs.pop(work[1:])
+        sources, inputs, outputs = self._graphs.pop(work[1:3])
         gradients = _sum(received.values())
         tasks: list[WeightTask] = []
         with deferring(tasks) if work.kind is Kind.B else nullcontext():
             input_gradients = self._stages.backward(work, inputs, outputs, gradients)
         if work.kind is Kind.B:
-            self._weights[work[1:]] = [(task, hold(task.held)) for task in tasks]
+            self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
         rest = iter(input_gradients)
         by_peer = {peer: [next(rest) for _ in tensors] for peer, tensors in sources.items()}
         return {peer: by_peer[peer] for peer in peers}
 
     def weight(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """W."""
-        _run(self._weights.pop(work[1:]))
+        _run(self._weights.pop(work[1:3]))
         return {}
 
     def _capturing(self, work: Pass, keep_graph: bool) -> AbstractContextManager[None]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.core.kinds import Flow, Where, sources
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
 
 Ends = tuple[tuple[Message, int], ...]  # messages, each with the pipeline rank at its other end
 
@@ -30,12 +32,12 @@ class Wiring(NamedTuple):
     answers: Mapping[Pass, Ends]
 
 
-def wiring(program: Program, rank: int, stages: Sequence[int]) -> Wiring:
-    """The wiring of a program that ``lower`` has made.
+def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
+    """The wiring of a program.
 
     Args:
         rank: the one that runs the program.
-        stages: of the rank's chunks. Two that follow each other in the model hand over their tensors without a message.
+        placement: of the stages. Two neighbours on one rank hand over their tensors without a message.
     """
     takes: defaultdict[Pass, list[tuple[Message, int]]] = defaultdict(list)
     makes: defaultdict[Pass, list[tuple[Message, int]]] = defaultdict(list)
@@ -53,25 +55,28 @@ def wiring(program: Program, rank: int, stages: Sequence[int]) -> Wiring:
             case Compute(work):
                 takes[work] += ((message, peers[message]) for message in awaited)
                 awaited.clear()
-                if (flow := _flow(work.kind)) is not None:
-                    makers[Message(flow, work.microbatch, stages[work.chunk])] = work
-    for taker in makers.values():
-        flow, stage = _flow(taker.kind), stages[taker.chunk]
-        assert flow is not None
-        handed_over = Message(flow, taker.microbatch, stage - 1 if flow is Flow.ACTIVATION else stage + 1)
-        if handed_over in makers:
-            takes[taker].append((handed_over, rank))
-            makes[makers[handed_over]].append((handed_over, rank))
-    answers = {work: tuple(makes.get(work._replace(kind=Kind.F), ())) for work in makers.values() if work.kind.sends_gradient}
+                if work.kind.row.sends:
+                    makers[Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work
+    for taker in [*takes]:
+        for message in _handed_over(taker, rank, placement):
+            if message in makers:
+                takes[taker].append((message, rank))
+                makes[makers[message]].append((message, rank))
+    answers: dict[Pass, Ends] = {}
+    for taker, messages in takes.items():
+        activation = Message(Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))
+        if activation in makers and any(message.flow is Flow.GRADIENT for message, _ in messages):
+            answers[taker] = tuple(makes[makers[activation]])
     return Wiring(_frozen(takes), _frozen(makes), answers)
+
+
+def _handed_over(work: Pass, rank: int, placement: Placement) -> Iterator[Message]:
+    """What a pass takes from neighbouring stages on its own rank."""
+    for source in sources(placement, None)[work.kind, rank, work.chunk] if not work.part else ():
+        (home, chunk), flow = source.homes[0], source.kinds[0].row.sends
+        if flow and home == rank and source.need.where in (Where.PREVIOUS, Where.NEXT):
+            yield Message(flow, work.microbatch, placement.stage(rank, chunk))
 
 
 def _frozen(table: Mapping[Pass, Sequence[tuple[Message, int]]]) -> dict[Pass, Ends]:
     return {work: tuple(ends) for work, ends in table.items()}
-
-
-def _flow(kind: Kind) -> Flow | None:
-    """What a pass of a kind makes for another stage."""
-    if kind is Kind.F:
-        return Flow.ACTIVATION
-    return Flow.GRADIENT if kind.sends_gradient else None

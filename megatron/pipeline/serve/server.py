@@ -110,10 +110,10 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
 
         async def made() -> Answer:
-            told = json.loads((await planned(_query(request.query_params))).body)
-            if "plan" not in told:
-                return answers.refusal(told["message"])
-            return await pool.run(answers.download, json.dumps(told["plan"]).encode(), suffix)
+            answer = json.loads((await planned(_query(request.query_params))).body)
+            if "plan" not in answer:
+                return answers.refusal(answer["message"])
+            return await pool.run(answers.download, json.dumps(answer["plan"]).encode(), suffix)
 
         suffix = request.path_params["suffix"]
         if suffix not in answers.DOWNLOADS:
@@ -182,7 +182,7 @@ async def _while_wanted(request: Request, made: Awaitable[Answer]) -> Response:
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the browser has gone
         answer = making.result()
         return Response(answer.body, answer.status, media_type=answer.type)
     except Busy as error:

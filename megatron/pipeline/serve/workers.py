@@ -1,4 +1,4 @@
-"""Processes that plan, so that the server stays awake: the job with the least work first, and what is ahead of anybody last."""
+"""Processes that plan while the server goes on answering: the job with the least work first, jobs ahead of a request last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.pipeline.dist.processes import end_with_parent
 
-PATIENCE = 1.0  # seconds for which a job goes on that nobody waits for any more, since somebody may ask again
+PATIENCE = 1.0  # seconds for which an abandoned job goes on, since its request may come again
 MOST_WAITING = 256  # jobs; the oldest ones give way
 ENDED = "the process that planned it was ended; ask again"
 ENDING = "mpipe serve has been ended"
@@ -48,8 +48,8 @@ class _Job:
 class Workers:
     """Some processes, each with one job at a time. ``async with`` starts and ends them.
 
-    Of the jobs that somebody waits for, the one with the least work is next; of those with as much work, the newest. Jobs ahead
-    of what anybody looks at, and those with much work, run on all processes but one, which is kept for the others.
+    Of the jobs that a request waits for, the one with the least work is next; of those with as much work, the newest. Jobs
+    ahead of a request, and those with much work, run on all processes but one, which is kept for the others.
 
     Args:
         count: of processes; 1 serves all kinds of jobs.
@@ -85,7 +85,7 @@ class Workers:
         self._threads.shutdown()
 
     def refuse(self) -> None:
-        """From now on answer whoever waits, or asks, that all ends, so that nobody holds the end up."""
+        """Refuse all jobs, waiting and new ones, so that none delays the end of the server."""
         self._ending = True
         for job in self._jobs.values():
             _settle(job.result, Busy(ENDING))
@@ -93,10 +93,10 @@ class Workers:
     async def run(self, function: Callable[..., Any], *arguments: Any, ahead: bool = False, work: float = 0) -> Any:
         """What the function returns for the arguments; the same job is run once for all who ask for it at a time.
 
-        If it is cancelled, a job that nobody else waits for is dropped, or ended with its process.
+        If it is cancelled, a job that no other request waits for is dropped, or ended with its process.
 
         Args:
-            ahead: whether nobody looks at it yet.
+            ahead: whether it is computed before a request needs it.
             work: how much work it is, in any unit.
 
         Raises:
@@ -145,7 +145,7 @@ class Workers:
             job.process.kill()
 
     def _next(self, all_kinds: bool) -> _Job | None:
-        """The job with the least work that somebody waits for, no long one unless ``all_kinds``; then also the oldest ahead."""
+        """The job with the least work that a request waits for, no long one unless ``all_kinds``; then also the oldest ahead."""
         waiting = [job for job in self._jobs.values() if job.process is None and not job.result.done()]
         urgent = [job for job in reversed(waiting) if not job.ahead and (all_kinds or job.work < self.long)]
         return min(urgent, key=lambda job: job.work) if urgent else waiting[0] if waiting and all_kinds else None
@@ -229,7 +229,7 @@ def _settle(future: asyncio.Future[Any], result: Any) -> None:
         return
     if isinstance(result, Exception):
         future.set_exception(result)
-        future.exception()  # seen, even where nobody waits for it
+        future.exception()  # marks it as seen where no request waits
     else:
         future.set_result(result)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written beside the last one and put in place by a rename, so that a crash leaves a usable one.
+"""Checkpoints: written next to the last one and put in place by a rename, so that a crash leaves a usable one.
 
 The layout is Megatron-LM's, which loads them, as they load its own (``checkpoint_files.py`` finds and checks them). Tensors carry
 global names, so a checkpoint loads under another pipeline size, placement or schedule.
@@ -6,7 +6,6 @@ global names, so a checkpoint loads under another pipeline size, placement or sc
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from argparse import Namespace
@@ -15,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import compat
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pipeline.schedule.core.names import OFF
@@ -55,19 +54,16 @@ def check_release(args: Namespace, placement: Placement) -> None:
     Raises:
         ValueError: says which release can, and what works with this one.
     """
-    newer = importlib.util.find_spec("megatron.core.dist_checkpointing.strategies.checkpointable") is not None
-    if newer or not (args.save or args.load):
+    missing = compat.missing_module("megatron.core.dist_checkpointing.strategies.checkpointable")
+    if missing is None or not (args.save or args.load):
         return
-    needs = (
-        f"needs megatron-core 0.15 or later, and {megatron.core.__version__} is installed: pip install 'megatron-core~=0.16.0', "
-    )
     if args.use_distributed_optimizer:
-        raise ValueError(f"a checkpoint with --use-distributed-optimizer {needs}or leave that flag out")
+        raise ValueError(f"a checkpoint with --use-distributed-optimizer {missing}, or leave that flag out")
     first, last = placement.home(0), placement.home(placement.last_stage)
     tied = not args.untie_embeddings_and_output_weights and args.vocab_parallel == OFF
     if tied and first != last and first[0] == last[0]:
         raise ValueError(
-            f"a checkpoint of tied embeddings with both copies on one rank, as a V has them, {needs}or give "
+            f"a checkpoint of tied embeddings with both copies on one rank, as a V has them, {missing}, or give "
             "--untie-embeddings-and-output-weights, or a schedule with the ends on different ranks, such as zb-h1"
         )
 
@@ -96,7 +92,7 @@ def save(args: Namespace, training: Training) -> Path:
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
         torch.distributed.barrier()
-    # The writer has errors of many kinds, torch's own not even an Exception, and each of them must name what is left.
+    # The writer has errors of many kinds, torch's own not even an Exception. Each message must name the checkpoint that remains.
     except (Exception, CheckpointException) as error:
         usable = latest(args.save)
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
@@ -152,7 +148,7 @@ def _load(args: Namespace, training: Training, path: Path) -> None:
         training.optimizer.reload_model_params()
     if not args.finetune:
         training.iteration = found["iteration"]
-        # Checkpoints that have no arguments have the samples beside them.
+        # Checkpoints without arguments have the samples in a file of their own.
         training.consumed_samples = found["args"].consumed_train_samples if "args" in found else found["consumed_samples"]
 
 

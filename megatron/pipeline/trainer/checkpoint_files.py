@@ -1,6 +1,6 @@
 """Which checkpoint ``--load`` takes, what it says of itself, and whether the flags go with it: before anything starts.
 
-A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; a tracker file beside names the one to take.
+A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; a tracker file next to it names the latest.
 Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in ``common.pt``.
 """
 
@@ -10,12 +10,14 @@ import json
 import traceback
 from argparse import Namespace
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core import dist_checkpointing
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, Metadata
 
+from megatron.pipeline.flags.flags import flag_of
 from megatron.pipeline.trainer.atomic import UNFINISHED
 from megatron.pipeline.trainer.optimizer_state import has_state, kind_of_state, wanted_kind
 from megatron.pipeline.trainer.tokenizer import padded_vocab_size
@@ -150,13 +152,13 @@ def check(args: Namespace) -> None:
 
 def model_flags(args: Namespace) -> dict[str, Any]:
     """What decides the shapes and the meaning of the weights, by flag."""
-    model = {_flag(name): getattr(args, name) for name in _MODEL_FLAGS}
+    model = {flag_of(name): getattr(args, name) for name in _MODEL_FLAGS}
     return model | {"--disable-bias-linear": not args.add_bias_linear, _VOCABULARY: args.vocab_size}
 
 
 def schedule_flags(args: Namespace) -> dict[str, Any]:
     """What decides the learning rate and the weight decay of an iteration, by flag."""
-    return {_flag(name): getattr(args, name) for name in _SCHEDULE_FLAGS}
+    return {flag_of(name): getattr(args, name) for name in _SCHEDULE_FLAGS}
 
 
 def name_of(iteration: int) -> str:
@@ -210,9 +212,10 @@ def _read(path: Path, args: Namespace) -> _Saved:
     Args:
         args: for flags that a Megatron-LM of another release does not have.
     """
-    if trouble := _unreadable(path):
-        raise _damaged(path, trouble)
-    common, metadata = _common(path), FileSystemReader(path).read_metadata()
+    try:
+        common, metadata = _contents(path)
+    except _Unreadable as trouble:
+        raise _damaged(path, str(trouble)) from None
     if (path / SUMMARY).is_file():
         try:
             summary = json.loads((path / SUMMARY).read_text())
@@ -227,28 +230,34 @@ def _read(path: Path, args: Namespace) -> _Saved:
     return _Saved(model, schedule, common.get("optimizer"), sharding, metadata.state_dict_metadata)
 
 
-def _common(path: Path) -> dict[str, Any]:
-    return dict(dist_checkpointing.load_common_state_dict(str(path)))
+class _Unreadable(Exception):
+    """A file of a checkpoint cannot be read, or is cut off."""
 
 
-def _unreadable(path: Path) -> str:
-    """What of a checkpoint's files cannot be read or is cut off; empty if nothing is. Tensors stay on the disk."""
+def _contents(path: Path) -> tuple[dict[str, Any], Metadata]:
+    """A checkpoint's common state and its description of the tensors, which stay on the disk.
+
+    Raises:
+        _Unreadable: a file cannot be read, or is cut off.
+    """
     name = "common.pt"
     try:
-        _common(path)
+        common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         name = ".metadata"
-        parts = FileSystemReader(path).read_metadata().storage_data.values()
+        metadata = FileSystemReader(path).read_metadata()
         ends: dict[str, int] = {}
-        for part in parts:
+        for part in metadata.storage_data.values():
             ends[part.relative_path] = max(ends.get(part.relative_path, 0), part.offset + part.length)
         for name, end in ends.items():
             size = (path / name).stat().st_size if (path / name).exists() else 0
             if size < end:
-                return f"is damaged: {name} has {size} of {end} bytes"
+                raise _Unreadable(f"is damaged: {name} has {size} of {end} bytes")
             (path / name).open("rb").close()
+    except _Unreadable:
+        raise
     except Exception as error:  # pickle has errors of every kind
-        return f"is damaged: {name} cannot be read ({reason(error)})"
-    return ""
+        raise _Unreadable(f"is damaged: {name} cannot be read ({reason(error)})") from None
+    return common, metadata
 
 
 def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -256,7 +265,7 @@ def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple
     theirs = Namespace(**(vars(here) | vars(common["args"])))
     others = [name for name in _FOREIGN_FLAGS if getattr(theirs, name, None) not in (None, False, 0, [])]
     if others:
-        what = ", ".join(f"{_flag(name)} {getattr(theirs, name)}" for name in others)
+        what = ", ".join(f"{flag_of(name)} {getattr(theirs, name)}" for name in others)
         raise ValueError(f"the checkpoint {path} is of a model that this program does not have: {what}; give another --load")
     if not theirs.group_query_attention:
         theirs.num_query_groups = here.num_query_groups  # Megatron-LM sets it to the number of heads
@@ -308,10 +317,11 @@ def _damaged(path: Path, what: str) -> ValueError:
 def _instead(root: Path, damaged: Path | None = None) -> str:
     """Which other checkpoint can be taken, and how."""
     others = sorted(((iteration, path) for iteration, path in _complete(root).items() if path != damaged), reverse=True)
-    readable = next((iteration for iteration, path in others if not _unreadable(path)), None)
-    if readable is None:
-        return f"; {root} has no other: give another --load"
-    return f"; to go on from iteration {readable}, write {readable} into {root / TRACKER}"
+    for readable, path in others:
+        with suppress(_Unreadable):
+            _contents(path)
+            return f"; to go on from iteration {readable}, write {readable} into {root / TRACKER}"
+    return f"; {root} has no other: give another --load"
 
 
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
@@ -322,7 +332,3 @@ def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -134,7 +134,7 @@ def write_dataset(
 def _finish(builder: IndexedDatasetBuilder, data: Path, index: Path) -> None:
     unfinished_data, unfinished_index = (path.with_name(path.name + UNFINISHED) for path in (data, index))
     builder.finalize(str(unfinished_index))
-    index.unlink(missing_ok=True)  # an old index must never stand beside new data
+    index.unlink(missing_ok=True)  # an old index must never describe new data
     for unfinished, path in ((unfinished_data, data), (unfinished_index, index)):
         sync(unfinished)
         unfinished.rename(path)

@@ -189,7 +189,7 @@ def check_finite(loss: torch.Tensor) -> None:
 
 
 def _stream(loader: torch.utils.data.DataLoader[Batch]) -> Generator[Batch, None, None]:
-    """The loader's batches; closing it is the one way to end a loader's processes, whoever else holds on to it."""
+    """The loader's batches; closing it ends the loader's processes even while something else refers to the loader."""
     yield from loader
 
 

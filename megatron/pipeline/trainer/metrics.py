@@ -89,7 +89,7 @@ class Metrics:
 
 
 def tokens_per_second(seq_length: int, batch: int, seconds: float) -> float:
-    """Of so many samples."""
+    """Throughput of an iteration of ``batch`` sequences."""
     return batch * seq_length / seconds
 
 

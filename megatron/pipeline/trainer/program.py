@@ -85,7 +85,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
     """Build, load and train, on every rank of a world that exists.
 
     Args:
-        guard: the context to train in; it is told how to find out where this rank is, and how long it may be there.
+        guard: makes the context to train in, from a function that says where this rank is, and a time limit for each place.
     """
     training: Training | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import megatron.core
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.flags import TOKENIZERS
 
@@ -23,7 +23,7 @@ _PACKAGES = {"huggingface": "transformers", "sentencepiece": "sentencepiece", "t
 
 
 class ByteLevelTokenizer:
-    """Every byte is a token, and ``eod`` is one more: lossless for any file, whatever its encoding.
+    """Every byte is a token, and ``eod`` is one more: lossless for files in any encoding.
 
     megatron-core's own byte tokenizer drops trailing white space and takes the byte 0 for the end of a document,
     so it could not give a text back. Bytes that are not UTF-8 travel as Python's surrogate escapes.
@@ -61,12 +61,9 @@ def build_tokenizer(args: Namespace) -> Any:
         return ByteLevelTokenizer()
     if args.tokenizer_type not in _LIBRARIES:
         raise ValueError(f"unknown --tokenizer-type {args.tokenizer_type}: choose from {', '.join(TOKENIZERS)}")
-    if importlib.util.find_spec("megatron.core.tokenizers") is None:
-        raise ValueError(
-            f"--tokenizer-type {args.tokenizer_type} needs megatron-core 0.15 or later, and {megatron.core.__version__} is "
-            "installed: pip install 'megatron-core~=0.16.0', or take ByteLevelTokenizer"
-        )
-    from megatron.core.tokenizers import MegatronTokenizer
+    if missing := compat.missing_module("megatron.core.tokenizers"):
+        raise ValueError(f"--tokenizer-type {args.tokenizer_type} {missing}, or take ByteLevelTokenizer")
+    MegatronTokenizer = compat.get("megatron.core.tokenizers", "MegatronTokenizer")
 
     library = _LIBRARIES[args.tokenizer_type]
     if library == "null":

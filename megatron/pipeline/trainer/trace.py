@@ -100,7 +100,7 @@ def _written(directory: str) -> list[Path]:
 
 
 def draw_last_trace(directory: str) -> Path | None:
-    """Draw the iteration that was written last, beside it, under what was planned; returns the picture's path."""
+    """Draw the iteration that was written last, below its plan, and return the path of the picture, next to the trace."""
     trace = read_last_trace(directory)
     if trace is None:
         return None

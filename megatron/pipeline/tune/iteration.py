@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron.pipeline import planning
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.estimate import EXPOSED_HOPS, estimate, layer_seconds
+from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import Beside, RankMemory, beside_activations, gradient_bytes, predict, recomputed
+from megatron.pipeline.costmodel.memory import FixedMemory, RankMemory, fixed_memory, gradient_bytes, predict, recomputed
 from megatron.pipeline.planning.request import Request, Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
@@ -30,17 +30,17 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 
-BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; the last sum has nothing to run beside
+BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
-_STARVED = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
+_BOUND = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many GPUs of a kind, on nodes of so many."""
+    """A cluster of identical nodes."""
 
     device: Device
     gpus: int
@@ -104,7 +104,7 @@ class Parts:
         messages: waiting for the ranks that share a layer.
         recomputation: forwards that run again.
         inequality: until the rank with most to do has done as much.
-        bubble: what is left of the pipeline.
+        bubble: the rest of the pipeline's time, idle.
         between: two pipelines: gradients, step and weights.
     """
 
@@ -136,7 +136,7 @@ class Result:
         ranks: memory of every pipeline rank.
         costs: what the schedule was planned for, in seconds and bytes.
         memory_limit: bytes of activations that it was planned within; None where the family has no choice.
-        starved: whether more memory would make it faster.
+        memory_bound: whether more memory would make it faster.
         mfu: operations of the model over what all GPUs could do, without recomputation.
     """
 
@@ -146,7 +146,7 @@ class Result:
     ranks: list[RankMemory]
     costs: Costs
     memory_limit: float | None
-    starved: bool
+    memory_bound: bool
     mfu: float
 
     @property
@@ -159,76 +159,77 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """A candidate that does not fit, with the bytes that its fullest rank needs at least.
+class Infeasible:
+    """A candidate that does not fit into memory, with the fewest bytes that its fullest rank needs.
 
     Attributes:
         state: how many of these are weights, gradients and optimizer state.
-        hopeless: whether no activations at all would fit.
+        state_too_large: whether no activations at all would fit.
     """
 
     candidate: Candidate
     needs: float
     state: float
-    hopeless: bool
+    state_too_large: bool
 
 
 @dataclass(frozen=True)
-class Beaten:
-    """A candidate of which it is known, mostly without planning, that it takes longer than was asked for.
+class Dominated:
+    """A candidate that is known, mostly without planning, to take longer than another one.
 
     Attributes:
-        starved: whether it might not, had it more memory.
+        memory_bound: whether it might not, had it more memory.
         planned: whether that took planning.
     """
 
     candidate: Candidate
-    starved: bool
+    memory_bound: bool
     planned: bool
 
 
-def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Misfit | Beaten:
-    """What a candidate takes and holds.
+def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf")) -> Result | Infeasible | Dominated:
+    """The time and the memory of a candidate.
 
     Args:
-        beat: seconds of an iteration; what takes longer is of no use, and not planned where that is known before.
+        beat: seconds of an iteration; a candidate that takes longer is not planned if that is known before.
     """
     args, placement, variant = candidate.args, candidate.placement, candidate.variant
-    besides = beside_activations(args, placement, candidate.layers, candidate.vocabulary)
-    left = [cluster.device.memory - beside.total for beside in besides]
+    fixed = fixed_memory(args, placement, candidate.layers, candidate.vocabulary)
+    left = [cluster.device.memory - each.total for each in fixed]
     if min(left) <= 0:
-        return _misfit(candidate, besides, 0.0)
+        return _infeasible(candidate, fixed, 0.0)
     costs = costs_of(cluster, candidate)
-    between = between_pipelines(cluster, candidate, besides, costs)
+    between = between_pipelines(cluster, candidate, fixed, costs)
     chooses = families.named(variant.name).plans_for_limits
     limit = min(left) if chooses else None
     if not chooses and not candidate.offload:
         least = _least_peaks(candidate, costs)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
-            return _misfit(candidate, besides, max(least))
+            return _infeasible(candidate, fixed, max(least))
     try:
         planned = _plan(candidate, costs, limit, beat - between)
     except LimitTooLow as error:
-        return _misfit(candidate, besides, error.least)
-    if isinstance(planned, Beaten):
+        return _infeasible(candidate, fixed, error.least)
+    if isinstance(planned, Dominated):
         return planned
-    schedule, starved, pipeline = planned
+    schedule, memory_bound, pipeline = planned
     ranks = predict(args, schedule, candidate.layers)
     if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
-        return _misfit(candidate, besides, max(rank.activations for rank in ranks))
+        return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
     mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
-    return Result(candidate, parts.total, parts, ranks, costs, limit, starved, mfu)
+    return Result(candidate, parts.total, parts, ranks, costs, limit, memory_bound, mfu)
 
 
 def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
-    """What its passes take and hold."""
+    """Seconds and bytes of its passes."""
     args, shape = candidate.args, Shape.of(candidate.args)
     overlaps = candidate.variant.name == "interleaved" and getattr(args, "overlap_p2p_comm", True)
     waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
-    exposed = EXPOSED_HOPS[candidate.variant.name] if waits else 0.0
-    split = candidate.variant.name not in _FUSED and not _fuses_again(args)
+    family = families.named(candidate.variant.name)
+    exposed = family.exposed_hops if waits else 0.0
+    split = not family.fused and not _fuses_again(args)
     return estimate(
         shape,
         candidate.placement,
@@ -241,16 +242,13 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     )
 
 
-_FUSED = ("1f1b", "interleaved", "1f1b-v")
-
-
 def _fuses_again(args: Namespace) -> bool:
-    """Whether W runs with B since that makes its inputs again: see ``memory.recomputed``."""
+    """Whether W runs with B, which recomputes its inputs: see ``memory.recomputed``."""
     return bool(args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block")
 
 
 def links_of(cluster: Cluster, args: Namespace) -> Links:
-    """What the ranks of a training talk over."""
+    """The links between the ranks of a training."""
     return Links.of(
         cluster.device,
         cluster.per_node,
@@ -262,7 +260,7 @@ def links_of(cluster: Cluster, args: Namespace) -> Links:
     )
 
 
-def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Beside], costs: Costs) -> float:
+def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
     """Seconds between two pipelines on the slowest rank.
 
     Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
@@ -270,7 +268,7 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Besi
     """
     args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
     copies = args.data_parallel_size * args.context_parallel_size
-    count = max(beside.count.total for beside in besides)
+    count = max(each.count.total for each in fixed)
     own = count / copies if args.use_distributed_optimizer else count
     step = device.moving(STEP_BYTES * own)
     tied = 0.0
@@ -297,13 +295,13 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, besides: list[Besi
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
-    """Seconds that no schedule of this candidate can beat, by the work of its busiest rank alone: known in a moment."""
+    """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once."""
     costs = costs_of(cluster, candidate)
     return max(_work(candidate, costs)) + candidate.microbatches * costs.vocabulary.total
 
 
 def planned_microbatches(candidate: Candidate) -> int:
-    """As many as say what all of them take."""
+    """Microbatches to plan for, of which the time of all of them follows."""
     whole, ranks = candidate.microbatches, candidate.placement.ranks
     fewer = max(_ROUNDS * ranks, 2 * ranks + whole % ranks)
     fewer += (whole - fewer) % ranks  # interleaved wants multiples of the ranks
@@ -311,31 +309,35 @@ def planned_microbatches(candidate: Candidate) -> int:
 
 
 def work(candidate: Candidate) -> float:
-    """What planning it takes, in thousands of passes that are placed: the same on every machine, and roughly as its time goes."""
+    """The cost of planning it in thousands of placed passes: the same on every machine, and roughly proportional to time."""
     passes = 3 * (candidate.placement.last_stage + 1) * planned_microbatches(candidate) / 1000
     searched = _SEARCHED if families.named(candidate.variant.name).plans_for_limits else 0
     return passes * (_OFFLOADED if candidate.offload else 1) + searched
 
 
-def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Beaten:
-    """The schedule of ``planned_microbatches``, whether more memory might shorten it, and the seconds of a pipeline of all."""
+def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) -> tuple[Schedule, bool, float] | Dominated:
+    """Plan for ``planned_microbatches`` and extrapolate.
+
+    Returns:
+        The schedule, whether more memory might shorten it, and the seconds of a pipeline of all microbatches.
+    """
     whole, count = candidate.microbatches, planned_microbatches(candidate)
     problem = _problem(candidate, costs, count, limit)
     more = (whole - count) * (max(_work(candidate, costs)) / whole + costs.vocabulary.total)
     free = lower_bound(replace(problem, limits=None))
     least = free if candidate.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
-        return Beaten(candidate, free + more <= beat, planned=False)
-    starved = limit is not None and lower_bound(problem) > _STARVED * free
+        return Dominated(candidate, free + more <= beat, planned=False)
+    memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
     schedule = planning.solve(candidate.variant.name, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
         if seconds + more > beat:
-            return Beaten(candidate, starved, planned=True)  # not worth planning again
+            return Dominated(candidate, memory_bound, planned=True)  # not worth planning again
         step = min(candidate.placement.ranks, count - 1)
         shorter = planning.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
-    return schedule, starved, seconds + more * (count < whole)
+    return schedule, memory_bound, seconds + more * (count < whole)
 
 
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
@@ -370,7 +372,7 @@ def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
 
 def _work(candidate: Candidate, costs: Costs) -> list[float]:
     """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
-    kinds = (Kind.F, Kind.BW) if candidate.variant.name in _FUSED else (Kind.F, Kind.B, Kind.W)
+    kinds = (Kind.F, Kind.BW) if families.named(candidate.variant.name).fused else (Kind.F, Kind.B, Kind.W)
     if Shape.of(candidate.args).holding.recomputes:
         kinds = (*kinds, Kind.R)
     rows = candidate.placement.stages
@@ -402,6 +404,6 @@ def _without_links(device: Device) -> Device:
     return device.with_links(1e30)
 
 
-def _misfit(candidate: Candidate, besides: list[Beside], activations: float) -> Misfit:
-    fullest = max(besides, key=lambda beside: beside.total)
-    return Misfit(candidate, fullest.total + activations, fullest.state, hopeless=not activations)
+def _infeasible(candidate: Candidate, fixed: list[FixedMemory], activations: float) -> Infeasible:
+    fullest = max(fixed, key=lambda each: each.total)
+    return Infeasible(candidate, fullest.total + activations, fullest.state, state_too_large=not activations)

@@ -1,4 +1,4 @@
-"""All ways in which a training could share out a model over so many GPUs, as flags that ``pretrain_gpt.py`` accepts.
+"""All ways to distribute a model over the GPUs of a cluster, as flags that ``pretrain_gpt.py`` accepts.
 
 From the flags of one training: its own layout and schedule are replaced, all else stays. torch is needed here, since flags are
 checked as training checks them.
@@ -24,20 +24,22 @@ from megatron.pipeline.tune.iteration import Candidate, Cluster
 
 # The flags that the search itself sets, with the values that they have where it does not.
 SEARCHED = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.MEMORY) | {"micro_batch_size": 1}
-# What only the output layer of --vocab-parallel can do: with any of these no other way is tried.
-_NEEDS_SPREADING = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")
+# Flags that only work with --vocab-parallel: where one is given, no layout without it is tried.
+_NEEDS_VOCAB_PARALLEL = ("vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-CORE_RECOMPUTE = {"recompute_granularity": "selective"}
-OURS = ("1f1b", "zb-h1", "zb-auto", "interleaved", "gis", "v-auto")
-STOCKS = ("1f1b", "interleaved")
+FULL_RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+CORE_RECOMPUTE: dict[str, Any] = {"recompute_granularity": "selective"}
+# The families to try where the user names none, those with one chunk per rank first; and those that megatron-core has itself.
+_SUGGESTED = [family for family in families.FAMILIES.values() if family.suggested]
+OURS = [family.name for family in sorted(_SUGGESTED, key=lambda family: family.chunks > 1)]
+STOCKS = [name for name, family in families.FAMILIES.items() if family.exposed_hops]
 _CHUNKS = {"interleaved": (2, 3, 4)}  # of families that take several; more hardly help those that split the backward
 LONG = 4096  # tokens of a sequence that are worth cutting up
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What to try, by dimension; None for whatever may be of use.
+    """What to try, by dimension; None for all values that may be of use.
 
     Attributes:
         tensor, pipeline, context, expert, microbatch: sizes.
@@ -58,7 +60,7 @@ class Layouts:
 
     Attributes:
         base: flags of a training as they were read, with ``vocab_size``; the engine of its layers is what GPUs would use.
-        refused: why sizes do not go together, with how many do not so.
+        refused: why sizes contradict each other, with the number of layouts for each reason.
     """
 
     base: Namespace
@@ -120,7 +122,7 @@ class Layouts:
         return args
 
     def candidates(self, layout: Mapping[str, Any], stock: bool) -> Iterator[Candidate]:
-        """All schedules of a layout, with nothing that saves memory: see ``remedies``.
+        """All schedules of a layout, without measures that save memory: see ``remedies``.
 
         Args:
             stock: those that megatron-core has, instead of ours.
@@ -135,7 +137,7 @@ class Layouts:
             spread.append({"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
         elif pipelined:
             spread += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
-        if any(getattr(self.base, name) for name in _NEEDS_SPREADING):
+        if any(getattr(self.base, name) for name in _NEEDS_VOCAB_PARALLEL):
             spread = [changes for changes in spread if "vocab_parallel" in changes]
         for changes, variant in product(spread, _variants(names, ranks)):
             chosen: dict[str, Any] = {} if stock else {"pipeline_schedule": variant.name}
@@ -147,7 +149,7 @@ class Layouts:
                 self.refused[str(error)] += 1
 
     def remedies(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The same with what takes less memory and more time."""
+        """The same candidate with recomputation or offloading, which take less memory and more time."""
         args = candidate.args
         if args.recompute_granularity is None:
             fused = {"recompute_fused_backward": not candidate.is_stock}
@@ -210,7 +212,7 @@ class Layouts:
 
 
 def _not_shared_out(gpus: int, tensor: int, context: int, pipelines: Sequence[int]) -> str:
-    """Why so many GPUs cannot be used by these sizes, the fewest of them that it takes to see it."""
+    """Why these sizes cannot use that number of GPUs, with the first sizes that show it."""
     if gpus % tensor:
         return f"{gpus} GPUs are not a multiple of TP {tensor}"
     if gpus % (tensor * context):

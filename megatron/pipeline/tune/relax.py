@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.memory import SHARE
-from megatron.pipeline.tune.iteration import Misfit, Result, evaluate
+from megatron.pipeline.tune.iteration import Infeasible, Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
 
 _MOST_DOUBLINGS, _MOST_LEANER = 4, 20
@@ -39,7 +39,7 @@ def smallest_changes(layouts: Layouts) -> list[str]:
     return found
 
 
-def least_needed(layouts: Layouts, misfits: Sequence[Misfit]) -> Misfit:
+def least_needed(layouts: Layouts, misfits: Sequence[Infeasible]) -> Infeasible:
     """Of what does not fit, what needs least, with all that it needs.
 
     A search does not plan what cannot fit anyway, so what it says of that may be less, and it tries nothing that saves memory
@@ -49,7 +49,7 @@ def least_needed(layouts: Layouts, misfits: Sequence[Misfit]) -> Misfit:
     leaner = [
         replace(misfit, candidate=candidate)
         for misfit in sorted(misfits, key=lambda misfit: misfit.needs)[:_MOST_LEANER]
-        if misfit.hopeless
+        if misfit.state_too_large
         for candidate in layouts.remedies(misfit.candidate)
     ]
     open_ = [(misfit.needs, number, misfit) for number, misfit in enumerate([*misfits, *leaner])]
@@ -58,7 +58,7 @@ def least_needed(layouts: Layouts, misfits: Sequence[Misfit]) -> Misfit:
         needs, number, misfit = open_[0]
         memory = needs * _SLACK
         outcome = evaluate(replace(cluster, device=replace(cluster.device, memory=memory)), misfit.candidate)
-        if not isinstance(outcome, Misfit) or outcome.needs <= memory:
+        if not isinstance(outcome, Infeasible) or outcome.needs <= memory:
             return misfit
         heapq.heapreplace(open_, (outcome.needs, number, outcome))
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from megatron.pipeline.dist.processes import end_with_parent
 from megatron.pipeline.schedule import families
-from megatron.pipeline.tune.iteration import Beaten, Candidate, Misfit, Result, evaluate, least_seconds, work
+from megatron.pipeline.tune.iteration import Candidate, Dominated, Infeasible, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
 from megatron.pipeline.view.plots import pareto
 
@@ -30,12 +30,12 @@ _AHEAD = 16  # candidates that are planned while others begin, for any number of
 _WORTH = 0.995  # costs are not known better: what could gain less than this over the best of its layout is not planned
 
 Place: TypeAlias = tuple[int, ...]
-Outcome: TypeAlias = Result | Misfit | Beaten
+Outcome: TypeAlias = Result | Infeasible | Dominated
 
 
 @dataclass
 class Found:
-    """What a search has found.
+    """The outcome of a search.
 
     Attributes:
         results: all that fit, the fastest first.
@@ -48,7 +48,7 @@ class Found:
     """
 
     results: list[Result] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
+    misfits: list[Infeasible] = field(default_factory=list)
     tried: int = 0
     beaten: int = 0
     left_out: int = 0
@@ -152,11 +152,11 @@ def search(
 
     Args:
         stock: of those that megatron-core's own schedules can run, instead of ours.
-        wanted: how many layouts are to be ranked; whatever is slower is not planned.
+        wanted: how many layouts are to be ranked; slower ones are not planned.
         processes: that plan; by default as many as there are cores. They change how long it takes, and nothing else.
         budget: the most ``work`` that planning may take; what exceeds it is left out.
         seconds: after which the search ends with what it has by then, which depends on the machine.
-        progress: told again and again how many candidates are done with, and how many are known.
+        progress: called with the numbers of candidates that are finished and that are known.
 
     Raises:
         BrokenProcessPool: a process has died.
@@ -200,21 +200,23 @@ def search(
 
 def _taken(found: Found, outcome: Outcome, layouts: Layouts) -> Iterator[Candidate]:
     """Note what became of a candidate; what should be tried because of it."""
-    if isinstance(outcome, Beaten):
+    if isinstance(outcome, Dominated):
         found.beaten += 1
     else:
         found.tried += 1
-    if isinstance(outcome, Misfit):
+    if isinstance(outcome, Infeasible):
         found.misfits.append(outcome)
     if isinstance(outcome, Result):
         found.results.append(outcome)
         found.results.sort(key=_rank)
-    if not outcome.hopeless if isinstance(outcome, Misfit) else outcome.starved:
+    if not outcome.state_too_large if isinstance(outcome, Infeasible) else outcome.memory_bound:
         yield from layouts.remedies(outcome.candidate)
 
 
 def _took_planning(outcome: Outcome) -> bool:
-    return not outcome.hopeless if isinstance(outcome, Misfit) else not isinstance(outcome, Beaten) or outcome.planned
+    if isinstance(outcome, Infeasible):
+        return not outcome.state_too_large
+    return not isinstance(outcome, Dominated) or outcome.planned
 
 
 def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> float:

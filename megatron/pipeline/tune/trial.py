@@ -1,4 +1,4 @@
-"""What configurations take in reality: short trainings on the ranks at hand, one after another, beside what was predicted.
+"""Measured against predicted times: short trainings of several configurations on the ranks at hand, one after another.
 
 Without torch: the trainings are processes of their own.
 """
@@ -59,8 +59,8 @@ def run(
 ) -> list[Measured]:
     """Train a few iterations under each of these configurations.
 
-    Every one runs in every round, each second round in the opposite order, and the better of its rounds counts: so what else a
-    machine does for a while is nobody's disadvantage. A configuration that fails is not tried again.
+    Every one runs in every round, each second round in the opposite order, and the better of its rounds counts: so other load
+    on the machine disturbs all configurations alike. A configuration that fails is not tried again.
 
     Args:
         configs: YAML files for ``pretrain_gpt.py``. Without data of their own they train on synthetic tokens; nothing is saved.
@@ -140,7 +140,7 @@ def _best(trials: Sequence[Measured]) -> Measured:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """A configuration without what a trial is not to do."""
+    """A configuration without the flags that a trial leaves out."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -149,9 +149,9 @@ def _config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected a mapping of flags to values such as `num-layers: 4`")
     kept = {key: value for key, value in content.items() if _key(key) not in _UNWANTED}
     for key, value in list(kept.items()):
-        beside = path.resolve().parent / str(value)
-        if _key(key) == "pipeline_costs" and beside.is_file():  # of a trial, the configuration lies elsewhere
-            kept[key] = str(beside)
+        near = path.resolve().parent / str(value)
+        if _key(key) == "pipeline_costs" and near.is_file():  # of a trial, the configuration lies elsewhere
+            kept[key] = str(near)
     return kept
 
 

@@ -17,7 +17,7 @@ from megatron.pipeline.tune.layouts import SEARCHED
 
 
 def write_config(result: Result, flags: Sequence[str], path: Path, head: str) -> None:
-    """Write one training: ``path``, and ``.costs.json``, which has to stay beside it, where its schedule is planned for costs.
+    """Write one training: ``path``, and in the same directory ``.costs.json`` where its schedule is planned for costs.
 
     Args:
         flags: the command line of ``pretrain_gpt.py`` that the search began with.
@@ -35,35 +35,35 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
         changes["pipeline_costs"] = costs.name
         if result.memory_limit is not None:
             changes["pipeline_memory_limit"] = f"{result.memory_limit / 2**30:.4f}GiB"
-    told = as_config(vars(parse(flags)) | changes)
-    told["pipeline-schedule"] = changes["pipeline_schedule"]  # even our default: mpipe launch has another
+    config = as_config(vars(parse(flags)) | changes)
+    config["pipeline-schedule"] = changes["pipeline_schedule"]  # even our default: mpipe launch has another
     comment = "".join(f"# {line}\n" for line in head.splitlines())
-    write_text(path, f"{comment}\n{yaml.safe_dump(told, sort_keys=False)}")
+    write_text(path, f"{comment}\n{yaml.safe_dump(config, sort_keys=False)}")
 
 
 def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that are not at their defaults, as ``--config`` reads them."""
     from megatron.pipeline.flags.arguments import actions
 
-    told: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for action in actions():
         value = values.get(action.dest)
         if action.dest in ("config", "help") or value == action.default:
             continue
         name = action.option_strings[0].lstrip("-")
         if isinstance(action, argparse.BooleanOptionalAction):
-            told[name] = bool(value)
+            given[name] = bool(value)
         elif action.nargs == 0:
             if value == action.const:
-                told[name] = True
+                given[name] = True
         elif value is not None:
             one_word = isinstance(value, list) and not action.nargs  # that has been read as a list, such as --moe-layer-freq
-            told[name] = str(value) if one_word else _plain(value)
-    return told
+            given[name] = str(value) if one_word else _plain(value)
+    return given
 
 
 def chosen(result: Result) -> str:
-    """A schedule with what is left to its user, such as ``interleaved, 3 chunks``."""
+    """A schedule with its number of chunks where a user may choose it, such as ``interleaved, 3 chunks``."""
     variant = result.candidate.variant
     several = families.named(variant.name).any_chunks and variant.chunks
     name = f"stock {variant.name}" if result.candidate.is_stock else variant.name
@@ -73,7 +73,7 @@ def chosen(result: Result) -> str:
 def extras(result: Result) -> list[str]:
     """What goes with a schedule, in flags without their dashes."""
     args = result.candidate.args
-    told = {
+    options = {
         f"vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,
         "layer-redistribution": args.layer_redistribution,
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
@@ -81,7 +81,7 @@ def extras(result: Result) -> list[str]:
         f"offload {args.offload}": args.offload != OFF,
         "post-validation": args.post_validation,
     }
-    return [what for what, given in told.items() if given]
+    return [what for what, given in options.items() if given]
 
 
 def _plain(value: Any) -> Any:

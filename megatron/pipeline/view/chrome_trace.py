@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import transfers
 from megatron.pipeline.schedule.time.simulate import activation_profile
-from megatron.pipeline.view.style import lanes
+from megatron.pipeline.view.style import lane_kinds
 
 __all__ = ["to_trace"]
 
@@ -97,30 +96,25 @@ def _label(process: int, thread: int, kind: str, **values: object) -> _Event:
 
 def _threads(timeline: Timeline) -> Iterator[tuple[int, str, int]]:
     """Number, name and place of every thread: a rank's own number is its passes' thread, and its lanes stand below it."""
-    ranks = len(timeline.ranks)
+    ranks, kinds = len(timeline.ranks), lane_kinds(timeline)
     for rank in range(ranks):
-        yield rank, f"rank {rank}", (1 + len(COPY_KINDS)) * rank if timeline.copies else rank
-        for lane, kind in enumerate(lanes(timeline, rank)):
-            yield _lane(kind, rank, ranks), f"rank {rank} {kind}", (1 + len(COPY_KINDS)) * rank + 1 + lane
-
-
-def _lane(kind: Kind, rank: int, ranks: int) -> int:
-    """The number of the thread of a rank's copies of a kind."""
-    return (1 + COPY_KINDS.index(kind)) * ranks + rank
+        yield rank, f"rank {rank}", (1 + len(kinds)) * rank
+        for lane, kind in enumerate(kinds):
+            yield (1 + lane) * ranks + rank, f"rank {rank} {kind}", (1 + len(kinds)) * rank + 1 + lane
 
 
 def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Iterator[_Event]:
-    splits, ranks = schedule.splits if schedule else 1, len(timeline.ranks)
+    splits, ranks, kinds = schedule.splits if schedule else 1, len(timeline.ranks), lane_kinds(timeline)
     for rank, row in enumerate(timeline.ranks):
-        computed = [timed for timed in row if not timed.work.kind.is_copy]
+        computed = [timed for timed in row if not timed.work.kind.is_concurrent]
         for work, start, end in (*computed, *(timeline.copies[rank] if timeline.copies else ())):
-            thread = _lane(work.kind, rank, ranks) if work.kind.is_copy else rank
-            number, part = divmod(work.microbatch, splits)
+            thread = (1 + kinds.index(work.kind)) * ranks + rank if work.kind.is_concurrent else rank
+            number, slice_ = divmod(work.microbatch, splits)
             values = {"microbatch": number, "chunk": work.chunk}
             if schedule and not work.kind.is_of_vocabulary:
                 values["stage"] = schedule.placement.stage(rank, work.chunk)
             if splits > 1:
-                values["slice"] = part
+                values["slice"] = slice_
             begin = clock(start)
             length = round(clock(end) - begin, 3)
             yield {"ph": "X", "name": str(work), "cat": str(work.kind), "tid": thread, "ts": begin, "dur": length, "args": values}

@@ -30,14 +30,14 @@ class Iteration:
             ValueError: the text is not one, or a rank ran no pass.
         """
         timeline = Timeline.from_json(text)
-        told = json.loads(text)
-        number = told.get("iteration")
+        content = json.loads(text)
+        number = content.get("iteration")
         if type(number) is not int:
             raise ValueError("no iteration's number is in there: it must be an iteration_*.json of --pipeline-trace")
         for rank, passes in enumerate(timeline.ranks):
             if not passes:
                 raise ValueError(f"rank {rank} ran no pass in iteration {number}")
-        return cls(number, str(told.get("schedule", "")), timeline)
+        return cls(number, str(content.get("schedule", "")), timeline)
 
     def label(self, room: float) -> str:
         """What stands where it begins: the longest with less characters than there is room for, or nothing."""
@@ -95,7 +95,7 @@ class Consecutive:
         return max(end - start for start, end in zip(first, last, strict=True)) / (len(self.iterations) - 1)
 
     def summary(self) -> str:
-        """How often an iteration starts, beside its mean span: equal where iterations interlock without a gap."""
+        """How often an iteration starts, and its mean span: equal where iterations interlock without a gap."""
         timelines = [one.timeline for one in self.iterations]
         span, bubble = mean(one.span for one in timelines), mean(one.bubble_rate for one in timelines)
         return f"on average an iteration every {self.period:.4g} s (span {span:.4g} s, bubble {bubble:.1%})"
@@ -104,8 +104,8 @@ class Consecutive:
 def latest(iterations: Sequence[Iteration]) -> Consecutive | None:
     """The last iterations that ran one directly after another; None where that are fewer than two.
 
-    A pause that is longer than the iterations beside it, as for an evaluation, or an earlier run into the same directory, is
-    where they begin.
+    They begin after a pause that is longer than the iterations before and after it, such as for an evaluation, or after an
+    earlier run into the same directory.
     """
     chain = list(iterations[-1:])
     for before in reversed(iterations[:-1]):

@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks
-from megatron.pipeline.view.style import COLOURS, LIGHTEST, MEANING
+from megatron.pipeline.view.style import COLOURS, LIGHTEST
 
 WEB = Path(__file__).parent / "web"
 _KINDS = list(Kind)
@@ -87,7 +87,7 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
 def looks() -> dict[str, Any]:
     """How passes look, for the page's scripts: every kind's name, meaning and colour, and how light the last chunk is."""
     return {
-        "kinds": [{"name": kind, "meaning": MEANING[kind], "colour": COLOURS[kind]} for kind in _KINDS],
+        "kinds": [{"name": kind, "meaning": kind.row.meaning, "colour": COLOURS[kind]} for kind in _KINDS],
         "lightest": LIGHTEST,
     }
 

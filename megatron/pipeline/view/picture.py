@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import COLOURS, INK, MEANING, ink, lanes, number, save, shade, typical_length
+from megatron.pipeline.view.style import COLOURS, INK, ink, lane_kinds, lanes, number, save, shade, typical_length
 
 if TYPE_CHECKING:
     import numpy
@@ -145,7 +145,10 @@ def _bars(timeline: Timeline) -> dict[Kind | None, tuple[float, float]]:
     """From where to where in a row, which counts 1 from -0.5 to 0.5, its passes (None) and its lanes stand."""
     if not timeline.copies:
         return {None: (-0.42, 0.42)}
-    return {None: (-0.46, 0.14), Kind.D2H: (0.18, 0.3), Kind.H2D: (0.33, 0.45)}
+    kinds = lane_kinds(timeline)
+    pitch = 0.3 / len(kinds)
+    tops = {kind: 0.18 + pitch * lane for lane, kind in enumerate(kinds)}
+    return {None: (-0.46, 0.14)} | {kind: (top, top + 0.8 * pitch) for kind, top in tops.items()}
 
 
 def _panel(
@@ -181,7 +184,7 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
         if waits:
             intervals = [(start - origin, end - start) for start, end in waits[row]]
             axes.broken_barh(intervals, ((low + high) / 2 - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
-        passes = [timed for timed in rank if not timed.work.kind.is_copy]
+        passes = [timed for timed in rank if not timed.work.kind.is_concurrent]
         _paths(axes, passes, (low, high), origin, chunks, numbers)
         for kind, copies in lanes(timeline, row).items():
             _paths(axes, copies, (row + bars[kind][0], row + bars[kind][1]), origin, chunks, numbers)
@@ -234,10 +237,10 @@ def _columns(axes: Axes, timeline: Timeline) -> None:
 
 
 def _stacked(passes: Sequence[Timed], origin: float, per_time: float, lines: int) -> numpy.ndarray:
-    """An image of so many lines: in each column, every kind of pass is as high as its share of the time."""
+    """An image of ``lines`` lines: in each column, every kind of pass is as high as its share of the time."""
     import numpy
 
-    kinds = list(Kind)
+    kinds = list(COLOURS)
     shares = numpy.zeros((len(kinds), _BINS))
     for work, start, end in passes:
         begin, stop = float(start - origin) * per_time, min(_BINS, float(end - origin) * per_time)
@@ -316,7 +319,7 @@ def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[
 
     chunks = _chunks(timelines)
     kinds = {timed.work.kind for timeline in timelines for rank in timeline.ranks for timed in rank}
-    handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {meaning}") for kind, meaning in MEANING.items() if kind in kinds]
+    handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {kind.row.meaning}") for kind in COLOURS if kind in kinds]
     shown = range(chunks) if chunks <= 4 else (0, chunks - 1)
     handles += [Patch(facecolor=shade("#777777", chunk, chunks), label=f"chunk {chunk}") for chunk in shown if chunks > 1]
     handles.append(Patch(facecolor=_IDLE, label="idle"))

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette: told apart with every kind of colour blindness, and in grey by their lightness.
+# Okabe and Ito's palette: distinct with every kind of colour blindness, and in grey by their lightness.
 COLOURS = {
     Kind.F: "#56B4E9",
     Kind.R: "#CC79A7",
@@ -27,19 +27,6 @@ COLOURS = {
     # Paul Tol's wine and indigo: dark, on lanes of their own.
     Kind.D2H: "#882255",
     Kind.H2D: "#332288",
-}
-MEANING = {
-    Kind.F: "forward",
-    Kind.R: "recomputed forward",
-    Kind.B: "backward, input",
-    Kind.W: "backward, weights",
-    Kind.BW: "backward, fused",
-    Kind.S: "logits, own rows",
-    Kind.T: "gradient of own output rows",
-    Kind.IF: "embedding, own rows",
-    Kind.IB: "gradient of own embedding rows",
-    Kind.D2H: "copy to host memory",
-    Kind.H2D: "copy to the device",
 }
 INK = "#222222"
 LIGHTEST = 0.55  # how far the last chunk's colour is on the way to white
@@ -85,11 +72,16 @@ def number(work: Pass, splits: int = 1) -> str:
     return f"{microbatch}{letters}"
 
 
+def lane_kinds(timeline: Timeline) -> list[Kind]:
+    """The kinds of passes on lanes that a timeline has, each of which is drawn as a lane; of copies both directions."""
+    present = {timed.work.kind for row in timeline.copies for timed in row}
+    copies = any(kind.is_copy for kind in present) or not present
+    return [kind for kind in COLOURS if kind in present or (kind.is_copy and copies)] if timeline.copies else []
+
+
 def lanes(timeline: Timeline, rank: int) -> dict[Kind, list[Timed]]:
-    """A rank's copies by their kind, each a lane beside its passes; empty where the timeline has no copies of any rank."""
-    if not timeline.copies:
-        return {}
-    return {kind: [timed for timed in timeline.copies[rank] if timed.work.kind is kind] for kind in COPY_KINDS}
+    """A rank's passes on lanes by their kind; empty where the timeline has none of any rank."""
+    return {kind: [timed for timed in timeline.copies[rank] if timed.work.kind is kind] for kind in lane_kinds(timeline)}
 
 
 def typical_length(timelines: Iterable[Timeline]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> str:
-    """Columns under their heads: the first, and so many last ones, to the left; numbers to the right."""
+    """Columns under their heads: the first and the last ``words`` ones to the left, numbers to the right."""
     lines = (heads, *rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     left = {0, *range(len(heads) - words, len(heads))}

@@ -12,11 +12,10 @@ from typing import TypeAlias
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import lanes, number, typical_length
+from megatron.pipeline.view.style import lane_kinds, lanes, number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
 _FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "=", Kind.S: "s", Kind.T: "t", Kind.IF: ".", Kind.IB: ","}
-_FILL |= {Kind.D2H: "-", Kind.H2D: "-"}
 _LETTERS = {
     Kind.D2H: ">",
     Kind.H2D: "<",
@@ -46,7 +45,7 @@ def render(
         consecutive: the iterations that the timeline joins: a line above says where each begins on the first rank, and the
             passes of every second one are in small letters.
     """
-    computed = [[timed for timed in rank if not timed.work.kind.is_copy] for rank in timeline.ranks]
+    computed = [[timed for timed in rank if not timed.work.kind.is_concurrent] for rank in timeline.ranks]
     passes = [timed for rank in (*computed, *timeline.copies) for timed in rank]
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     origin = min((timed.start for timed in passes), default=0.0)
@@ -85,7 +84,7 @@ def render(
         for timed in some:
             text = name(timed)[: None if with_names else 1]
             text = text.lower() if bisect_right(later, timed.start) % 2 else text
-            texts.append((column(timed.start), column(timed.end), text, _FILL[timed.work.kind]))
+            texts.append((column(timed.start), column(timed.end), text, _FILL.get(timed.work.kind, "-")))
         return line(label, _IDLE, texts)
 
     def rows(index: int) -> Iterator[str]:
@@ -96,7 +95,7 @@ def render(
     def shown(timed: Timed) -> bool:
         return any(max(column(timed.start), first) < min(column(timed.end), stop) for first, stop in windows)
 
-    first, last = _folded(len(timeline.ranks), height - (consecutive is not None), 3 if timeline.copies else 1)
+    first, last = _folded(len(timeline.ranks), height - (consecutive is not None), 1 + len(lane_kinds(timeline)))
     above, below = range(first), range(last, len(timeline.ranks))
     lines = [text for index in above for text in rows(index)]
     left_out = []

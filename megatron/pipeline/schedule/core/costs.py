@@ -7,6 +7,7 @@ from collections.abc import Set
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 
@@ -210,6 +211,10 @@ class Costs:
     def allocated(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
         """Activation memory that a pass on a stage allocates (positive) or frees (negative) by its end."""
         return self.vocabulary.allocated(kind) if kind.row.shard else self.stages[stage].allocated(kind, recomputed)
+
+    def slowest(self, lane: Lane) -> float:
+        """The share of its speed that a pass on a lane keeps whatever other lanes do."""
+        return self.copies.slowest if lane in COPY_LANES else 1.0
 
     def k(self, recomputed: Set[int] = frozenset()) -> float:
         """What copying all activations to host memory and back takes, over what passes do (Wan et al., "PipeOffload", section 3).

@@ -91,6 +91,7 @@ class Row:
     """What is to be known of one kind.
 
     Attributes:
+        meaning: what it computes, in a few words.
         needs: what a pass needs, in the order in which it comes about.
         seconds: the field of the costs with its seconds.
         allocates, frees: the fields of the costs with the memory that a pass allocates when it starts, and frees when it ends.
@@ -108,6 +109,7 @@ class Row:
         inside: the kind that it divides into parts: it runs between part i and part i + 1 of that.
     """
 
+    meaning: str
     needs: tuple[Need, ...]
     seconds: str
     allocates: str | None = None
@@ -135,7 +137,7 @@ class AnyKind(StrEnum):
 
     row: Row
 
-    def __new__(cls, name: str, row: Row = Row((), "")) -> AnyKind:  # Kind("F") looks a kind up
+    def __new__(cls, name: str, row: Row = Row("", (), "")) -> AnyKind:  # Kind("F") looks a kind up
         kind = str.__new__(cls, name)
         kind._value_ = name
         kind.row = row
@@ -198,54 +200,64 @@ _BACKWARD_NEEDS = (
 class Kind(AnyKind):
     """What a pass computes; a microbatch meets the kinds of a stage in the order in which they stand here."""
 
-    # Forward.
     F = "F", Row(
+        meaning="forward",
         needs=(
             Need(("F",), Where.PREVIOUS),
             Need(("IF",), Where.ALL, on=Where.FIRST, modes=tuple(Vocabulary), exchange=Exchange.EMBEDDING),
         ),
         seconds="forward", allocates="activation", recomputed="checkpoint", in_order=("F",), sends=Flow.ACTIVATION, forward=True,
     )  # fmt: skip
-    # Forward once more, where F kept nothing but its input.
-    R = "R", Row((Need(_KEPT),), "recompute", allocates="activation", frees="checkpoint", in_order=("R",), optional=True)
-    # Backward for the input.
+    R = "R", Row(  # where F kept nothing but its input
+        meaning="recomputed forward",
+        needs=(Need(_KEPT),),
+        seconds="recompute", allocates="activation", frees="checkpoint", in_order=("R",), optional=True,
+    )  # fmt: skip
     B = "B", Row(
-        _BACKWARD_NEEDS, "backward", allocates="retained", frees="activation", in_order=(_BACKWARD,), sends=Flow.GRADIENT
+        meaning="backward, input",
+        needs=_BACKWARD_NEEDS,
+        seconds="backward", allocates="retained", frees="activation", in_order=(_BACKWARD,), sends=Flow.GRADIENT,
     )  # fmt: skip
-    # Backward for the weights.
-    W = "W", Row((Need(("B",)),), "weight", frees="retained", in_order=(WEIGHTS,))
-    # Both backwards, fused.
+    W = "W", Row(
+        meaning="backward, weights",
+        needs=(Need(("B",)),),
+        seconds="weight", frees="retained", in_order=(WEIGHTS,),
+    )  # fmt: skip
     BW = "BW", Row(
-        _BACKWARD_NEEDS, "fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, optional=True,
-        replaces=("B", "W"),
+        meaning="backward, fused",
+        needs=_BACKWARD_NEEDS,
+        seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
+        optional=True,
     )  # fmt: skip
-    # Own rows of the output vocabulary: logits and their softmax.
-    S = "S", Row(
-        (Need(("F",), Where.LAST, exchange=Exchange.OUTPUT),),
-        "S", allocates="activation", in_order=("S",), forward=True, shard=True,
+    S = "S", Row(  # logits and their softmax
+        meaning="logits, own rows",
+        needs=(Need(("F",), Where.LAST, exchange=Exchange.OUTPUT),),
+        seconds="S", allocates="activation", in_order=("S",), forward=True, shard=True,
     )  # fmt: skip
-    # Gradient of own rows of the output vocabulary.
     T = "T", Row(
-        (Need(("S",), Where.ALL, exchange=Exchange.STATISTICS),), "T", frees="activation", in_order=("T",), shard=True
+        meaning="gradient of own output rows",
+        needs=(Need(("S",), Where.ALL, exchange=Exchange.STATISTICS),),
+        seconds="T", frees="activation", in_order=("T",), shard=True,
     )  # fmt: skip
-    # Own rows of the input embedding: look-up.
-    IF = "IF", Row(
-        (Need(("IF",), Where.ALL, delay=MOST_WAITING, exchange=Exchange.EMBEDDING),),
-        "IF", in_order=("IF",), forward=True, shard=True,
+    IF = "IF", Row(  # it looks rows up; one that is early waits for room
+        meaning="embedding, own rows",
+        needs=(Need(("IF",), Where.ALL, delay=MOST_WAITING, exchange=Exchange.EMBEDDING),),
+        seconds="IF", in_order=("IF",), forward=True, shard=True,
     )  # fmt: skip
-    # Gradient of own rows of the input embedding.
     IB = "IB", Row(
-        (Need(_BACKWARDS, Where.FIRST, exchange=Exchange.EMBEDDING_GRADIENT),), "IB", in_order=("IB",), shard=True
+        meaning="gradient of own embedding rows",
+        needs=(Need(_BACKWARDS, Where.FIRST, exchange=Exchange.EMBEDDING_GRADIENT),),
+        seconds="IB", in_order=("IB",), shard=True,
     )  # fmt: skip
-    # What F keeps, copied to host memory.
-    D2H = "D2H", Row(
-        (Need(("F",)),), "to_host", frees="movable", recomputed="checkpoint", lane=Lane.TO_HOST, starts=False, copy=True,
-        optional=True,
+    D2H = "D2H", Row(  # of what F keeps
+        meaning="copy to host memory",
+        needs=(Need(("F",)),),
+        seconds="to_host", frees="movable", recomputed="checkpoint", lane=Lane.TO_HOST, starts=False, copy=True, optional=True,
     )  # fmt: skip
-    # And back to the device.
     H2D = "H2D", Row(
-        (Need(("D2H",)),), "to_device", allocates="movable", recomputed="checkpoint", lane=Lane.TO_DEVICE, copy=True,
-        optional=True,
+        meaning="copy to the device",
+        needs=(Need(("D2H",)),),
+        seconds="to_device", allocates="movable", recomputed="checkpoint", lane=Lane.TO_DEVICE, copy=True, optional=True,
     )  # fmt: skip
 
 

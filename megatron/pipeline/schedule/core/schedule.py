@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING, Lane, Source, Sources, needed_on_own_rank, sources
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING, AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 
@@ -125,8 +125,11 @@ class Schedule:
         }
 
     @classmethod
-    def from_json(cls, text: str) -> Schedule:
+    def from_json(cls, text: str, kinds: Iterable[AnyKind] = Kind) -> Schedule:
         """Read what ``to_json`` or ``mpipe plan --json`` wrote.
+
+        Args:
+            kinds: those that passes can have.
 
         Raises:
             ValueError: not JSON, a field is missing or of the wrong type, or a pass cannot be read.
@@ -161,7 +164,7 @@ class Schedule:
         placement = from_rows(rows, replicas)
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
-        order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
+        order = tuple(_read_row(rank, row, kinds) for rank, row in enumerate(passes))
         return cls(str(name), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
 
 
@@ -246,32 +249,32 @@ class RankPasses:
         started = {kind for kind in self.kinds if kind.row.starts_on_lane}
         found: dict[Pass, list[Pass]] = {}
         for work in self.passes if started else ():
-            if not work.kind.is_concurrent:
-                needs = list(self.parts_before(work))
-                if not work.part and (kinds := needed_on_own_rank(work.kind)):
-                    needs.append(self.first_of(kinds, work.microbatch, work.chunk))
-                if mine := [need for need in needs if need.kind in started]:
-                    found[work] = mine
+            if not work.kind.is_concurrent and (needs := [need for need in self.before(work) if need.kind in started]):
+                found[work] = needs
         return found
+
+    def before(self, work: Pass) -> Iterator[Pass]:
+        """What has to run before a pass on this rank, for the same microbatch and chunk."""
+        if not work.part and (kinds := needed_on_own_rank(work.kind)):
+            yield self.first_of(kinds, work.microbatch, work.chunk)
+        yield from self.parts_before(work)
 
     def first_before_its_need(self) -> tuple[Pass, Pass] | None:
         """The first pass that runs before what it needs of the same microbatch and chunk on this rank, and what that is."""
-        own = {kind: tuple(one for one in needs if one in self.kinds) or needs[-1:]
-               for kind in self.kinds if (needs := needed_on_own_rank(kind))}  # fmt: skip
+        own = {}
+        for kind in self.kinds:
+            needs = needed_on_own_rank(kind)
+            own[kind] = tuple(each for each in needs if each in self.kinds) or needs[-1:]
         seen: set[tuple[Kind, int, int, int]] = set()
         for work in self.passes:
-            kind, microbatch, chunk, part = work
-            if kind in own and not part:
-                kinds = own[kind]
-                if len(kinds) == 1 and not self.is_divided:
-                    if (kinds[0], microbatch, chunk, 0) not in seen:
-                        return work, Pass(kinds[0], microbatch, chunk)
-                elif (need := self.first_of(kinds, microbatch, chunk)) not in seen:
-                    return work, need
-            if part or kind.row.inside:
-                for need in self.parts_before(work):
+            kind, microbatch, chunk, _ = work
+            needed = own[kind]
+            if self.is_divided or len(needed) > 1:
+                for need in self.before(work):
                     if need not in seen:
                         return work, need
+            elif needed and (needed[0], microbatch, chunk, 0) not in seen:
+                return work, Pass(needed[0], microbatch, chunk)
             seen.add(work)
         return None
 
@@ -283,9 +286,9 @@ class ScheduleError(ValueError):
     """A schedule, or what it was lowered to, breaks a rule; the message names the rank and the first pass that does."""
 
 
-def _read_row(rank: int, row: list[object]) -> tuple[Pass, ...]:
+def _read_row(rank: int, row: list[Any], kinds: Iterable[AnyKind]) -> tuple[Pass, ...]:
     try:
-        return tuple(map(Pass.parse, row))  # type: ignore[arg-type]
+        return tuple(Pass.parse(text, kinds) for text in row)
     except ValueError as error:
         raise ValueError(f"rank {rank}: {error}") from None
 

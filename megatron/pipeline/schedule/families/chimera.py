@@ -1,4 +1,4 @@
-"""Chimera: 1F1B from both ends of the pipeline at once, with the model there twice.
+"""Chimera: 1F1B from both ends of the pipeline at once, with the model stored twice.
 
 Li and Hoefler, "Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional Pipelines", section 3; more than
 p microbatches are units of p, one after another (its "direct concatenation"). With equal stages, without hops and
@@ -23,9 +23,8 @@ def plan(problem: Problem) -> Order:
     """Every pass at its slot, where F and BW take one slot each: the two directions never claim the same one.
 
     Microbatch j of a direction runs F on its stage s in slot s + 2j and BW in slot 2p-1-s + 2j. On one rank, F of one direction
-    and BW of the other have the same parity, and are p/2 microbatches apart; so a unit of p microbatches, half of them each
-    way, has no conflict. Units follow each other every 2p slots, which the next unit's first F and this one's last BW share
-    without a gap.
+    and BW of the other have the same parity, and are p/2 microbatches apart; so a unit of p microbatches, half of them in each
+    direction, has no conflict. A unit starts every 2p slots: its first F follow the last BW of the unit before without a gap.
     """
     ranks = problem.ranks
     rows = []

@@ -1,8 +1,8 @@
 """DualPipe and DualPipeV: a pipeline from both ends, whose two directions fill each other's gaps.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", section 3.2.1, and the README of DualPipe, which adds DualPipeV: one arm of a V is
-one direction, so that the model is there once. Here a rank computes one pass after another: a forward and a backward that
-overlap there follow each other here, which the README's bubble calls F&B = F + B + W.
+one direction, so that the model is stored once. Here a rank computes one pass at a time: a forward and a backward that
+overlap there follow each other here, which is F&B = F + B + W in the README's bubble.
 
 F, B, W are a rank's whole share of a microbatch, p ranks. With equal stages and without hops, the bubble of the span, and of
 the makespan, is
@@ -34,7 +34,7 @@ def plan_v(problem: Problem) -> Order:
 
 
 def plan(problem: Problem) -> Order:
-    """DualPipe: the model is there twice, and every other microbatch goes through it from the other end."""
+    """DualPipe: the model is stored twice, and every other microbatch goes through it from the other end."""
     ranks, counts = problem.ranks, ((problem.microbatches + 1) // 2, problem.microbatches // 2)
     rows = []
     for rank in range(ranks):
@@ -47,8 +47,8 @@ def plan(problem: Problem) -> Order:
 def _eight_steps(ranks: int, rank: int, counts: tuple[int, int]) -> Iterator[Pass]:
     """One rank's order, with the direction that starts at its end of the pipeline as chunk 0, the other as chunk 1.
 
-    The steps need 2p microbatches in each direction. Where there are fewer, the first ones are left out, so that the split
-    backwards at the end remain. The passes of a microbatch need only passes of the same one: the order stays valid.
+    The steps need 2p microbatches in each direction. If there are fewer, the first ones are left out, which keeps the split
+    backwards at the end. Passes need only passes of the same microbatch, so the order stays valid.
 
     Args:
         ranks: p, from one end of the pipeline to its middle.

@@ -1,4 +1,4 @@
-"""What a family of schedules is: a name, a placement, and one function that orders the passes of a problem."""
+"""A family of schedules: a name, a placement, and one function that orders the passes of a problem."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Family:
     Attributes:
         name: what a user writes, such as ``zb-h1``.
         placement: from (ranks, chunks) to the placement that the family uses.
-        plan: from a problem on that placement to the ordered passes of every rank. A family without choices ignores costs
-            and limits: ``planning`` refuses a plan above the limits. It may ignore ``recompute`` and ``fused`` too: where
-            its order has no R, or splits what is to be fused, ``planning`` changes that.
+        plan: from a problem on that placement to the ordered passes of every rank. A family with a fixed order ignores costs
+            and limits; a plan above the limits is refused later. It may also ignore ``recompute`` and ``fused``: missing R
+            are added, and backwards fused, afterwards.
         chunks: chunks per rank when the user does not say.
         any_chunks: whether other numbers of chunks, of at least ``least_chunks``, are allowed.
         splits: slices per microbatch when the user does not say; other numbers are allowed where it is above 1.
         grouped: whether the family takes a ``group``.
         least_ranks: the fewest ranks it needs.
         even_ranks: whether their number must be even.
-        memory: from the number of ranks to how many microbatches of activations a rank may hold when the user sets no
-            limit; None for as many as the order takes.
-        memory_is: what a user's limit may do to that: ``fixed``, it may not be lower, and more is not used; ``least``, it
-            may not be lower, and more is used; ``default``, it may be anything.
+        memory: from the number of ranks to the limit when the user sets none, in microbatches of activations per rank; None
+            for as much as the order takes.
+        memory_is: how a user's limit changes that: ``fixed``, it may not be lower, and more is not used; ``least``, it may
+            not be lower, and more is used; ``default``, it may be lower or higher.
         fused: whether every backward of the family is BW, never split into B and W.
         exposed_hops: for how many hops a rank waits in every F and every B where megatron-core's own function runs this order:
             1 for both directions of 1F1B; 0.5 for interleaved without overlap, which sends those of an F and a B at once.
@@ -57,15 +57,15 @@ class Family:
 
     @property
     def plans_for_limits(self) -> bool:
-        """Whether it makes something else of every limit, instead of having one order for all."""
+        """Whether it plans another order for another limit, instead of having one order for all limits."""
         return self.memory is not None and self.memory_is == "default"
 
     @property
     def searches(self) -> bool:
-        """Whether it looks for an order, which takes a hundred times as long as one that is known, or longer."""
+        """Whether it searches for an order, which takes at least a hundred times as long as a fixed order."""
         return self.memory is not None or self.grouped
 
     @property
     def uses_limits(self) -> bool:
-        """Whether a higher limit may make another schedule of it."""
+        """Whether a higher limit may change its schedule."""
         return self.memory is not None and self.memory_is != "fixed"

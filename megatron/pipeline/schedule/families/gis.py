@@ -1,11 +1,11 @@
 """GIS and GIS-H: interleaved 1F1B in groups of g microbatches, p/2 <= g <= p, with W split off and run where there is time.
 
-Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", which names the two: g = p
-for ``gis``, half of it (rounded up) for ``gis-h``; ``group`` sets any other. A smaller group holds less, and waits longer for
-its first microbatch to come round to the next chunk.
+Wan et al., "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", names the two: g = p for
+``gis``, half of it (rounded up) for ``gis-h``; ``group`` sets another g. A smaller group holds less memory, and waits longer
+until its first microbatch returns for the next chunk.
 
-Every rank holds at most g(v-1) + p chunks of a microbatch, each 1/v of what a rank allocates for it, whatever the costs are.
-With F = B = W on every stage, no hops and m a multiple of g, the bubble of the span and of the makespan is at most
+For any costs every rank holds at most g(v-1) + p chunks of a microbatch, each 1/v of what a rank allocates for it. With
+F = B = W on every stage, no hops and m a multiple of g, the bubble of the span and of the makespan is at most
 
     p-1 + v(p-g)
 
@@ -15,20 +15,24 @@ g is at least 1. For other m the last group is smaller: the memory is the same, 
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from megatron.pipeline.schedule.core.passes import STAGE_KINDS, Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
+from megatron.pipeline.schedule.time.clock import Clock
+from megatron.pipeline.schedule.time.links import rows_of
+from megatron.pipeline.schedule.time.replay import results_at_start
 from megatron.pipeline.schedule.time.simulate import simulate
 
-# How late W may make a pass whose input arrives meanwhile, as a share of W. Which one is best depends on the costs.
+F, R, B, W, BW = Kind.F, Kind.R, Kind.B, Kind.W, Kind.BW
+
+# By how much of its duration W may delay an F or B whose input arrives while it runs. The best share depends on the costs.
 _PATIENCE = (0, 0.5, 1)
 
 
@@ -56,91 +60,72 @@ def _best(problem: Problem, group: int) -> Order:
     def value(order: Order) -> float:
         return problem.value(simulate(Schedule("gis", problem.placement, problem.microbatches, order), problem.costs))
 
-    return min((_Run(problem, group, patience).order() for patience in _PATIENCE), key=value)
+    return min((_Choices(problem, group, patience).order() for patience in _PATIENCE), key=value)
 
 
-class _Run:
-    """One iteration, simulated, in which every rank chooses what to run when it is free.
+class _Choices:
+    """Which pass every rank runs when it is free.
 
     The order of the F is fixed on every rank, and so is that of the B. F goes first, but rank r has at most g(v-1) + p-r
     microbatches between F and B, as many as 1F1B would have; with those of which only W is due, at most g(v-1) + p. W runs when
-    neither F nor B can, or when there is no memory for F without it.
+    neither F nor B can, or when F has no memory before it.
 
-    It always ends: that F waits for an earlier B or W is one more order between passes. One where every rank runs all the F
-    that it may have in flight, then B, W and F in turn, keeps all of them.
+    This cannot deadlock. The memory rule makes F wait for an earlier B or W, and the order in which every rank runs all the
+    F that it may have in flight, then B, W and F in turn, satisfies all these waits.
     """
 
     def __init__(self, problem: Problem, group: int, patience: float) -> None:
-        self.placement, self.hop, self.patience = problem.placement, problem.costs.hop, patience
+        self.placement, self.patience = problem.placement, patience
         ranks, chunks = problem.ranks, self.placement.chunks
         items = list(chunk_by_chunk(problem.microbatches, group, chunks))
-        self.forwards = [Pass(Kind.F, *item) for item in items]
-        self.backwards = [Pass(Kind.B, microbatch, chunks - 1 - chunk) for microbatch, chunk in items]
-        self.seconds = {kind: [cost.seconds(kind) for cost in problem.costs.stages] for kind in STAGE_KINDS}
-        self.backward = [
-            (Kind.R,) * (stage in problem.recompute) + (Kind.BW if stage in problem.fused else Kind.B,)
+        self.forwards = [Pass(F, *item) for item in items]
+        self.backwards = [Pass(B, microbatch, chunks - 1 - chunk) for microbatch, chunk in items]
+        self.own_forwards = [work._replace(kind=F) for work in self.backwards]  # which the backwards need on their own rank
+        self.backward_kinds = [
+            (R,) * (stage in problem.recompute) + (BW if stage in problem.fused else B,)
             for stage in range(len(problem.costs.stages))
         ]
-        self.last = self.placement.last_stage
         self.most = group * (chunks - 1) + ranks
-        self.rows: list[list[Pass]] = [[] for _ in range(ranks)]
-        self.free: list[float] = [0] * ranks
-        self.ran = {Kind.F: [0] * ranks, Kind.B: [0] * ranks}
+        self.ran = {F: [0] * ranks, B: [0] * ranks}
         self.due: list[deque[Pass]] = [deque() for _ in range(ranks)]
-        # When the input of F or B of a stage and a microbatch is there, once that is known.
-        self.arrival: dict[tuple[Kind, int, int], float] = {(Kind.F, 0, i): 0 for i in range(problem.microbatches)}
-        self.events: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
+        schedule = Schedule("gis", self.placement, problem.microbatches, ((),) * ranks)
+        rows = rows_of(schedule, problem.costs)
+        self.clock = Clock(ranks, rows, results_at_start(rows))
 
     def order(self) -> Order:
-        while self.events:
-            now, rank = heapq.heappop(self.events)
-            if self.free[rank] <= now and (work := self._choice(rank, now)) is not None:
-                self._start(rank, work, now)
-        return tuple(map(tuple, self.rows))
+        self.clock.run(self._choose)
+        return tuple(map(tuple, self.clock.ends))
 
-    def _choice(self, rank: int, now: float) -> Pass | None:
-        """What the rank runs now; None to wait, for an arrival or the end of a pass, either of which is an event."""
-        in_flight, due = self.ran[Kind.F][rank] - self.ran[Kind.B][rank], self.due[rank]
-        forward, work = self._next(Kind.F, rank) if in_flight < self.most - rank else (math.inf, None)
+    def _choose(self, rank: int, now: float) -> Sequence[Pass]:
+        """What the rank runs now; empty to wait for an arrival or the end of a pass."""
+        in_flight, due = self.ran[F][rank] - self.ran[B][rank], self.due[rank]
+        forward, work = self._next(F, rank) if in_flight < self.most - rank else (math.inf, None)
         full = work is not None and in_flight + len(due) >= self.most
-        if forward <= now and not full:
-            return work
-        backward, work = self._next(Kind.B, rank)
-        if backward <= now:
-            return work
+        if work is not None and forward <= now and not full:
+            self.ran[F][rank] += 1
+            return (work,)
+        backward, work = self._next(B, rank)
+        if work is not None and backward <= now:
+            self.ran[B][rank] += 1
+            kinds = self.backward_kinds[self.placement.stages[rank][work.chunk]]
+            _, microbatch, chunk, _ = work
+            if kinds[-1] is B:
+                due.append(Pass(W, microbatch, chunk))
+            return [Pass(kind, microbatch, chunk) for kind in kinds]
         if not due:
-            return None
-        seconds = self.seconds[Kind.W][self.placement.stages[rank][due[0].chunk]]
+            return ()
+        seconds = self.clock.seconds(rank, due[0])
         late = now + seconds - min(forward, backward)
-        return due[0] if full or late <= self.patience * seconds else None
+        return (due.popleft(),) if full or late <= self.patience * seconds else ()
 
     def _next(self, kind: Kind, rank: int) -> tuple[float, Pass | None]:
-        """The next F or B of a rank, and when it can run: infinite where that is not known, or none is left."""
-        works, number = self.forwards if kind is Kind.F else self.backwards, self.ran[kind][rank]
+        """The next F or B of a rank, and when it can run: infinite if that is not known, or if all have run."""
+        works, number = self.forwards if kind is F else self.backwards, self.ran[kind][rank]
         if number == len(works):
             return math.inf, None
-        work = works[number]
-        return self.arrival.get((kind, self.placement.stages[rank][work.chunk], work.microbatch), math.inf), work
-
-    def _start(self, rank: int, work: Pass, now: float) -> None:
-        kind, microbatch, chunk, _ = work
-        stage = self.placement.stages[rank][chunk]
-        runs = self.backward[stage] if kind is Kind.B else (kind,)
-        self.rows[rank] += [work if run is kind else Pass(run, microbatch, chunk) for run in runs]
-        end = self.free[rank] = now + sum(self.seconds[run][stage] for run in runs)
-        heapq.heappush(self.events, (end, rank))
-        if kind is Kind.W:
-            self.due[rank].popleft()
-            return
-        self.ran[kind][rank] += 1
-        if runs[-1] is Kind.B:
-            self.due[rank].append(Pass(Kind.W, microbatch, chunk))
-        if kind is Kind.F and stage == self.last:
-            self.arrival[Kind.B, stage, microbatch] = end
-        elif (after := stage + (1 if kind is Kind.F else -1)) >= 0:
-            receiver, _ = self.placement.home(after)
-            self.arrival[kind, after, microbatch] = there = end + (self.hop if receiver != rank else 0)
-            heapq.heappush(self.events, (there, receiver))
+        if kind is B and self.own_forwards[number] not in self.clock.ends[rank]:
+            return math.inf, works[number]
+        return self.clock.arrival(rank, works[number]), works[number]
 
 
 def _family(name: str, plan: Callable[[Problem], Order]) -> Family:

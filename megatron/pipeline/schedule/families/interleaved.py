@@ -6,7 +6,7 @@ stages, without hops and where m is a multiple of p, the span and the makespan a
     m(F+B+W) + (p-1)(F+B+W)/v
 
 Rank r holds at most min(mv, 2(p-r-1) + (v-1)p + 1) chunks of a microbatch, each 1/v of what a rank allocates for it. Any
-other m is planned too, within the same memory: as the next multiple of p, of which the surplus is left out.
+other m is planned within the same memory, as the next multiple of p with the surplus microbatches left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def plan(problem: Problem) -> Order:
     whole = -(-microbatches // ranks) * ranks
     order = list(chunk_by_chunk(whole, ranks, chunks))
     rows = (_order(order, chunks, warm_up=2 * (ranks - rank - 1) + (chunks - 1) * ranks) for rank in range(ranks))
-    # Passes of one microbatch need only passes of the same one: without the surplus, the order is as valid as with it.
+    # Passes need only passes of the same microbatch, so the order stays valid without the surplus.
     return tuple(tuple(work for work in row if work.microbatch < microbatches) for row in rows)
 
 

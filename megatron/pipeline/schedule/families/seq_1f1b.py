@@ -1,12 +1,12 @@
-"""Seq1F1B: 1F1B in slices of a microbatch along the sequence, which fill the pipeline S times faster and occupy less memory.
+"""Seq1F1B: 1F1B of S slices of every microbatch along the sequence, which fill the pipeline S times faster in less memory.
 
 Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training", section 3. With equal
 stages and equal slices, without hops, the span and the makespan for every m are
 
     m(F+B+W) + (p-1)(F+B+W)/S
 
-Rank r (0-based) runs p-r-2+S slice forwards before one forward and one backward alternate: as many as in 1F1B, and S-1 more,
-because the last slice of a microbatch is the first to go back. So it holds at most min(mS, p-r-1+S) slices, 1/S of a
+Rank r (0-based) runs p-r-2+S slice forwards before one forward and one backward alternate: S-1 more than in 1F1B, because
+the last slice of a microbatch is the first to go back. So it holds at most min(mS, p-r-1+S) slices, 1/S of a
 microbatch each. S = 1 is 1F1B.
 """
 

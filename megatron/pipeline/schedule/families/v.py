@@ -1,8 +1,8 @@
 """Schedules on the V placement: ZB-V, V-Half, V-Min, 1F1B-V, and V-Auto for any memory limit.
 
-Qi et al., "Pipeline Parallelism with Controllable Memory". Rank r holds the stages r and 2p-1-r, so that what one of them
-holds long the other holds short, and every rank holds the same. The names stand for amounts of memory, in microbatches of a
-rank's activations: p for ZB-V, floor((p+2)/2) for V-Half, floor((p+4)/3) for V-Min, and ceil(2p/3) for 1F1B-V, whose
+Qi et al., "Pipeline Parallelism with Controllable Memory". Rank r holds the stages r and 2p-1-r: one of them holds its
+activations long, the other briefly, so that every rank holds the same. The names stand for amounts of memory, in microbatches of
+a rank's activations: p for ZB-V, floor((p+2)/2) for V-Half, floor((p+4)/3) for V-Min, and ceil(2p/3) for 1F1B-V, whose
 backward is fused (half a microbatch more where 3 divides p: less does not sustain the rate). At equal costs the bubbles, in
 passes of half a rank's share, are
 
@@ -10,9 +10,9 @@ passes of half a rank's share, are
     V-Half  3p-7 (p even), 3p-4 (p odd)
     V-Min   4p-5, or 4p-7 where 3 divides p
 
-at most. The published schedules repeat a building block that is made for equal costs. Here all of them are one search, over
-blocks that are made for the real costs (see ``search``). ``v-auto`` takes any limit from one microbatch up, 1F1B's p if none
-is given; ``zb-v`` uses more than p if it may.
+at most. The published schedules repeat a building block for equal costs. Here one search makes all of them, from blocks for the
+real costs (see ``search``). ``v-auto`` takes any limit from one microbatch up, by default 1F1B's p; ``zb-v`` uses more than
+p if the limit allows it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _known(problem: Problem) -> Iterator[Order]:
 
 
 def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
-    """ZB-V in closed form: optimal for equal costs. Planned for at least 2p-1 microbatches, of which the surplus is dropped."""
+    """ZB-V in closed form, optimal for equal costs: planned for at least 2p-1 microbatches, and the surplus ones dropped."""
     planned, behind = max(microbatches, 2 * ranks - 1), ranks - rank
     order = (
         (2 * behind - 1, "F0"),

@@ -1,9 +1,8 @@
 """ZB-Auto: the best order that the planner finds for F, B and W at real costs, hops and memory limit.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", section 3, asks for such a schedule; how it is found here is described in
-``search``. Without a limit it takes the memory of 1F1B. ZB-H1 and ZB-H2 are among the plans that it begins with, and with
-several chunks per rank gis and gis-h (but for very long ones), so it is never longer than they are where they fit into the
-limit.
+Qi et al., "Zero Bubble Pipeline Parallelism", section 3; the method used here is described in ``search``. Without a limit it
+takes the memory of 1F1B. The search begins with ZB-H1 and ZB-H2, and with several chunks per rank with gis and gis-h (unless the
+problem is very long), so the result is never longer than those of them that fit into the limit.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megatron.pipeline.schedule.families import gis
 from megatron.pipeline.schedule.families.family import Family, Order
 from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
 
-_LONG = 10_000  # microbatches times stages, above which gis takes longer to plan than all the rest
+_LONG = 10_000  # microbatches times stages above which gis takes longer to plan than the search
 
 
 def plan(problem: Problem) -> Order:

@@ -5,7 +5,7 @@ Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages th
     m(F+B+W) + (p-1)(F+B-W) + 4(p-1)*hop
 
 where m > p (m >= p without hops) and 2*hop <= W <= F + 2*hop. ``lower_bound`` shows that nothing with that memory is
-shorter. Rank r holds at most p-r microbatches whole, and r more of which only W is due: p microbatches on every rank if
+shorter. Rank r holds at most p-r whole microbatches, and r more of which only W is due: p microbatches on every rank if
 B frees nothing, as many as rank 0 of 1F1B.
 """
 
@@ -25,9 +25,9 @@ def plan(problem: Problem) -> Order:
 def delayed_weights(ranks: int, microbatches: int, depth: int) -> Order:
     """One F, one B, one W in turn, where W lags behind B by ``depth`` microbatches for every rank before this one.
 
-    Every rank starts with ``depth`` more forwards than the next. The lag makes the later ranks, which start late, skip
-    as many W as the earlier ones are forwards ahead: B reaches rank 0 sooner, and the W that were skipped fill the time
-    after a rank's last B, while the gradients still travel towards rank 0.
+    Every rank starts with ``depth`` more forwards than the next. Later ranks start late and postpone as many W as the
+    earlier ranks have more forwards. So B reaches rank 0 sooner, and the postponed W fill the time after a rank's last B,
+    while gradients still travel towards rank 0.
     """
     return tuple(
         _order(in_flight=1 + depth * (ranks - 1 - rank), lag=depth * rank, microbatches=microbatches) for rank in range(ranks)

@@ -5,8 +5,8 @@ Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages th
     m(F+B+W) + (p-1)(F+B-2W+2*hop)
 
 where m >= 2p-1, W <= F, 2W <= F+B+2*hop and 2*hop <= W: zero bubble in the span if F = B = W. A single iteration
-then still has ZB-H1's makespan; what is gained is that the next iteration interlocks. Rank r holds at most 2(p-r)-1
-microbatches whole, and 2r more of which only W is due: 2p-1 microbatches on every rank if B frees nothing.
+then still has ZB-H1's makespan; the gain comes from the next iteration, which interlocks. Rank r holds at most 2(p-r)-1
+whole microbatches, and 2r more of which only W is due: 2p-1 microbatches on every rank if B frees nothing.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
-"""Can a memory limit sustain the rate? In the long run, with as many microbatches as one likes."""
+"""The memory that a pipeline needs to run one microbatch per period in the long run, however many microbatches there are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.optimum.bound import least_limit, lifespans, memory_time, nested
 from megatron.pipeline.schedule.optimum.earliest import SLACK, lines, unit
-from megatron.pipeline.schedule.optimum.exact import optimum
 
 
 def period(problem: Problem) -> float:
-    """Seconds that the busiest rank computes per microbatch: no schedule runs them faster in the long run."""
+    """Seconds that the busiest rank computes for one microbatch: in the long run no schedule needs less per microbatch."""
     work = [0.0] * problem.ranks
     for line in lines(problem):
         work[line.rank] += line.count * line.seconds
@@ -25,18 +22,18 @@ def sustaining_limits(problem: Problem) -> tuple[float, ...]:
 
     Necessary, by two arguments for every rank, and not always sufficient:
 
-    * Area (Qi et al., "Pipeline Parallelism with Controllable Memory", section 3): every microbatch holds at least its
-      sizes times their lifespans. At one microbatch per period, the memory that is held is on average that area divided
-      by the period, and at some time it is that much. Below this limit L, the span of m microbatches is at least
-      m * area / L, and thus grows by more than the period with each.
-    * Whole microbatches: between F and B of one stage, a microbatch occupies this and the rank's stages before it. On
-      average lifespan / period microbatches do; at some time the next whole number of them does.
+    * Area (Qi et al., "Pipeline Parallelism with Controllable Memory", section 3): a microbatch holds at least its sizes
+      times their lifespans, its area. At one microbatch per period, a rank holds area / period on average, and at least
+      that much at some time. With a limit L below this, the span of m microbatches is at least m * area / L, so every
+      further microbatch adds more than a period.
+    * Whole microbatches: between F and B of one stage, a microbatch occupies that stage and the rank's stages before it.
+      On average lifespan / period microbatches do so; at some time the next whole number does.
 
-    The first is rounded up to what the sizes of the rank add up to, where they are multiples of one size. The problem's
-    own limits are ignored.
+    The first limit is rounded up to a multiple of the rank's unit of memory, if all its sizes are multiples of one. The
+    problem's own limits are ignored.
     """
     rate, count, total = period(problem), problem.microbatches, problem.microbatches * problem.splits
-    found = []
+    limits = []
     spans = lifespans(problem)
     for rank, area in enumerate(memory_time(problem)):
         limit = least_limit(problem, rank)
@@ -46,45 +43,10 @@ def sustaining_limits(problem: Problem) -> tuple[float, ...]:
             for stage, held in nested(problem, rank):
                 passing = len(range(problem.placement.replica(stage), total, problem.placement.replicas))
                 limit = max(limit, math.ceil(passing * spans[stage] / (rate * count) * (1 - SLACK)) * held)
-        found.append(limit)
-    return tuple(found)
+        limits.append(limit)
+    return tuple(limits)
 
 
 def smallest_sustaining_limit(problem: Problem) -> float:
     """The least limit, the same for every rank, that ``sustaining_limits`` does not rule out, in the costs' unit."""
     return max(sustaining_limits(problem))
-
-
-@dataclass(frozen=True)
-class Shortfall:
-    """By how much the best schedule of some microbatches exceeds their work on the busiest rank.
-
-    Attributes:
-        microbatches: how many.
-        least: proven: no schedule is less than this many seconds above ``microbatches * period``.
-        found: so many seconds above is the best schedule that was found.
-    """
-
-    microbatches: int
-    least: float
-    found: float
-
-
-def shortfalls(problem: Problem, microbatches: Sequence[int], seconds: float = 60.0) -> list[Shortfall]:
-    """What the limits cost the best schedules of more and more microbatches, found by ``exact.optimum``.
-
-    Where the memory sustains the rate, ``found`` stops growing. Where ``least`` grows with every microbatch beyond what
-    fill and drain take, the memory is seen not to sustain it, also where ``sustaining_limits`` cannot tell.
-
-    Args:
-        seconds: how long to search for each number of microbatches.
-
-    Raises:
-        ValueError: as ``optimum``.
-    """
-    found = []
-    for count in microbatches:
-        instance = replace(problem, microbatches=count)
-        best, work = optimum(instance, seconds), count * period(problem)
-        found.append(Shortfall(count, best.bound - work, best.value - work))
-    return found

@@ -46,12 +46,8 @@ def verify(
     """
     every_pass_is_known(schedule)
     no_pass_is_repeated(schedule)
-    every_forward_is_there(schedule)
-    if forward_only:
-        only_forwards(schedule)
-    else:
-        every_backward_is_whole(schedule)
-    the_vocabulary_is_whole(schedule, forward_only)
+    every_pass_is_there(schedule, forward_only)
+    every_part_is_there(schedule)
     every_copy_has_its_other_half(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
     passes_of_a_chunk_are_in_microbatch_order(schedule)
@@ -95,44 +91,44 @@ def no_pass_is_repeated(schedule: Schedule) -> None:
             if work in seen:
                 raise ScheduleError(f"rank {rank}: {work} runs twice; remove one")
             seen.add(work)
-        fused = {(microbatch, chunk) for kind, microbatch, chunk, _ in passes if kind is BW}
-        for work in passes if fused else ():
-            kind, microbatch, chunk, _ = work
-            if (kind is B or kind is W) and (microbatch, chunk) in fused:
-                whole = Pass(BW, microbatch, chunk)
-                raise ScheduleError(f"rank {rank}: {work} runs again what {whole} does; keep either BW, or B and W")
+        for whole in {work.kind for work in passes if work.kind.row.replaces}:
+            replaced = {(microbatch, chunk) for kind, microbatch, chunk, _ in passes if kind is whole}
+            for work in passes:
+                if work.kind in whole.row.replaces and work[1:3] in replaced:
+                    raise ScheduleError(
+                        f"rank {rank}: {work} runs again what {Pass(whole, *work[1:3])} does; keep either {whole}, or "
+                        f"{' and '.join(whole.row.replaces)}"
+                    )
 
 
-def every_forward_is_there(schedule: Schedule) -> None:
-    """Every rank runs F of every microbatch (of every slice of it) on every chunk."""
-    for rank, passes in enumerate(schedule.passes):
-        present = set(passes)
-        for microbatch, chunk in _items(schedule, rank):
-            if (F, microbatch, chunk, 0) not in present:
-                raise _missing(rank, F, microbatch, chunk)
+def every_pass_is_there(schedule: Schedule, forward_only: bool) -> None:
+    """Every rank runs F, and B and W or BW, of every microbatch (of every slice of it) on every chunk; where the vocabulary is
+    spread, it also runs IF, S, T and IB of every microbatch. In an evaluation only forwards run: F, IF and S."""
+    required = [kind for kind in Kind if not kind.row.optional and (kind.is_forward or not forward_only)]
+    for rank, row in enumerate(schedule.rows):
+        if forward_only and not all(kind.is_forward for kind in row.kinds):
+            work = next(work for work in row.passes if not work.kind.is_forward)
+            raise ScheduleError(f"rank {rank}: {work} does not belong to a schedule of forwards only; remove it")
+        for kind in required:
+            if kind.row.shard and not schedule.vocabulary:
+                continue
+            instead = [other for other in row.kinds if kind in other.row.replaces]
+            for microbatch, chunk in _items(schedule, rank, kind):
+                present = (kind, microbatch, chunk, 0) in row.all
+                if not present and not any((other, microbatch, chunk, 0) in row.all for other in instead):
+                    raise _missing(rank, kind, microbatch, chunk)
 
 
-def every_backward_is_whole(schedule: Schedule) -> None:
-    """Every rank runs BW, or B and W, of every microbatch on every chunk."""
-    for rank, passes in enumerate(schedule.passes):
-        present = set(passes)
-        for microbatch, chunk in _items(schedule, rank):
-            if (BW, microbatch, chunk, 0) not in present:
-                for kind in (B, W):
-                    if (kind, microbatch, chunk, 0) not in present:
-                        raise _missing(rank, kind, microbatch, chunk)
-
-
-def the_vocabulary_is_whole(schedule: Schedule, forward_only: bool) -> None:
-    """Where the vocabulary is spread, every rank runs IF and S of every microbatch, and in training T and IB."""
-    if not schedule.vocabulary:
-        return
-    for rank, passes in enumerate(schedule.passes):
-        present = set(passes)
-        for microbatch in range(schedule.microbatches):
-            for kind in (IF, S) if forward_only else (IF, S, T, IB):
-                if (kind, microbatch, 0, 0) not in present:
-                    raise _missing(rank, kind, microbatch, 0)
+def every_part_is_there(schedule: Schedule) -> None:
+    """Where passes run in several parts, all of their kind and chunk on a rank do, in as many parts."""
+    for rank, row in enumerate(schedule.rows):
+        most: dict[tuple[Kind, int], int] = {}
+        for kind, _, chunk, part in row.passes if row.is_divided else ():
+            most[kind, chunk] = max(part, most.get((kind, chunk), 0))
+        for work in row.passes if row.is_divided else ():
+            for part in range(most[work.kind, work.chunk] + 1):
+                if work._replace(part=part) not in row.all:
+                    raise _missing(rank, *work[:3], part)
 
 
 def every_copy_has_its_other_half(schedule: Schedule) -> None:
@@ -143,14 +139,6 @@ def every_copy_has_its_other_half(schedule: Schedule) -> None:
         for kind, microbatch, chunk, _ in copies:
             if (H2D if kind is D2H else D2H, microbatch, chunk, 0) not in present:
                 raise _missing(rank, H2D if kind is D2H else D2H, microbatch, chunk)
-
-
-def only_forwards(schedule: Schedule) -> None:
-    """In evaluation nothing but F, and with a spread vocabulary IF and S, runs."""
-    for rank, passes in enumerate(schedule.passes):
-        for work in passes:
-            if not work.kind.is_forward:
-                raise ScheduleError(f"rank {rank}: {work} does not belong to a schedule of forwards only; remove it")
 
 
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
@@ -236,10 +224,11 @@ def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
     return limits
 
 
-def _items(schedule: Schedule, rank: int) -> Iterator[tuple[int, int]]:
-    """Every (microbatch, chunk) of a rank, one by one: a file may claim more microbatches than fit into a list."""
-    return ((m, c) for c in range(schedule.placement.chunks) for m in schedule.numbers(rank, c))
+def _items(schedule: Schedule, rank: int, kind: Kind) -> Iterator[tuple[int, int]]:
+    """Every (microbatch, chunk) of a kind on a rank, one by one: a file may claim more microbatches than fit into a list."""
+    chunks = 1 if kind.row.shard else schedule.placement.chunks
+    return ((m, c) for c in range(chunks) for m in schedule.numbers(rank, c))
 
 
-def _missing(rank: int, kind: Kind, microbatch: int, chunk: int) -> ScheduleError:
-    return ScheduleError(f"rank {rank}: {Pass(kind, microbatch, chunk)} is missing; add it")
+def _missing(rank: int, kind: Kind, microbatch: int, chunk: int, part: int = 0) -> ScheduleError:
+    return ScheduleError(f"rank {rank}: {Pass(kind, microbatch, chunk, part)} is missing; add it")

@@ -42,7 +42,7 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program], posting: Po
         ScheduleError: a rule is broken; the message names the rank and the first operation that breaks it.
     """
     programs_follow_the_schedule(schedule, programs)
-    every_copy_stands_where_it_may(schedule, programs)
+    every_pass_on_a_lane_stands_where_it_may(schedule, programs)
     every_message_is_delivered(schedule, programs)
     every_collective_is_joined(schedule, programs)
     ranks_agree_on_the_order_of_collectives(programs)
@@ -64,12 +64,16 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
                 raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
 
 
-def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """A copy to host memory starts after its F and before it is waited for, one back starts after that, and is waited for before
-    what needs it; each once, and no others are there. Those to host memory start in the order of their F."""
-    for rank, (passes, program) in enumerate(zip(schedule.passes, programs, strict=True)):
-        by_copy = {copy: work for work, copies in schedule.rows[rank].awaited.items() for copy in copies}
-        planned = {work for work in passes if work.kind.is_copy}
+def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """A pass on a lane starts after what it needs and ends before what needs it; each starts once, no others are there, and those
+    of one lane start in its order.
+
+    A copy to host memory starts after its F and before it is waited for; a copy back starts after that, and is waited for before
+    the pass that needs it.
+    """
+    for rank, (row, program) in enumerate(zip(schedule.rows, programs, strict=True)):
+        needed_by = {other: work for work, others in row.awaited.items() for other in others}
+        planned = {work for work in row.passes if work.kind.is_concurrent}
         places: dict[tuple[type[Operation], Pass], int] = {}
         for place, operation in enumerate(program):
             if isinstance(operation, Compute | Copy | Wait) and isinstance(operation[0], Pass):
@@ -79,26 +83,27 @@ def every_copy_stands_where_it_may(schedule: Schedule, programs: Sequence[Progra
                 if (type(operation), work) in places:
                     raise ScheduleError(f"rank {rank}: {describe(operation)} comes twice; remove one")
                 places[type(operation), work] = place
-        for work in passes:
-            if not work.kind.is_copy:
+        for work in row.passes:
+            if work not in planned:
                 continue
-            if work.kind is Kind.D2H:
-                chain: tuple[tuple[type[Operation], Pass], ...] = (
-                    (Compute, work._replace(kind=Kind.F)),
-                    (Copy, work),
-                    (Wait, work),
-                )
-            else:
-                chain = ((Wait, work._replace(kind=Kind.D2H)), (Copy, work), (Wait, work), (Compute, by_copy[work]))
-            at = [places.get(one, -1) for one in chain]
+            chain: list[tuple[type[Operation], Pass]] = [
+                (Wait if need in planned else Compute, need) for need in row.before(work)
+            ]
+            chain += [(Copy, work), (Wait, work)]
+            if work in needed_by:
+                chain.append((Compute, needed_by[work]))
+            at = [places.get(each, -1) for each in chain]
             if -1 in at or at != sorted(at):
-                order = ", ".join(f"{kind.__name__} {one}" for kind, one in chain)
+                order = ", ".join(f"{kind.__name__} {each}" for kind, each in chain)
                 raise ScheduleError(f"rank {rank}: {work} needs, in this order: {order}")
-        lane = [copy for work in passes if work.kind is Kind.F and (copy := work._replace(kind=Kind.D2H)) in planned]
-        started = [one.work for one in program if isinstance(one, Copy) and one.work.kind is Kind.D2H]
-        for first, here in zip(lane, started, strict=True):
-            if first != here:
-                raise ScheduleError(f"rank {rank}: Copy {here} starts where its lane has {first}; they start in the order of F")
+        started = [each.work for each in program if isinstance(each, Copy)]
+        for lane in {kind.row.lane for kind in row.kinds if kind.row.lane}:
+            here = [work for work in started if work.kind.row.lane is lane]
+            for first, found in zip(row.on_lane(lane), here, strict=True):
+                if first != found:
+                    raise ScheduleError(
+                        f"rank {rank}: Copy {found} starts where its lane has {first}; they start in the order of F"
+                    )
 
 
 def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
@@ -227,7 +232,7 @@ def nothing_deadlocks(programs: Sequence[Program]) -> None:
 def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Program]) -> None:
     """A program that trains validates once, after forwards and copies alone; a message is sent before its sender validates just
     if it is received before its receiver does, so that what an undone step voids is the same on both sides."""
-    trains = any(not (work.kind.is_forward or work.kind.is_copy) for passes in schedule.passes for work in passes)
+    trains = any(not (kind.is_forward or kind.is_copy) for row in schedule.rows for kind in row.kinds)
     before: dict[Message | Collective, bool] = {}
     for rank, program in enumerate(programs):
         places = [place for place, operation in enumerate(program) if isinstance(operation, Validate)]

@@ -1,4 +1,4 @@
-"""List scheduling, compiled: one pass after another goes to the rank that is free first, by priority, within memory.
+"""Compiled list scheduling: the rank that is free first takes the pass of highest priority that fits into its memory.
 
 The rules know five kinds of passes, in the order in which a microbatch meets them on a stage:
 
@@ -6,7 +6,19 @@ The rules know five kinds of passes, in the order in which a microbatch meets th
 
 DOWN travels from the first stage to the last and UP back; the others stay on their stage. A problem read forwards in time
 has F as DOWN, R as MID, B (or BW) as UP and W as POST. Read backwards it has W as PRE, B (or BW) as DOWN, R as MID and F as
-UP: whatever plans the start of an iteration well can so plan its end.
+UP: so the code that plans the start of an iteration also plans its end.
+
+All functions here work on the arrays of one problem, with P ranks and S stages, in this order (``Instance.arrays``):
+
+    home                int[S], the rank of every stage
+    hops_down, hops_up  float[S], seconds from the stage before (behind) to this one; -1 where a model begins (ends)
+    counts              int[S], how many microbatches go through a stage
+    replica             int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica
+    replicas            how many models there are
+    seconds             float[5, S]
+    before              int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes
+    allocated           float[5, S], by a pass when it starts (positive) or ends (negative)
+    lengths             int[P], how many passes a rank has
 """
 
 from __future__ import annotations
@@ -22,9 +34,9 @@ Array: TypeAlias = NDArray[Any]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function when it is first called, and keep the result on disk where there is a place for it.
+    """Compile a function when it is first called, and cache the result on disk if a cache folder is writable.
 
-    It lets other threads run: a training goes on while a thread of it plans.
+    It releases the global interpreter lock: training goes on while another thread plans.
     """
     try:
         return njit(cache=True, nogil=True)(function)
@@ -34,54 +46,50 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 PRE, DOWN, MID, UP, POST = range(5)
 KINDS = 5
-SLACK = 1e-9  # sums of floats stray in the last bits
+SLACK = 1e-9  # relative: rounding errors of sums are below this
 
 
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    home: Array, hops_down: Array, hops_up: Array, counts: Array, replica: Array, replicas: int, seconds: Array, before: Array,
-    allocated: Array, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, ends: Array,
-    order: Array,
+    arrays: tuple[Any, ...], limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool,
+    ends: Array, order: Array,
 ) -> bool:  # fmt: skip
     """Fill ``ends`` and ``order`` by list scheduling; returns whether every pass was placed.
 
-    At every decision the rank that is free first takes, of the passes whose inputs will be there within ``window``, the one
-    with the smallest target. While it waits for it, it runs others that end in time.
+    At every decision the rank that is free first considers the passes whose inputs arrive within ``window``, and takes the
+    one with the smallest target. While it waits for that pass, it runs others that end in time.
 
-    Memory cannot run into a dead end: beside what a pass allocates there always stays room for all that the oldest
-    microbatch which still allocates on this rank needs there, counting what older ones will free. So the oldest unfinished
-    microbatch of all can go on everywhere.
+    Memory cannot run into a dead end: when a pass allocates, the rank keeps enough room for all that its oldest
+    microbatch that still allocates there needs, counting what older microbatches will free. So the oldest unfinished
+    microbatch of the pipeline can always go on.
 
     Args:
-        home: int[S], the rank of every stage.
-        hops_down, hops_up: float[S], from the stage before (behind) to this one; -1 where a model begins (ends).
-        counts: int[S], how many microbatches go through a stage.
-        replica: int[S], the model that a stage belongs to; its microbatch k is number ``k * replicas + replica``.
-        seconds: float[5, S].
-        before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
-        allocated: float[5, S], by a pass when it starts (positive) or ends (negative).
+        arrays: of the problem, as at the top of this file.
         limits: float[P].
         targets: float[5, S, M], priorities.
         caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
         window: seconds.
-        in_order: whether the DOWN of a rank run in the order of their targets, so that none takes another one's memory.
-        ends: float[5, S, M], filled.
+        in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
+            earlier one.
+        ends: float[5, S, M], filled; -1 for passes that were not placed.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
     """
+    home, hops_down, hops_up, counts, replica, replicas, seconds, before, allocated, _ = arrays
     ranks, stages = limits.shape[0], home.shape[0]
+    ends[:] = -1.0
     done = np.zeros((KINDS, stages), np.int64)
     length = np.zeros(ranks, np.int64)
     free = np.zeros(ranks)  # when the rank's last pass ends
     clock = np.zeros(ranks)  # when it decides next
     held = np.zeros(ranks)
     first, lines = _lines_by_rank(home, before, ranks)
-    left = 0
+    remaining = 0  # passes
     last = np.full(stages, UP)
     for kind, stage in lines:
         last[stage] = max(last[stage], kind)
-        left += counts[stage]
+        remaining += counts[stage]
 
-    while left > 0:
+    while remaining > 0:
         rank = np.argmin(clock)
         now = clock[rank]
         if now == np.inf:
@@ -97,7 +105,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                 if kind == DOWN and done[DOWN, stage] < counts[stage]:
                     turn = min(turn, targets[DOWN, stage, done[DOWN, stage]])
 
-        # First what to wait for, then, if there is a gap, what fits into it.
+        # The first round finds the pass to wait for; if the rank would be idle until then, the second finds one that fits before.
         chosen, chosen_stage, chosen_ready = -1, -1, np.inf
         horizon, deadline, kept = now + window, np.inf, 0.0
         soonest = np.inf
@@ -120,7 +128,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                     own = index * replicas + replica[stage] == oldest
                     if takes + kept > room or (reserved if own else takes + reserved) > room:
                         continue
-                ready = _ready(kind, stage, index, hops_down, hops_up, before, done, ends)
+                ready = _arrival(kind, stage, index, hops_down, hops_up, before, ends)
                 if ready < 0:
                     continue
                 soonest = min(soonest, ready)
@@ -133,10 +141,10 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
             horizon, deadline = now * (1 + SLACK), best_ready * (1 + SLACK)
             kept = max(0.0, allocated[best, best_stage])
         if chosen < 0:
-            clock[rank] = soonest  # infinite: until another rank makes something for this one
+            clock[rank] = soonest  # infinite if the rank has to wait for a result that is not made yet
             continue
         if chosen_ready > now * (1 + SLACK):
-            clock[rank] = chosen_ready  # and decide anew then
+            clock[rank] = chosen_ready  # decide again then
             continue
 
         index = done[chosen, chosen_stage]
@@ -150,8 +158,8 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         done[chosen, chosen_stage] += 1
         free[rank] = end
         clock[rank] = end
-        left -= 1
-        waiting = -1  # the rank that may have waited for this
+        remaining -= 1
+        waiting = -1  # the rank that may wait for the result
         if chosen == DOWN and chosen_stage + 1 < stages and hops_down[chosen_stage + 1] >= 0:
             waiting = home[chosen_stage + 1]
         elif chosen == UP and chosen_stage > 0 and hops_up[chosen_stage - 1] >= 0:
@@ -163,7 +171,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
 
 @compiled
 def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array]:
-    """The (kind, stage) of which every rank has passes: ``lines[first[rank]:first[rank + 1]]``."""
+    """The (kind, stage) pairs of every rank's passes: those of a rank are ``lines[first[rank]:first[rank + 1]]``."""
     first = np.zeros(ranks + 1, np.int64)
     lines = np.zeros((before.size, 2), np.int64)
     number = 0
@@ -178,28 +186,26 @@ def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array
 
 
 @compiled
-def _ready(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, done: Array, ends: Array) -> float:
-    """When the inputs of a pass are there; -1 while that is not known."""
+def _arrival(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, ends: Array) -> float:
+    """When the inputs of a pass have arrived; -1 if a pass that makes one has no time yet (-1 in ``ends``)."""
     ready = 0.0
     previous = before[kind, stage]
     if previous >= 0:
-        if done[previous, stage] <= index:
-            return -1.0
         ready = ends[previous, stage, index]
+        if ready < 0:
+            return -1.0
     if kind == DOWN and hops_down[stage] >= 0:
-        if done[DOWN, stage - 1] <= index:
-            return -1.0
-        ready = max(ready, ends[DOWN, stage - 1, index] + hops_down[stage])
+        made, hop = ends[DOWN, stage - 1, index], hops_down[stage]
     elif kind == UP and hops_up[stage] >= 0:
-        if done[UP, stage + 1] <= index:
-            return -1.0
-        ready = max(ready, ends[UP, stage + 1, index] + hops_up[stage])
-    return ready
+        made, hop = ends[UP, stage + 1, index], hops_up[stage]
+    else:
+        return ready
+    return max(ready, made + hop) if made >= 0 else -1.0
 
 
 @compiled
 def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, done: Array) -> tuple[Any, float]:
-    """The oldest microbatch that still allocates on a rank, and what it needs there beyond what older ones will free."""
+    """The oldest microbatch that still allocates on a rank, and the memory it needs there beyond what older ones will free."""
     oldest = np.int64(2**62)
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
@@ -217,13 +223,12 @@ def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocate
 
 
 @compiled
-def replay(
-    hops_down: Array, hops_up: Array, seconds: Array, before: Array, order: Array, lengths: Array, factors: Array, ends: Array
-) -> tuple[float, float]:
+def replay(arrays: tuple[Any, ...], order: Array, factors: Array, ends: Array) -> tuple[float, float]:
     """Fill ``ends`` with the earliest times at which the passes of an order end; returns (span, makespan), or -1 if stuck.
 
-    ``factors``, float[5, S, M], multiply ``seconds``; where there is but one, it is for all passes.
+    ``factors``, float[5, S, M] or float[1, 1, 1] for all passes, multiply the seconds.
     """
+    _, hops_down, hops_up, _, _, _, seconds, before, _, lengths = arrays
     same = factors.size == 1
     firsts = np.zeros(lengths.shape[0])
     ranks = lengths.shape[0]
@@ -236,6 +241,7 @@ def replay(
         for rank in range(ranks):
             while position[rank] < lengths[rank]:
                 kind, stage, index = order[rank, position[rank]]
+                # ``_arrival``, written out: calls count references to the arrays, with which this loop takes 6 times as long.
                 start = free[rank]
                 if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
                     break

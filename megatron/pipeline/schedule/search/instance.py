@@ -1,13 +1,14 @@
-"""A problem as the arrays that the compiled planner works on, and orders as passes again."""
+"""A problem as the arrays of the compiled planner, and its orders converted back into passes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron.pipeline.schedule.core.kinds import stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.families.family import Order
@@ -21,8 +22,8 @@ class Plan:
     """An order of passes with its times.
 
     Attributes:
-        value: what the problem wants to be short.
-        order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes; -1 behind the last.
+        value: the objective, in seconds: span or makespan, or with jitter the mean of that over some draws.
+        order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes, padded with -1.
         ends: float[5, S, M].
     """
 
@@ -33,17 +34,17 @@ class Plan:
     ends: Array
 
 
-_DRAWS = 8  # that the search plans for; whoever judges the plan takes others
+_DRAWS = 8  # of random factors, for which the search plans; plans are compared on other draws
 
 
 class Seed(NamedTuple):
-    """What list scheduling goes by.
+    """The parameters of list scheduling, see ``engine.construct``.
 
     Attributes:
         targets: float[5, S, M], priorities: the smallest first.
-        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and may hold.
-        window: seconds for which a pass with a small target is waited for.
-        in_order: whether the forwards of a rank run in the order of their targets, so that none takes another one's memory.
+        caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
+        window: seconds for which a rank waits for a pass with a smaller target.
+        in_order: whether the forwards of a rank run in the order of their targets.
     """
 
     targets: Array
@@ -53,55 +54,41 @@ class Seed(NamedTuple):
     in_order: bool = False
 
 
-@dataclass(frozen=True)
 class Instance:
-    """The arrays of a problem, read forwards or backwards in time; see ``engine`` for their meaning."""
+    """The arrays of a problem, read forwards or backwards in time; see ``engine`` for their meaning.
 
-    problem: Problem
-    backwards: bool = False
-    home: Array = field(init=False)
-    counts: Array = field(init=False)
-    replica: Array = field(init=False)
-    hops_down: Array = field(init=False)
-    hops_up: Array = field(init=False)
-    seconds: Array = field(init=False)
-    before: Array = field(init=False)
-    allocated: Array = field(init=False)
-    lengths: Array = field(init=False)
+    Attributes:
+        arrays: all of them, in the order in which ``engine`` lists them.
+    """
 
-    def __post_init__(self) -> None:
-        problem, placement = self.problem, self.problem.placement
+    def __init__(self, problem: Problem, backwards: bool = False) -> None:
+        self.problem, self.backwards = problem, backwards
+        placement, hop = problem.placement, float(problem.costs.hop)
         stages = range(placement.last_stage + 1)
-        home = np.array([placement.home(stage)[0] for stage in stages])
-        replica = np.array([placement.replica(stage) for stage in stages])
-        hop = problem.costs.hop
-        down = [-1.0 if placement.is_first(stage) else 0.0 if home[stage] == home[stage - 1] else float(hop) for stage in stages]
+        self.home = home = np.array([placement.home(stage)[0] for stage in stages])
+        self.replica = np.array([placement.replica(stage) for stage in stages])
+        down = [-1.0 if placement.is_first(stage) else 0.0 if home[stage] == home[stage - 1] else hop for stage in stages]
         up = [-1.0 if placement.is_last(stage) else down[stage + 1] for stage in stages]
-        counts = np.array([len(range(int(replica[stage]), problem.microbatches, placement.replicas)) for stage in stages])
-        seconds = np.zeros((KINDS, len(stages)))
-        allocated = np.zeros((KINDS, len(stages)))
-        before = np.full((KINDS, len(stages)), -2)
-        for stage in stages:
-            cost = problem.costs.stages[stage]
-            again, fused = stage in problem.recompute, stage in problem.fused
-            kinds = [Kind.F, *([Kind.R] if again else []), *([Kind.BW] if fused else [Kind.B, Kind.W])]
-            if self.backwards:
-                kinds.reverse()
+        self.hops_down, self.hops_up = np.array(down), np.array(up)
+        self.counts = np.array([len(range(first, problem.microbatches, placement.replicas)) for first in self.replica.tolist()])
+        self.seconds, self.allocated = np.zeros((2, KINDS, len(stages)))
+        self.before = np.full((KINDS, len(stages)), -2)
+        for stage, cost in zip(stages, problem.costs.stages, strict=True):
+            recomputed = stage in problem.recompute
+            kinds = stage_kinds(recomputed, stage in problem.fused)
             last = -1
-            for kind in kinds:
-                slot = _slots(self.backwards)[kind]
-                seconds[slot, stage] = cost.seconds(kind)
-                allocated[slot, stage] = cost.allocated(kind, again) * (-1 if self.backwards else 1)
-                before[slot, stage] = last
+            for kind in reversed(kinds) if backwards else kinds:
+                slot = _slots(backwards)[kind]
+                self.seconds[slot, stage] = cost.seconds(kind)
+                self.allocated[slot, stage] = cost.allocated(kind, recomputed) * (-1 if backwards else 1)
+                self.before[slot, stage] = last
                 last = slot
-        lengths = np.zeros(placement.ranks, np.int64)
-        np.add.at(lengths, home, (before != -2).sum(axis=0) * counts)
-        values = {
-            "home": home, "counts": counts, "replica": replica, "hops_down": np.array(down), "hops_up": np.array(up),
-            "seconds": seconds, "before": before, "allocated": allocated, "lengths": lengths,
-        }  # fmt: skip
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        self.lengths = np.zeros(placement.ranks, np.int64)
+        np.add.at(self.lengths, home, (self.before != -2).sum(axis=0) * self.counts)
+        self.arrays = (
+            home, self.hops_down, self.hops_up, self.counts, self.replica, placement.replicas, self.seconds, self.before,
+            self.allocated, self.lengths,
+        )  # fmt: skip
 
     @cached_property
     def reversed(self) -> Instance:
@@ -115,36 +102,31 @@ class Instance:
 
     def construct(self, seed: Seed, limits: Array) -> Plan | None:
         """List scheduling; None if the limits leave no room for one microbatch."""
-        ends = np.zeros(self.shape)
         order = np.full((len(limits), int(self.lengths.max()), 3), -1, np.int32)
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
         placed = engine.construct(
-            self.home, self.hops_down, self.hops_up, self.counts, self.replica, self.problem.placement.replicas, self.seconds,
-            self.before, self.allocated, limits, seed.targets, caps, quotas, seed.window,
-            seed.in_order, ends, order,
-        )  # fmt: skip
+            self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, np.empty(self.shape), order
+        )
         return self.replay(order) if placed else None
 
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
-        ends = np.zeros(self.shape)
-        span, makespan = self._times(order, np.ones((1, 1, 1)), ends)
+        ends = np.empty(self.shape)
+        span, makespan = engine.replay(self.arrays, order, np.ones((1, 1, 1)), ends)
         if span < 0:
             return None
         goal = 0 if self.problem.objective is Objective.SPAN else 1
         value = (span, makespan)[goal]
         if self._draws:
-            value = float(np.mean([self._times(order, factors, np.empty(self.shape)) for factors in self._draws], axis=0)[goal])
+            draws = [engine.replay(self.arrays, order, factors, np.empty(self.shape)) for factors in self._draws]
+            value = float(np.mean(draws, axis=0)[goal])
         return Plan(value, span, makespan, order, ends)
-
-    def _times(self, order: Array, factors: Array, ends: Array) -> tuple[float, float]:
-        return engine.replay(self.hops_down, self.hops_up, self.seconds, self.before, order, self.lengths, factors, ends)
 
     @cached_property
     def _draws(self) -> list[Array]:
-        """Random factors of all pass times, the same for every order, by which the expected case is estimated."""
+        """Random factors of all durations, the same for every order, to estimate the mean under jitter."""
         if not self.problem.jitter or self.backwards:
             return []
         draws = np.ones((_DRAWS, *self.shape))
@@ -156,7 +138,7 @@ class Instance:
         return list(draws)
 
     def sorted(self, targets: Array) -> Plan | None:
-        """Every rank runs its passes in the order of their targets, within whatever memory that takes."""
+        """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""
         order = np.full((len(self.lengths), int(self.lengths.max()), 3), -1, np.int32)
         for rank, length in enumerate(self.lengths):
             kinds, stages = np.nonzero((self.before != -2) & (self.home == rank)[None, :])

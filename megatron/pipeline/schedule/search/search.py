@@ -21,28 +21,32 @@ from megatron.pipeline.schedule.search.squeeze import squeeze
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 
-# Budgets count passes, not seconds: every rank, and every machine, makes the same plan.
-_PASSES = 800_000  # placed while one memory level is searched
+# Budgets count passes, not seconds, so that every rank and every machine makes the same plan.
+_PASSES = 800_000  # passes placed in the search of one memory level
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
-_GLANCE, _SQUEEZED, _STARTS = 12, 6, 3  # plans to begin with: at a glance; the best of them, squeezed, and then improved
-_LONG = 10_000  # microbatches times stages, above which less memory is not tried
-_WHOLE = 10_000  # passes, above which a problem is planned with fewer microbatches first,
-_ROUNDS = 3  # namely with this many per rank: its two ends, and how its middle repeats, are what has to be found
+_GLANCE, _SQUEEZED, _STARTS = (
+    12,
+    6,
+    3,
+)  # plans to begin with: tried first; squeezed, the best of these; improved, the best of those
+_LONG = 10_000  # microbatches times stages above which levels of less memory are not tried
+_WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
+_ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
-_NEAR = 1.02  # a plan this much longer than the best is worth squeezing, and at first worth going on from
-_HOPELESS = 1.01  # a level whose best seed is this much longer than another level's plan is not searched further
-_KEPT = 64  # levels whose plans are kept: whoever tries several limits, one after another, searches them once
+_NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
+_DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
+_KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
 
 def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
-    """The best order that is found; never worse than what is known and fits into the limits.
+    """The best order that the search finds; never worse than a known order that fits into the limits.
 
-    More memory does not make it worse: levels of memory below the limit are searched too, unless their lower bound says that
-    they cannot win. Only the own limits are searched for very long problems, and for the expected case (``jitter``), which
-    has no bound.
+    A higher limit does not make the order worse: levels of memory below the limit are searched too, unless their lower bound
+    says that they cannot be better. Very long problems, and problems with jitter (for which there is no bound), are searched
+    at their own limits only.
 
     Args:
-        known: from a problem to orders of it that are worth to begin with, whatever its limits are.
+        known: from a problem to orders of it to begin with; they need not fit into its limits.
 
     Raises:
         ValueError: a limit leaves no room for one microbatch.
@@ -62,23 +66,23 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
     for limits in levels:
         if best is not None and lower_bound(_limited(problem, limits)) >= best.value * (1 - SLACK):
-            break  # nor can levels with less memory win
+            break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()))
         more = whole.problem.microbatches - small.problem.microbatches
-        hopeless = best.value * _HOPELESS if best else np.inf
-        if not level.begin or level.begin[0].value + more * period_and_unit(small)[0] > hopeless:
+        dominated = best.value * _DOMINATED if best else np.inf
+        if not level.begin or level.begin[0].value + more * period_and_unit(small)[0] > dominated:
             continue
-        found = _whole(whole, small, level.plans, _room(whole, limits)) if more else level.plans[0]
-        if found is not None and (best is None or found.value < best.value * (1 - SLACK)):
-            best = found
+        plan = _whole(whole, small, level.plans, _room(whole, limits)) if more else level.plans[0]
+        if plan is not None and (best is None or plan.value < best.value * (1 - SLACK)):
+            best = plan
     assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
     return whole.passes(best)
 
 
 def _levels(instance: Instance, own: Sequence[float] | None) -> list[Array]:
-    """Limits of all ranks: their own, then less and less memory, by chunks, or for many ranks by several.
+    """Limits of all ranks: their own, then lower and lower ones, in steps of one chunk, or several chunks for many ranks.
 
-    Where all stages hold the same, only whole chunks count: limits in between are those below.
+    If all stages hold the same, limits are rounded down to whole chunks.
     """
     problem = instance.problem
     most = _room(instance, np.array(np.inf if own is None else own))
@@ -99,7 +103,7 @@ def _limited(problem: Problem, limits: Array) -> Problem:
 
 
 def _room(instance: Instance, limits: Array) -> Array:
-    """The memory that every rank can make use of: its limit, or room for all microbatches at once."""
+    """The memory that every rank can use: its limit, or what all microbatches hold at once if that is less."""
     everything = np.zeros(len(instance.lengths))
     held = np.maximum(instance.allocated, 0).sum(axis=0)
     np.add.at(everything, instance.home, held * instance.counts)
@@ -108,7 +112,7 @@ def _room(instance: Instance, limits: Array) -> Array:
 
 @lru_cache(maxsize=4)
 def _read(problem: Problem, known: Known) -> tuple[Instance, list[Plan]]:
-    """The arrays of a problem, and what is known as plans of it."""
+    """The arrays of a problem, and its known orders as plans."""
     instance = Instance(problem)
     plans = map(instance.read, known(problem))
     return instance, [plan for plan in plans if plan is not None]
@@ -120,10 +124,10 @@ def _fitting(instance: Instance, plans: Iterable[Plan], limits: Array) -> list[P
 
 @dataclass(frozen=True)
 class _Level:
-    """The plans found within exactly these limits, whatever other levels have; made when they are asked for.
+    """The plans found within some limits, made when they are first used.
 
     Attributes:
-        known: plans to begin with, within any limits.
+        known: plans to begin with; they need not fit into the limits.
     """
 
     instance: Instance
@@ -132,18 +136,18 @@ class _Level:
 
     @cached_property
     def begin(self) -> list[Plan]:
-        """The plans to begin with, the best first; none where there is no room for any."""
+        """The plans to begin with, the best first; empty if none fits."""
         return _begin(self.instance, self.known, self._room, _budget(self.instance) // 2, self._goal)
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """These improved, the best first."""
+        """The plans to begin with, improved; the best first."""
         tries = _budget(self.instance) // 2 // _STARTS
         return sorted((_improve(self.instance, plan, self._room, tries, self._goal) for plan in self.begin), key=_value)
 
     @cached_property
     def _goal(self) -> float:
-        """A value that cannot be beaten."""
+        """A value that no plan can improve on."""
         problem = self.instance.problem
         return 0.0 if problem.jitter else lower_bound(replace(problem, limits=self.limits)) * (1 + SLACK)
 
@@ -154,34 +158,34 @@ class _Level:
 
 @lru_cache(maxsize=_KEPT)
 def _level(problem: Problem, known: Known, limits: tuple[float, ...]) -> _Level:
-    """Plans of a problem, which has no limits, within these."""
+    """Plans of a problem without limits of its own, within these limits."""
     return _Level(*_read(problem, known), limits)
 
 
 def _budget(instance: Instance) -> int:
-    """How many plans are made for one level."""
+    """The number of plans made for one level."""
     return int(min(_MOST, max(_FEWEST, _PASSES / instance.lengths.sum())))
 
 
 def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array) -> Plan | None:
-    """A plan for all microbatches: the plans for fewer repeat their middle, and building blocks are tried at full length."""
+    """A plan for all microbatches, from plans for fewer whose middle is repeated, and from building blocks at full length."""
     budget = _budget(small)
-    found: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
+    plans_tried: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
     for plan in plans[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
-            found.append(exact if exact and whole.within(exact, room) else None)
-            found += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
-    begin = sorted((plan for plan in found if plan is not None), key=_value)[: max(1, min(_STARTS, budget // _FEWEST))]
+            plans_tried.append(exact if exact and whole.within(exact, room) else None)
+            plans_tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
+    begin = sorted((plan for plan in plans_tried if plan is not None), key=_value)[: max(1, min(_STARTS, budget // _FEWEST))]
     return min((squeeze(whole, plan, room) for plan in begin), key=_value, default=None)
 
 
 def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float) -> list[Plan]:
-    """The best plans to begin with, squeezed, best first; only one if it is as short as the goal."""
+    """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal."""
     plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most))
     best: list[Plan] = []
-    for number in (_GLANCE, most):  # a glance at the most promising is often enough
+    for number in (_GLANCE, most):  # the first few are often enough
         some = sorted(itertools.islice(plans, number), key=_value)[:_SQUEEZED]
         best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
@@ -194,14 +198,14 @@ def _value(plan: Plan) -> float:
 
 
 def _cut_down(problem: Problem) -> Problem:
-    """The same problem with so many microbatches that the start does not meet the end."""
+    """A long problem with fewer microbatches, enough that its start and its end do not overlap; a short one as it is."""
     enough = problem.placement.replicas * (_ROUNDS * problem.ranks + 8)
     long = 3 * problem.microbatches * (problem.placement.last_stage + 1) // problem.placement.replicas > _WHOLE
     return replace(problem, microbatches=enough) if long and problem.microbatches > enough + problem.ranks else problem
 
 
 def _repeated(small: Instance, plan: Plan, whole: Instance, block: int) -> Array:
-    """The times of a plan as targets for more microbatches: its middle ``block`` of them are repeated."""
+    """The times of a plan as targets for more microbatches: the ``block`` microbatches in its middle are repeated."""
     begin = plan.ends - small.seconds[:, :, None]
     few, many = small.shape[2], whole.shape[2]
     first = (few - block) // 2
@@ -213,10 +217,10 @@ def _repeated(small: Instance, plan: Plan, whole: Instance, block: int) -> Array
 
 
 def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: float) -> Plan:
-    """Plan again and again, forwards and backwards in time, each time by the times of the best plan, some of them shaken.
+    """Plan repeatedly, forwards and backwards in time, each time with the times of the current plan as targets, some perturbed.
 
     Forward-backward improvement (Tormos and Lova, "A competitive heuristic solution technique for resource-constrained
-    project scheduling", 2001): seen from the end, what can run late does, which leaves room for what has to run early.
+    project scheduling", 2001): planned from the end, every pass that can run late does, which leaves room for the others.
     """
     generator = np.random.default_rng(0)
     backwards = instance.reversed
@@ -226,27 +230,27 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
         begin = current.ends - instance.seconds[:, :, None]
         window = (0.0, 0.3, 0.6)[generator.integers(3)] * unit
         in_order = bool(generator.integers(2))
-        shaken = np.zeros(instance.shape) if number < 2 else _shake(generator, instance.shape, period)
+        noise = np.zeros(instance.shape) if number < 2 else _noise(generator, instance.shape, period)
         if number % 2:
-            found = instance.construct(Seed(begin + shaken, window=window, in_order=in_order), limits)
+            new = instance.construct(Seed(begin + noise, window=window, in_order=in_order), limits)
         else:
             targets = (current.makespan - current.ends)[::-1, :, ::-1]
-            turned = backwards.construct(Seed(targets + shaken, window=window, in_order=in_order), limits)
-            found = instance.replay(instance.turned(turned.order)) if turned else None
-        if found is None or found.value > best.value * _NEAR:
+            turned = backwards.construct(Seed(targets + noise, window=window, in_order=in_order), limits)
+            new = instance.replay(instance.turned(turned.order)) if turned else None
+        if new is None or new.value > best.value * _NEAR:
             continue
-        found = squeeze(instance, found, limits)
-        if found.value <= best.value * (1 + (_NEAR - 1) * (1 - number / tries)):
-            current = found  # a little worse at first, to leave what cannot be improved step by step
-        if found.value <= best.value * (1 + SLACK):
-            best = found
+        new = squeeze(instance, new, limits)
+        if new.value <= best.value * (1 + (_NEAR - 1) * (1 - number / tries)):
+            current = new  # at first also a slightly worse plan, to leave a local optimum
+        if new.value <= best.value * (1 + SLACK):
+            best = new
             if best.value <= goal:
                 break
     return best
 
 
-def _shake(generator: np.random.Generator, shape: tuple[int, int, int], period: float) -> Array:
-    """Noise on a few targets."""
+def _noise(generator: np.random.Generator, shape: tuple[int, int, int], period: float) -> Array:
+    """Random noise on a small share of the targets."""
     share = (0.02, 0.05, 0.15)[generator.integers(3)]
     scale = (0.2, 0.5, 1.0)[generator.integers(3)] * period
     return generator.normal(size=shape) * scale * (generator.random(shape) < share)

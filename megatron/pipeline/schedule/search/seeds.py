@@ -1,4 +1,4 @@
-"""Where the search starts: building blocks, repeated once per microbatch.
+"""The plans that the search starts from: building blocks, repeated once per microbatch.
 
 A building block says when the passes of one microbatch should run, as offsets along its way through the stages and back
 (Qi et al., "Pipeline Parallelism with Controllable Memory", section 3): the longer a stage waits between its F and its B,
@@ -25,7 +25,7 @@ _ROUND = (0.8, 0.5, 0.2)  # what is added to a lifespan, in microbatches, before
 
 
 def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
-    """Plans within the limits to begin with: what is always worth a try, then ``most`` others, the promising ones first."""
+    """Plans within the limits to begin with: one or two that are always tried, then up to ``most`` others, best guesses first."""
     simple = instance.construct(Seed(greedy(instance)), limits)
     if simple is not None:
         yield simple
@@ -49,7 +49,7 @@ def greedy(instance: Instance) -> Array:
 
 
 def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
-    """Arguments of list scheduling."""
+    """Parameters of list scheduling for one building block after another."""
     period, unit = period_and_unit(instance)
     one_home = len(set(instance.home.tolist())) == len(instance.home)
     for lag, pause, steps in itertools.product(_LAGS, _PAUSES, _STEPS[:1] if one_home else _STEPS):
@@ -66,7 +66,7 @@ def _seeds(instance: Instance, limits: Array) -> Iterator[Seed]:
 
 
 def period_and_unit(instance: Instance) -> tuple[float, float]:
-    """Seconds of one microbatch on the busiest rank, and of one pass on average there."""
+    """Seconds of one microbatch on the busiest rank, and the average seconds of one of its passes."""
     work = np.zeros(len(instance.lengths))
     np.add.at(work, instance.home, instance.seconds.sum(axis=0))
     period = float(work.max()) or 1.0
@@ -108,9 +108,9 @@ def _is_v(instance: Instance) -> bool:
 def _packed(instance: Instance) -> Array:
     """Targets of the building block on a V with the shortest way through all stages, where F takes 1 of 6 slots and BW 2.
 
-    On every rank the four passes of a microbatch occupy slots of a period of 6 without a collision: that is a rank's state,
-    and how long the four chains take from one rank to the next depends on two states alone. The shortest path over the ranks
-    is the building block. With B and W split it keeps a slot for every W directly behind its B.
+    On every rank the four passes of a microbatch occupy slots of a period of 6 without a collision; which slots, is the
+    rank's state. How long each pass waits from one rank to the next depends on the states of these two ranks only, so the
+    shortest path over the ranks is the building block. If B and W are split, W has the slot directly after its B.
     """
     ranks, slots = len(instance.lengths), 6
     cells = itertools.product(range(slots), repeat=4)
@@ -120,7 +120,7 @@ def _packed(instance: Instance) -> Array:
         return least + (later - earlier - least) % slots
 
     f0, f1, b1, b0 = states
-    hops = [  # from a rank (row) to the next (column); F of chunk 1 and B of chunk 0 travel the other way
+    hops = [  # slots from a rank (row) to the next (column); F of chunk 1 and B of chunk 0 travel the other way
         ahead(f0[None], f0[:, None], 1),
         ahead(f1[:, None], f1[None], 1),
         ahead(b1[None], b1[:, None], 2),
@@ -147,7 +147,7 @@ def _packed(instance: Instance) -> Array:
 
 
 def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> Iterator[Seed]:
-    """One stage per rank: how many more microbatches each rank runs forward than the next decides what F and W share."""
+    """One stage per rank: caps by how many microbatches more than the next rank each rank may run forward."""
     ranks = len(limits)
     behind = np.arange(len(instance.home))[::-1]
     sizes = instance.allocated[DOWN]
@@ -159,7 +159,7 @@ def _linear(instance: Instance, limits: Array, targets: Array, unit: float) -> I
 
 
 def _shares(instance: Instance, held: Array, limits: Array) -> Array:
-    """All memory of a rank, shared by its stages in proportion to their lifespans; at least one microbatch each."""
+    """Quotas that divide a rank's memory among its stages in proportion to their lifespans; at least one microbatch each."""
     size = np.maximum(instance.allocated[DOWN], 1e-300)
     wanted = np.zeros(len(limits))
     np.add.at(wanted, instance.home, held * size)

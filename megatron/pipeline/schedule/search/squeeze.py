@@ -1,10 +1,12 @@
-"""Compaction: every pass moves into the earliest idle time of its rank that is long enough, and delays nothing.
+"""Compaction: every pass moves into the earliest idle time of its rank that is long enough, without delaying another pass.
 
-Unlike list scheduling this keeps the order of everything else, so it shortens the two ends of a repeated building block and
-leaves its middle alone. Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.3, squeeze likewise.
+Unlike list scheduling this keeps the order of all other passes. So it shortens the two ends of a repeated building block and
+leaves its middle alone. Qi et al., "Pipeline Parallelism with Controllable Memory", section 3.3, do the same.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from megatron.pipeline.schedule.search.instance import Instance, Plan
 
 
 def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
-    """The plan squeezed from its start, then from its end, for as long as that makes it shorter."""
+    """The plan squeezed from its start and from its end in turn, until that makes it no shorter."""
     best = _once(instance, plan, limits)
     while True:
         turned = instance.reversed.replay(instance.turned(best.order))
@@ -28,17 +30,14 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     order, ends = plan.order.copy(), plan.ends.copy()
-    _squeeze(
-        instance.home, instance.hops_down, instance.hops_up, instance.seconds, instance.before, instance.allocated, limits,
-        order, instance.lengths, ends, np.argsort(_flat_starts(instance, plan), kind="stable"),
-    )  # fmt: skip
+    _squeeze(instance.arrays, limits, order, ends, np.argsort(_flat_starts(instance, plan), kind="stable"))
     squeezed = instance.replay(order)
-    # Where times differ by more than a float can tell, a pass may have moved before one that it needs.
+    # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
     return squeezed if squeezed is not None and squeezed.value <= plan.value else plan
 
 
 def _flat_starts(instance: Instance, plan: Plan) -> Array:
-    """The starts of all passes, as one row; infinite where a stage has no such pass."""
+    """The starts of all passes as a flat array; infinite where a stage has no such pass."""
     starts = plan.ends - instance.seconds[:, :, None]
     exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
     return np.where(exists, starts, np.inf).ravel()
@@ -46,13 +45,13 @@ def _flat_starts(instance: Instance, plan: Plan) -> Array:
 
 @compiled
 def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
-    home: Array, hops_down: Array, hops_up: Array, seconds: Array, before: Array, allocated: Array, limits: Array, order: Array,
-    lengths: Array, ends: Array, by_start: Array,
-) -> None:  # fmt: skip
+    arrays: tuple[Any, ...], limits: Array, order: Array, ends: Array, by_start: Array
+) -> None:
     """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts."""
+    home, hops_down, hops_up, _, _, _, seconds, before, allocated, lengths = arrays
     stages, many = ends.shape[1], ends.shape[2]
-    held = np.zeros(order.shape[:2])  # by every rank, behind each of its passes
-    idle = np.zeros(order.shape[:2])  # of every rank, up to the start of each of its passes
+    held = np.zeros(order.shape[:2])  # memory of every rank after each of its passes
+    idle = np.zeros(order.shape[:2])  # idle seconds of every rank up to the start of each of its passes
     for rank in range(lengths.shape[0]):
         _account(order[rank], 0, lengths[rank], held[rank], idle[rank], allocated, ends, seconds)
     for number in by_start[: lengths.sum()]:
@@ -75,11 +74,11 @@ def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
         slot = _find(row, slot, lengths[rank], kind, stage, index)
         place = _first_from(row, slot, ready + seconds[kind, stage] - slack, ends, seconds)
         while place < slot and ends[row[place, 0], row[place, 1], row[place, 2]] <= ready + slack:
-            place += 1  # passes that take no time: it may need one of them
+            place += 1  # passes of no duration, which it may need
         if idle[rank, slot] - (idle[rank, place - 1] if place else 0.0) <= slack:
-            continue  # there is nothing to move into: the common case, which has to be quick
+            continue  # no idle time to move into: the common case, which has to be quick
         if takes > 0:
-            full = slot - 1  # the last place behind which there is no room
+            full = slot - 1  # the last place after which its memory does not fit
             while full >= place - 1 and full >= 0 and held[rank, full] + takes <= limits[rank] * (1 + SLACK):
                 full -= 1
             if full >= place - 1 and full >= 0:
@@ -119,7 +118,7 @@ def _first_from(row: Array, length: int, time: float, ends: Array, seconds: Arra
 
 @compiled
 def _find(row: Array, slot: int, length: int, kind: int, stage: int, index: int) -> int:
-    """Where a pass is: from ``slot`` on, or if times differ too much for starts to tell the order, before."""
+    """The place of a pass in its row: looked for from ``slot`` on, then from the beginning (starts can be off by rounding)."""
     for _ in range(length + 1):
         if slot < length and row[slot, 0] == kind and row[slot, 1] == stage and row[slot, 2] == index:
             break
@@ -129,7 +128,7 @@ def _find(row: Array, slot: int, length: int, kind: int, stage: int, index: int)
 
 @compiled
 def _account(row: Array, begin: int, end: int, held: Array, idle: Array, allocated: Array, ends: Array, seconds: Array) -> None:
-    """Fill what a rank holds behind its passes from ``begin`` to ``end``, and how long it was idle before them."""
+    """Fill in what a rank holds after each of its passes from ``begin`` to ``end``, and how long it was idle before each."""
     level, waited, free = 0.0, 0.0, 0.0
     if begin:
         level, waited = held[begin - 1], idle[begin - 1]

@@ -1,59 +1,45 @@
-"""Copies to host memory and back as rows of their own: what a rank's two copy lanes do beside its passes.
+"""How copies to host memory and back slow each other down: the two directions of a rank, and the ranks behind one switch.
 
-A copy to the host starts once its F has ended and the ones before it have, a copy to the device once its place in the rank's row
-has been reached and the ones before it have ended. Where copies disturb each other (the directions of one rank, the ranks behind
-one switch), all that are on the way go on at the speeds that ``CopyCosts`` says, which change whenever one starts or ends.
+The copies under way share the speed that ``CopyCosts`` gives. The share of each changes whenever one starts or ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from megatron.pipeline.schedule.core.costs import CopyCosts
 
 
-def on_the_way(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts) -> list[list[tuple[float, float]]]:
-    """When copies start and end that disturb each other.
+class Switch:
+    """The copies under way between the devices and host memory behind one switch, and how fast each is.
 
-    Args:
-        queues: two for every rank, to the host and to the device; in each, (from when it may start, seconds alone on the way).
-
-    Returns:
-        For each of them (start, end).
+    Rows are two for every rank, to the host and to the device, from ``first`` on.
     """
-    found: list[list[tuple[float, float]]] = [[] for _ in queues]
-    for first in range(0, len(queues), 2 * costs.switch):
-        _behind_one_switch(queues[first : first + 2 * costs.switch], costs, found[first : first + 2 * costs.switch])
-    return found
 
+    def __init__(self, costs: CopyCosts, first: int) -> None:
+        self._costs, self._first = costs, first
+        self._now = 0.0
+        self._left: dict[int, float] = {}  # by lane, counted from the first: seconds of its copy if it were alone
+        self._speeds: dict[int, float] = {}  # 1 for a copy that is alone
 
-def _behind_one_switch(
-    queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts, found: Sequence[list[tuple[float, float]]]
-) -> None:
-    now = 0.0
-    under_way: dict[int, tuple[float, float]] = {}  # by queue: start, seconds left of it alone on the way
-    while True:
-        waiting = []
-        for lane, queue in enumerate(queues):
-            if lane not in under_way and len(found[lane]) < len(queue):
-                ready, seconds = queue[len(found[lane])]
-                if ready <= now:
-                    under_way[lane] = now, seconds
-                else:
-                    waiting.append(ready)
-        if not under_way and not waiting:
-            return
-        busy = [sum(lane % 2 == direction for lane in under_way) for direction in (0, 1)]
-        speeds = {
-            lane: min(1.0, costs.shared * costs.switch / busy[lane % 2]) * (costs.both if lane ^ 1 in under_way else 1.0)
-            for lane in under_way
+    def change(self, now: float, row: int, seconds: float | None) -> dict[int, float]:
+        """A row starts a copy of ``seconds`` if alone, or ends it (None); returns when those under way end if nothing changes."""
+        for lane, speed in self._speeds.items():
+            self._left[lane] = max(0.0, self._left[lane] - (now - self._now) * speed)
+        self._now = now
+        if seconds is None:
+            del self._left[row - self._first]
+        else:
+            self._left[row - self._first] = seconds
+        busy = [sum(lane % 2 == direction for lane in self._left) for direction in (0, 1)]
+        self._speeds = {
+            lane: min(1.0, self._costs.shared * self._costs.switch / busy[lane % 2])
+            * (self._costs.both if lane ^ 1 in self._left else 1.0)
+            for lane in self._left
         }
-        ends = {lane: now + left / speeds[lane] for lane, (_, left) in under_way.items()}
-        later = min((*ends.values(), *waiting))
-        for lane, (start, left) in list(under_way.items()):
-            if ends[lane] <= later:
-                found[lane].append((start, later))
-                del under_way[lane]
-            else:
-                under_way[lane] = start, left - (later - now) * speeds[lane]
-        now = later
+        return {self._first + lane: now + left / self._speeds[lane] for lane, left in self._left.items()}
+
+
+def switches(ranks: int, costs: CopyCosts) -> dict[int, Switch]:
+    """The switch of every row of copies; those rows follow the ones of the ranks."""
+    firsts = [ranks + lane // (2 * costs.switch) * 2 * costs.switch for lane in range(2 * ranks)]
+    by_first = {first: Switch(costs, first) for first in firsts}
+    return {ranks + lane: by_first[first] for lane, first in enumerate(firsts)}

@@ -6,11 +6,19 @@ time: it stands for the moment at which the lane may start it, or at which the r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.kinds import COPY_LANES, REMOTE, Lane, Where, kinds_of
+from megatron.pipeline.schedule.core.kinds import (
+    COPY_LANES,
+    REMOTE,
+    STAGE_KINDS,
+    VOCABULARY_KINDS,
+    Lane,
+    Where,
+    needed_on_own_rank,
+)
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import RankPasses, Schedule
 
@@ -33,15 +41,15 @@ class Rows(NamedTuple):
     """What is replayed.
 
     Attributes:
-        passes: of every row; the kind of a pass is a key of its row's links.
+        passes: of every row; in the place of its kind, a pass has the key of its link.
         works: the passes that these stand for; None where a rank waits for its lane.
         links: by row, chunk and key.
         size: how many numbers there are for what passes make for each other.
         ready: the numbers of what is there from the start.
-        lanes: what the rows behind those of the ranks are.
+        lanes: the rows behind those of the ranks.
     """
 
-    passes: Sequence[Sequence[tuple[Any, int, int, int]]]
+    passes: Sequence[Sequence[Pass]]
     works: Sequence[Sequence[Pass | None]]
     links: list[list[dict[Any, Link]]]
     size: int
@@ -59,58 +67,77 @@ class LaneRow(NamedTuple):
 
 
 def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
-    """All lanes that a schedule uses, rank by rank; of a rank's copies always both directions."""
-    used = {kind.row.lane for row in schedule.rows for kind in row.kinds if kind.row.lane}
-    lanes = [lane for lane in Lane if lane in used or (schedule.has_copies and lane in COPY_LANES)]
-    found = []
-    for rank, row in enumerate(schedule.rows):
-        stages = schedule.placement.stages[rank]
-        for lane in lanes:
-            passes = row.on_lane(lane)
-            seconds = [costs.seconds(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
-            found.append(LaneRow(rank, lane, passes, seconds))
-    return found
+    """All lanes that a schedule uses: of copies both directions of every rank, then rank by rank the others."""
+    others = {kind.row.lane for row in schedule.rows for kind in row.kinds if kind.row.lane and not kind.is_copy}
+    return [
+        _lane_row(schedule, costs, rank, lane)
+        for lanes in (COPY_LANES if schedule.has_copies else (), sorted(others))
+        for rank in range(schedule.ranks)
+        for lane in lanes
+    ]
 
 
-def rows_of(schedule: Schedule, costs: Costs | None, lanes: Sequence[LaneRow] = ()) -> Rows:
+def _lane_row(schedule: Schedule, costs: Costs, rank: int, lane: Lane) -> LaneRow:
+    row, stages = schedule.rows[rank], schedule.placement.stages[rank]
+    passes = row.on_lane(lane)
+    seconds = [costs.seconds(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
+    return LaneRow(rank, lane, passes, seconds)
+
+
+def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -> Rows:
     """The rows of a schedule.
 
     Args:
         costs: without them nothing takes time.
-        lanes: those to follow. Without them passes on lanes take no time, and nothing waits for them.
+        with_lanes: whether lanes have rows. Without them passes on lanes take no time, and nothing waits for them.
     """
+    lanes = lane_rows(schedule, costs) if costs and with_lanes else []
     table = _Table(schedule, costs, bool(lanes))
-    rows: list[Sequence[tuple[Any, int, int, int]]] = []
-    works: list[Sequence[Pass | None]] = []
+    passes, works = [], []
     for row in schedule.rows:
-        if not lanes and not row.is_divided:
-            rows.append(row.passes)
-            works.append(row.passes)
-            continue
-        waits = row.awaited if lanes else {}
-        mine = [one for work in row.passes for one in (*((other, True) for other in waits.get(work, ())), (work, False))]
-        rows.append([(_key(row, work, waits), *work[1:]) for work, waits in mine])
-        works.append([None if waits else work for work, waits in mine])
+        keys, own = _keyed(row, row.passes, row.awaited if lanes else {})
+        passes.append(keys)
+        works.append(own)
     for lane in lanes:
-        row = schedule.rows[lane.rank]
-        rows.append([(_key(row, work), *work[1:]) for work in lane.passes] if row.is_divided else lane.passes)
-        works.append(lane.passes)
+        keys, own = _keyed(schedule.rows[lane.rank], lane.passes, {})
+        passes.append(keys)
+        works.append(own)
     links = [table.of_rank(rank) for rank in range(schedule.ranks)] + [table.of_lane(lane) for lane in lanes]
-    return Rows(rows, works, links, table.size, table.ready, list(lanes))
+    return Rows(passes, works, links, table.size, table.ready, lanes)
 
 
-def _key(row: RankPasses, work: Pass, waits: bool = False) -> Hashable:
-    """By what the link of a pass is found, or of the wait for it."""
-    kind = work.kind
-    divided = (kind, work.part, row.parts(work)) if row.is_divided else kind
-    return ("wait", divided) if waits else divided
+def _keyed(
+    row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Sequence[Pass]]
+) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
+    """The passes of a row with their keys, and as they are (None for a wait that stands before a pass)."""
+    if not awaited and not row.is_divided:
+        return passes, passes
+    keys: list[Pass] = []
+    works: list[Pass | None] = []
+    for work in passes:
+        for other in awaited.get(work, ()):
+            keys.append(Pass(_waiting(_key(row, other)), *other[1:]))
+            works.append(None)
+        keys.append(Pass(_key(row, work), *work[1:]) if row.is_divided else work)
+        works.append(work)
+    return keys, works
+
+
+def _key(row: RankPasses, work: Pass) -> Any:
+    """By what the link of a pass is found: its kind, and which of its parts it is."""
+    return (work.kind, work.part, row.parts(work)) if row.is_divided else work.kind
+
+
+def _waiting(key: Any) -> Any:
+    """By what the link of a wait for a pass is found."""
+    return "wait", key
 
 
 class _Table:
     """The links of all rows, and the numbers of what passes make for each other.
 
-    Numbers are given out in runs, one per microbatch. Those of the first run are there from the start, for passes
-    that wait for nothing; no pass waits for those of the second run.
+    Numbers are given out in runs, one per microbatch. Those of the first run are there from the start, for passes that wait for
+    nothing; no pass waits for those of the second run.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs | None, has_lanes: bool) -> None:
@@ -121,34 +148,35 @@ class _Table:
         self.ready = list(range(self._slices))
 
     def of_rank(self, rank: int) -> list[dict[Any, Link]]:
-        """By chunk and key, the links of a rank's row."""
+        """By chunk and key, the links of a rank's row: of all kinds, for those who build one, and of the parts that it has."""
         row = self._schedule.rows[rank]
-        if not row.is_divided and not self._has_lanes:
-            return [{kind: self._link(kind, rank, chunk) for kind in row.kinds} for chunk in range(len(self._stages[rank]))]
-        links: list[dict[Any, Link]] = [{} for _ in self._stages[rank]]
-        for work in row.passes:
-            key = _key(row, work)
-            if key not in links[work.chunk]:
-                links[work.chunk][key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
-                if work.kind.row.starts_on_lane:
-                    done = self._number(("done", work.kind, work.part), self._stages[rank][work.chunk])
-                    links[work.chunk][_key(row, work, waits=True)] = Link(self._unused, done, 0, 0)
+        kinds = {*STAGE_KINDS, *(VOCABULARY_KINDS if self._schedule.vocabulary else ()), *row.kinds}
+        links: list[dict[Any, Link]] = []
+        for chunk in range(len(self._stages[rank])):
+            links.append({kind: self._link(kind, rank, chunk) for kind in kinds})
+            links[-1] |= {_waiting(kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
+        for work in row.passes if row.is_divided else ():
+            key, own = _key(row, work), links[work.chunk]
+            if key not in own:
+                own[key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
+                own[_waiting(key)] = self._wait(work.kind, rank, work.chunk, work.part)
         return links
 
     def of_lane(self, lane: LaneRow) -> list[dict[Any, Link]]:
         """By chunk and key, the links of a lane's row."""
-        row = self._schedule.rows[lane.rank]
-        links: list[dict[Any, Link]] = [{} for _ in self._stages[lane.rank]]
+        row, links = self._schedule.rows[lane.rank], [dict[Any, Link]() for _ in self._stages[lane.rank]]
         for work in lane.passes:
-            key, stage = _key(row, work), self._stages[lane.rank][work.chunk]
-            if key not in links[work.chunk]:
-                done = self._number(("done", work.kind, work.part), stage)
-                if work.kind.row.starts:
-                    needed = self._number(("started", work.kind, work.part), stage)
-                else:
-                    needed = self._number(kinds_of(work.kind.row.needs[0]), stage)
-                links[work.chunk][key] = Link(done, needed, 0, 0)
+            key, (kind, _, chunk, part) = _key(row, work), work
+            if key not in links[chunk]:
+                stage = self._stages[lane.rank][chunk]
+                done = self._number(("done", kind, part), stage)
+                name: Hashable = ("started", kind, part) if kind.row.starts else needed_on_own_rank(kind)
+                links[chunk][key] = Link(done, self._number(name, stage), 0, 0)
         return links
+
+    def _wait(self, kind: Kind, rank: int, chunk: int, part: int = 0) -> Link:
+        """Of the wait for a pass that has been started on a lane."""
+        return Link(self._unused, self._number(("done", kind, part), self._stages[rank][chunk]), 0, 0)
 
     def _link(self, kind: Kind, rank: int, chunk: int, part: int = 0, parts: int = 1) -> Link:
         schedule, costs, stage = self._schedule, self._costs, self._stages[rank][chunk]

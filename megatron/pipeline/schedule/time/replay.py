@@ -1,10 +1,11 @@
-"""An event-driven replay of a schedule: rows of passes, each of which runs once its row is free and its inputs are there."""
+"""The times of rows of passes in a given order: each pass runs once its row is free and its inputs have arrived."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -12,7 +13,7 @@ from megatron.pipeline.schedule.time.links import Rows, rows_of
 
 
 class Stuck(ValueError):
-    """A schedule cannot finish: ``rank`` can never start ``work``, because what it needs is never made before."""
+    """A schedule cannot finish: ``rank`` can never start ``work``, because a pass that it needs never runs before it."""
 
     def __init__(self, rank: int, work: Pass, needed: tuple[int, Pass]) -> None:
         super().__init__(
@@ -32,10 +33,10 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, range]]:
 
 
 class Replay(NamedTuple):
-    """What happens when every rank runs its passes in order.
+    """The times of all rows.
 
     Attributes:
-        runs: (row, its slots) that run without a wait for another one, in an order in which they can run.
+        runs: (row, slots that it runs without waiting), in an order in which they can run.
         starts, ends: of every pass, by row and slot.
     """
 
@@ -44,11 +45,19 @@ class Replay(NamedTuple):
     ends: list[list[float]]
 
 
-def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] | None] | None = None) -> Replay:
-    """Run every pass as soon as it can.
+def replay(
+    schedule: Schedule,
+    rows: Rows,
+    seconds_of: Sequence[Sequence[Any] | None] | None = None,
+    later: Callable[[Any, Any], Any] | None = None,
+) -> Replay:
+    """Run every row's passes in their order, each as soon as it can.
+
+    Times follow from the order alone, so rows need not take turns: each runs until it needs a result that does not exist yet.
 
     Args:
-        seconds_of: of the passes of rows in which like ones do not take the same.
+        seconds_of: durations by slot, of the rows whose passes do not take what their links say.
+        later: the later of two times, element by element, if times are arrays of draws; None if they are numbers.
 
     Raises:
         Stuck: a pass precedes what it needs on its own rank, or waits for one that waits for it.
@@ -56,10 +65,8 @@ def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] 
     for rank, own in enumerate(schedule.rows):
         if (misplaced := own.first_before_its_need()) is not None:
             raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
-    made_at: list[float | None] = [None] * rows.size  # when every result was made
-    for number in rows.ready:
-        made_at[number] = 0
-    parts: dict[int, list[float]] = {}  # when those parts were made of a result that every rank has a part in
+    made_at = results_at_start(rows)
+    parts: dict[int, list[float]] = {}  # of results that every rank has a part in: when the parts made so far were made
     free: list[float] = [0] * len(rows.passes)
     run = Replay([], [[] for _ in rows.passes], [[] for _ in rows.passes])
     blocked: dict[int, list[int]] = {}  # the rows that wait for a result
@@ -67,7 +74,7 @@ def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] 
     while runnable:
         row = runnable.pop()
         passes, linked, starts, ends, now = rows.passes[row], rows.links[row], run.starts[row], run.ends[row], free[row]
-        first, own_seconds = len(ends), seconds_of and seconds_of[row]
+        first, own_seconds = len(ends), seconds_of[row] if seconds_of else None
         for slot in range(first, len(passes)):
             kind, microbatch, chunk, _ = passes[slot]
             made, needed, hop, seconds, is_part = linked[chunk][kind]
@@ -78,7 +85,7 @@ def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] 
             if own_seconds:
                 seconds = own_seconds[slot]
             arrived = ready + hop
-            start = arrived if arrived > now else now
+            start = later(arrived, now) if later else arrived if arrived > now else now
             now = start + seconds
             starts.append(start)
             ends.append(now)
@@ -87,7 +94,7 @@ def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] 
                 there.append(now)
                 if len(there) < schedule.ranks:
                     continue
-                made_at[made + microbatch] = max(there)
+                made_at[made + microbatch] = reduce(later or max, there)
             else:
                 made_at[made + microbatch] = now
             if made + microbatch in blocked:
@@ -97,6 +104,14 @@ def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] 
     if blocked:
         raise _first_stuck(schedule, run, blocked)
     return run
+
+
+def results_at_start(rows: Rows) -> list[Any]:
+    """When every result was made, by its number: None for all but those that exist from the start."""
+    made_at: list[Any] = [None] * rows.size
+    for number in rows.ready:
+        made_at[number] = 0
+    return made_at
 
 
 def _first_stuck(schedule: Schedule, run: Replay, blocked: Mapping[int, Sequence[int]]) -> Stuck:

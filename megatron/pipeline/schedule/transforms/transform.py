@@ -1,4 +1,4 @@
-"""Schedules made from other schedules: any schedule in, one that obeys the same rules out."""
+"""Transformations of schedules: each takes any valid schedule and returns a valid one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 
 
 def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Run R before every backward of these stages that has none yet.
+    """Run R directly before every backward of these stages that has no R yet.
 
-    R stands directly before B or BW. It needs nothing from other ranks, so it fills the time in which its rank waits for
-    the gradient, and what it allocates is held no longer than it must.
+    R needs no other rank, so it fills the time in which its rank waits for the gradient, and what R allocates is held as
+    briefly as possible.
     """
     if not stages:
         return schedule
@@ -31,7 +31,7 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:
-    """Run the backward of these stages as BW where B was, on other stages as it is: selective splitting."""
+    """Run the backward of these stages as BW in the place of B; other stages stay as they are (selective splitting)."""
     if not stages:
         return schedule
     rows = []
@@ -48,7 +48,7 @@ def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:
 
 
 def without_copies(schedule: Schedule) -> Schedule:
-    """The same order of passes, with everything left on the devices."""
+    """The same schedule without offloading."""
     if not schedule.has_copies:
         return schedule
     return replace(schedule, passes=tuple(tuple(work for work in row if not work.kind.is_copy) for row in schedule.passes))

@@ -1,31 +1,31 @@
-"""The passes of a vocabulary that is spread over all ranks, inserted into any schedule: transformer passes in, all passes out.
+"""Vocabulary parallelism: inserts the passes of a vocabulary that is sharded over all ranks into any schedule.
 
-``postpone`` gives every microbatch more time between its last F and its first B: as many intervals (the time in which every
-rank works through one microbatch) as there are barriers between the ranks on that way. ``spread`` then puts the vocabulary's
-passes where ranks are free for them. The argument is that of Yeung et al., "Balancing Pipeline Parallelism with Vocabulary
-Parallelism" (arXiv 2411.05288), section 5: a microbatch more is held for every interval, and no bubble is added.
+``postpone`` gives every microbatch more time between its last F and its first B: one interval (the time in which every rank
+works through one microbatch) for each barrier between the ranks. ``spread`` then puts the vocabulary's passes where ranks have
+time. Yeung et al., "Balancing Pipeline Parallelism with Vocabulary Parallelism" (arXiv 2411.05288), section 5: every interval
+costs the memory of one microbatch more and adds no bubble.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.schedule import MOST_WAITING, Schedule
-from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
-from megatron.pipeline.schedule.time.simulate import delay
+from megatron.pipeline.schedule.time.clock import Clock
+from megatron.pipeline.schedule.time.links import rows_of
+from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, results_at_start
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
-    """By how many microbatches backwards are postponed, and how many more every rank so holds.
+    """By how many microbatches backwards are postponed, which is also how many more microbatches every rank holds.
 
-    One for each barrier. Interlaced, where every rank stands still for the vocabulary of each microbatch, needs half a
-    pipeline more (nnScaler's schedule; Yeung et al., section 6: 1.5 times the activations of 1F1B).
+    One for each barrier. Interlaced, where all ranks stop for the vocabulary of each microbatch, needs half as many as there
+    are ranks (nnScaler's schedule; Yeung et al., section 6: 1.5 times the activations of 1F1B).
     """
     match vocabulary:
         case None:
@@ -39,13 +39,12 @@ def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
 
 
 def postpone(schedule: Schedule, by: int) -> Schedule:
-    """The same passes with more time between the forwards and the backwards: ``by`` microbatches'.
+    """Delay every backward by the forwards of ``by`` more microbatches.
 
-    Every backward comes after as many more forwards as so many microbatches have on a rank. Where ranks are far from doing the
-    same in turn, that can make them wait for each other in a circle: then every backward is where the one of ``by`` microbatches
-    later was, which never does.
+    If ranks interleave differently this can deadlock; then every backward takes the position of the backward ``by``
+    microbatches later, which cannot.
 
-    Either way it obeys the rules that the schedule obeys, and no rank holds more than ``by`` microbatches more.
+    Either way the result obeys the rules that the schedule obeys, and no rank holds more than ``by`` microbatches more.
     """
     ahead = _forwards_ahead(schedule, by)
     try:
@@ -80,15 +79,15 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
             if work.kind is Kind.F:
                 row[work] = None
             elif work.kind is not Kind.R:
-                # Which of a microbatch's backwards are split, and which run again, stays as it is.
+                # Every microbatch keeps its kinds: split or fused, recomputed or not.
                 kinds: tuple[Kind, ...] = (Kind.W,) if work.kind is Kind.W else (Kind.R, Kind.B, Kind.BW)
                 kinds += (Kind.W,) if work.kind is Kind.BW else ()
                 earlier = (work._replace(kind=kind, microbatch=work.microbatch - by) for kind in kinds)
-                for one in filter(present.__contains__, earlier):
-                    if one.kind is Kind.BW:  # adds to gradients that the microbatches before it have to be in
-                        before = (one._replace(kind=Kind.W, microbatch=number) for number in range(one.microbatch))
+                for moved in filter(present.__contains__, earlier):
+                    if moved.kind is Kind.BW:  # weight gradients are accumulated in microbatch order: earlier W come first
+                        before = (moved._replace(kind=Kind.W, microbatch=number) for number in range(moved.microbatch))
                         row |= dict.fromkeys(filter(present.__contains__, before))
-                    row[one] = None
+                    row[moved] = None
         rows.append((*row, *(work for work in passes if work not in row)))
     return replace(schedule, passes=tuple(rows))
 
@@ -96,40 +95,36 @@ def _backwards_behind(schedule: Schedule, by: int) -> Schedule:
 def spread(schedule: Schedule, vocabulary: Vocabulary, costs: Costs) -> Schedule:
     """Insert S, T, IF and IB of every microbatch on every rank.
 
-    Ranks are followed through time. A rank that is free takes S first, since the last stage waits for all S (and for all T,
-    with two barriers); then IF, as long as at most ``MOST_WAITING`` embeddings wait for the first stage; then its next pass
-    of a stage, or where that is a forward that has to wait, the backward that comes first after it. T (with one barrier) and
-    IB can wait, as W can: they fill the time in which the rank has nothing else to do, unless ``MOST_WAITING`` of them wait
-    already.
+    Ranks are simulated through time. A free rank takes S first, because the last stage waits for S of all ranks (with two
+    barriers also for T of all ranks); then IF, unless ``MOST_WAITING`` embeddings already wait for the first stage; then its
+    next pass of a stage, or if that is a forward whose input is late, the first backward after it. T (with one barrier) and
+    IB can wait, as W can: they run when the rank has nothing else to do, or when ``MOST_WAITING`` of them are due.
 
     Args:
-        schedule: of stages' passes; ``postpone`` has made room. It may be of forwards alone.
-        costs: what passes take, those of the vocabulary too.
+        schedule: of stages' passes; ``postpone`` has made room. It may consist of forwards only.
+        costs: of the stages and of the vocabulary's passes.
 
     Raises:
         ValueError: the schedule cannot finish.
     """
-    ranks = _Ranks(replace(schedule, vocabulary=vocabulary), costs)
-    return replace(schedule, vocabulary=vocabulary, passes=ranks.run())
+    inserted = _Insertion(replace(schedule, vocabulary=vocabulary), costs)
+    return replace(schedule, vocabulary=vocabulary, passes=inserted.run())
 
 
-class _Ranks:
-    """All ranks, as they work through their passes and those of the vocabulary."""
+class _Insertion:
+    """Which pass every rank runs next: one of a stage, in the schedule's order, or one of the vocabulary."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule, costs
-        self._rows: list[list[Pass]] = [[] for _ in schedule.passes]
-        self._left = [deque(passes) for passes in schedule.passes]  # passes of stages
-        self._counts = [dict.fromkeys(VOCABULARY_KINDS, 0) for _ in schedule.passes]  # done, by rank
-        self._free = [0.0] * schedule.ranks
-        self._made: dict[tuple[int, Pass] | tuple[Kind, int], float] = {}  # passes, and those of all ranks, with their ends
-        self._parts: dict[tuple[Kind, int], list[float]] = {}
+        rows = rows_of(schedule, costs)
+        self._clock = Clock(schedule.ranks, rows, results_at_start(rows))
+        self._remaining = [deque(passes) for passes in schedule.passes]  # passes of stages
+        self._counts = [dict.fromkeys(VOCABULARY_KINDS, 0) for _ in schedule.passes]  # passes that ran, by rank
         self._trains = any(not work.kind.is_forward for work in schedule.passes[0])
         self._embedded = 0  # microbatches that the first stage has begun
-        self._together: list[float] = []  # interlaced, when all ranks run S of a microbatch, as far as that is known
+        self._together: list[float] = []  # interlaced: when all ranks run S of each microbatch, as far as that is known
         stages = [sum(costs.stages[stage].total for stage in row) for row in schedule.placement.stages]
         self._interval = max(stages) + costs.vocabulary.total + costs.exchange
-        self._moments: list[tuple[float, int]] = [(0.0, rank) for rank in range(schedule.ranks)]  # at which to look at a rank
         placement = schedule.placement
         self._first, self._last = placement.home(0), placement.home(placement.last_stage)
 
@@ -137,68 +132,46 @@ class _Ranks:
         """The passes of all ranks.
 
         Raises:
-            ValueError: nothing is left that could run.
+            ValueError: some passes can never run.
         """
+        self._clock.run(self._next)
         kinds = len(VOCABULARY_KINDS) if self._trains else 2
-        left = sum(map(len, self._schedule.passes)) + kinds * self._schedule.microbatches * self._schedule.ranks
-        while self._moments:
-            now, rank = heapq.heappop(self._moments)
-            if now < self._free[rank]:
-                continue
-            work = self._choose(rank, now)
-            if work is not None:
-                self._start(rank, work, now)
-                left -= 1
-        if left:
-            raise ValueError(f"{self._schedule.name} cannot finish: {left} passes wait for each other")
-        return tuple(map(tuple, self._rows))
+        remaining = sum(map(len, self._remaining)) + sum(
+            kinds * self._schedule.microbatches - sum(counts.values()) for counts in self._counts
+        )
+        if remaining:
+            raise ValueError(f"{self._schedule.name} cannot finish: {remaining} passes wait for each other")
+        return tuple(map(tuple, self._clock.ends))
 
-    def _start(self, rank: int, work: Pass, now: float) -> None:
-        self._rows[rank].append(work)
-        kind = work.kind
-        if kind.is_of_vocabulary:
-            self._counts[rank][kind] += 1
-        else:
-            self._left[rank].remove(work)
-        end = self._free[rank] = now + self._seconds(rank, work)
-        self._look(end, rank)
-        self._made[rank, work] = end
-        if kind.is_of_vocabulary:
-            parts = self._parts.setdefault((kind, work.microbatch), [])
-            parts.append(end)
-            if len(parts) == self._schedule.ranks:
-                self._made[kind, work.microbatch] = there = max(self._parts.pop((kind, work.microbatch)))
-                for other in range(self._schedule.ranks):
-                    self._look(there + self._costs.exchange, other)
-                    self._look(there + 2 * self._costs.exchange, other)
-            return
-        if kind is Kind.F and (rank, work.chunk) == self._last:
-            self._synchronize(work.microbatch, end)
-        if kind is Kind.F and (rank, work.chunk) == self._first:
+    def _next(self, rank: int, now: float) -> Sequence[Pass]:
+        """What a free rank runs now, noted as run."""
+        work = self._choose(rank, now)
+        if work is None:
+            return ()
+        if work.kind.is_of_vocabulary:
+            self._counts[rank][work.kind] += 1
+            return (work,)
+        self._remaining[rank].remove(work)
+        if work.kind is Kind.F and (rank, work.chunk) == self._first:
             self._embedded += 1
-            for other in range(self._schedule.ranks):  # may go on with IF
-                self._look(now, other)
-        home, stage = self._schedule.placement.home, self._schedule.placement.stage(rank, work.chunk)
-        end_of_model, step = (self._last, 1) if kind is Kind.F else (self._first, -1)
-        if (rank, work.chunk) == end_of_model:
-            for other in range(self._schedule.ranks):
-                self._look(end + self._costs.exchange, other)
-        elif kind is Kind.F or kind.sends_gradient:
-            self._look(end + self._costs.hop, home(stage + step)[0])
+            self._look_at_all(now)  # IF may go on
+        if work.kind is Kind.F and (rank, work.chunk) == self._last:
+            self._synchronize(now + self._clock.seconds(rank, work))
+        return (work,)
 
-    def _synchronize(self, microbatch: int, made: float) -> None:
-        """Interlaced, fix the moment at which all ranks run S, of which the last stage has made the output.
+    def _synchronize(self, end: float) -> None:
+        """Interlaced: fix when all ranks run S of the microbatch whose last F ends then.
 
-        Between two of them every rank has the time for its passes of one microbatch, so that none has to stand still.
+        Between two of these moments every rank has the time for its passes of one microbatch, so that no rank stands still.
         """
         if self._schedule.vocabulary is Vocabulary.INTERLACED:
             before = self._together[-1] + self._interval if self._together else 0.0
-            self._together.append(max(made + self._costs.exchange, before))
-            for rank in range(self._schedule.ranks):
-                self._look(self._together[-1], rank)
+            self._together.append(max(end + self._costs.exchange, before))
+            self._look_at_all(self._together[-1])
 
-    def _look(self, moment: float, rank: int) -> None:
-        heapq.heappush(self._moments, (max(moment, self._free[rank]), rank))
+    def _look_at_all(self, moment: float) -> None:
+        for rank in range(self._schedule.ranks):
+            self._clock.look(rank, moment)
 
     def _choose(self, rank: int, now: float) -> Pass | None:
         """What a free rank does now; None to wait."""
@@ -219,8 +192,8 @@ class _Ranks:
         return next((work for work in self._vocabulary(rank, now, *idle) if self._fits(rank, work, now)), None)
 
     def _stages(self, rank: int) -> Iterator[Pass]:
-        """The rank's next pass of a stage; and if that is a forward that has to wait, the backward that comes first after it."""
-        for work in self._left[rank]:
+        """The rank's next pass of a stage; if that is a forward, then the first backward after it, which may run before it."""
+        for work in self._remaining[rank]:
             yield work
             if work.kind is not Kind.F:
                 return
@@ -230,12 +203,7 @@ class _Ranks:
         number = self._counts[rank][Kind.S]
         if number >= len(self._together):
             return True
-        return now + self._seconds(rank, work) <= self._together[number] * (1 + 1e-9)
-
-    def _seconds(self, rank: int, work: Pass) -> float:
-        if work.kind.is_of_vocabulary:
-            return self._costs.vocabulary.seconds(work.kind)
-        return self._costs.stages[self._schedule.placement.stage(rank, work.chunk)].seconds(work.kind)
+        return now + self._clock.seconds(rank, work) <= self._together[number] * (1 + 1e-9)
 
     def _vocabulary(self, rank: int, now: float, *kinds: Kind) -> Iterator[Pass]:
         """The next pass of each kind that the rank can run now."""
@@ -252,15 +220,6 @@ class _Ranks:
             return work.microbatch < self._embedded + MOST_WAITING
         if work.kind is Kind.S and work.microbatch < len(self._together) and now < self._together[work.microbatch]:
             return False
-        return self._arrival(rank, work) <= now
-
-    def _arrival(self, rank: int, work: Pass) -> float:
-        """When the last thing that a pass needs is on its rank; infinite where nobody knows yet."""
-        latest = 0.0
-        for other, need in self._schedule.predecessors(rank, work):
-            together = need.kind.is_of_vocabulary
-            made = self._made.get((need.kind, need.microbatch) if together else (other, need), math.inf)
-            latest = max(latest, made + delay(self._schedule, self._costs, rank, work, other, need))
-            if together:
-                break  # all others that a pass needs besides are parts of the same
-        return latest
+        if work.kind in (Kind.R, Kind.B, Kind.BW) and work._replace(kind=Kind.F) not in self._clock.ends[rank]:
+            return False  # it comes after a forward that waits
+        return self._clock.arrival(rank, work) <= now

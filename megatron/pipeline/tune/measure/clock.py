@@ -1,4 +1,4 @@
-"""Moments of a computation: on a GPU events in its stream, which nobody waits for; else the time of day."""
+"""Moments of a computation: on a GPU events in its stream, without waiting for it; else the time of day."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Clock:
         self._device = device
 
     def mark(self) -> Any:
-        """This moment: when the GPU has done what it was told until here."""
+        """This moment: when the GPU has finished all work that was queued before."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -13,7 +13,7 @@ from megatron.pipeline.shape.gpt import Shape
 
 @dataclass(frozen=True)
 class Sending:
-    """Messages over a link, one after another: so many, each of so many bytes, and the seconds that all of them took."""
+    """Messages over a link, one after another: their number, the bytes of each, and the seconds of all of them."""
 
     messages: int
     size: float

@@ -48,7 +48,7 @@ class Layer:
         self._layer = unwrap_model(self._model).decoder.layers[0]
 
     def measure(self, microbatch: int, iterations: int, tell: Callable[[], object]) -> Passes:
-        """Median seconds of F, B and W, for so many samples.
+        """Median seconds of F, B and W, for one microbatch.
 
         Args:
             tell: called after every iteration.

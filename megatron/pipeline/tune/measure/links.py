@@ -26,7 +26,7 @@ def nodes(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def partners(index: int, count: int) -> list[int | None]:
-    """Of one in a row of so many: with whom it talks while 0 talks with 1, 2 with 3, ..., and then while 1 talks with 2, ...
+    """Partners of a rank in a pairwise exchange: while 0 talks with 1, 2 with 3, ..., and then while 1 talks with 2, ...
 
     Always two turns, so that rows of different lengths take them together; None in one in which it is left over.
     """
@@ -88,7 +88,7 @@ class _Probe:
             self._sent.append((name, "exchange", Sending(1, size, self._seconds(once))))
 
     def collectives(self, name: str, group: torch.distributed.ProcessGroup | None, ranks: int, size: int) -> None:
-        """An all-gather and a reduce-scatter of so many bytes over a group. Collective over the world."""
+        """An all-gather and a reduce-scatter of ``size`` bytes over a group. Collective over the world."""
         if ranks == 1:
             together(self._device)
             return

@@ -42,7 +42,7 @@ def host_copies(device: torch.device, host: str) -> tuple[float, float]:
 
 
 def memory(device: torch.device, ranks: int) -> float:
-    """Bytes of the GPU; without one, of this machine for each of so many ranks."""
+    """Bytes of the GPU; without one, this machine's share for each of the ranks."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks

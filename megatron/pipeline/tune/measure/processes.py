@@ -1,4 +1,4 @@
-"""The ranks that measure, where nobody else starts them: processes of this machine, listened to until one has the result."""
+"""Start the ranks that measure as processes of this machine, and wait until one of them sends the result."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Listener:
 
 
 def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
-    told = ""
+    last = ""
     until: float | None = None  # when to stop waiting for more failures
     while not all(one.done for one in listeners):
         waited = [one for one in listeners if not one.done and one.failure is None]
@@ -104,9 +104,9 @@ def _listen(listeners: list[_Listener], tell: Tell, silence: float) -> Any:
         if not ready and not failed:
             one = min(waited, key=lambda one: one.heard)
             raise RankFailed(f"rank {one.rank} of {len(listeners)} has said nothing for {silence:g} s, at: {one.at}")
-        if listeners[0].at != told:
-            told = listeners[0].at
-            tell(told)
+        if listeners[0].at != last:
+            last = listeners[0].at
+            tell(last)
     return listeners[0].result
 
 

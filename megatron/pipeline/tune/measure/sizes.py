@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from megatron.pipeline.shape.gpt import Experts, Shape
 
-_VOCABULARY = 128  # rows beside the layer, which cost nothing
+_VOCABULARY = 128  # rows of a vocabulary that is not measured
 
 
 @dataclass(frozen=True)
 class Size:
-    """A layer of the model as one of ``tensor`` ranks has it, for so many samples at once."""
+    """A layer of the model as one of ``tensor`` ranks has it, for ``microbatch`` samples at once."""
 
     tensor: int
     microbatch: int

@@ -1,0 +1,350 @@
+"""Every name of megatron-core and megatron.training that this package relies on and that is no stable interface: in one table.
+
+A name is in the table if it is private, if a patch replaces it, if it is a helper inside upstream's schedules or optimizers, or
+if a release between 0.14 and 0.19 lacks it. ``patches.install`` checks all names once. Code takes a name by ``get``, and a module
+whose names it replaces by ``module``. ``UNSUPPORTED`` lists settings of upstream that our schedules exclude.
+
+To support another release: add it to ``RELEASES``, correct the rows, and change the code that takes the rows' names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, NamedTuple
+
+RELEASES = ("0.14", "0.15", "0.16")  # scripts/check_core_versions.py trains with these
+_PIP = f"pip install 'megatron-core~={RELEASES[-1]}.0'"
+_TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
+
+logger = logging.getLogger(__name__)
+
+
+class Name(NamedTuple):
+    """One name of upstream.
+
+    Attributes:
+        purpose: what this package uses it for.
+        releases: the first and the last minor release that has it, of 0.14 to 0.19.
+        required: whether ``check`` refuses a release without it. ``older_releases.py`` has added what older ones lack.
+    """
+
+    purpose: str
+    releases: str = "0.14-0.19"
+    required: bool = True
+
+
+NAMES: dict[str, dict[str, Name]] = {
+    "megatron.core.tensor_parallel.random": {
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME": Name("seeding: the random stream of tensor-parallel ranks"),
+        "get_data_parallel_rng_tracker_name": Name("seeding: the random stream of data-parallel ranks"),
+        "get_expert_parallel_rng_tracker_name": Name("seeding: the random stream of experts"),
+        "CudaRNGStatesTracker.fork": Name("CPU backend: one generator for all streams"),
+        "_get_cuda_rng_state": Name("CPU backend: replaced"),
+        "_set_cuda_rng_state": Name("CPU backend: replaced"),
+    },
+    "megatron.core.tensor_parallel.layers": {
+        "_initialize_affine_weight_cpu": Name("initial weights of the output layer on a CPU"),
+        "LinearWithGradAccumulationAndAsyncCommunication.backward": Name("replaced by SplitLinear"),
+        "linear_with_grad_accumulation_and_async_allreduce": Name("looks the replaced function up when called"),
+        "ColumnParallelLinear": Name("gets the hook by which DDP learns of delayed gradients"),
+        "RowParallelLinear": Name("gets the hook by which DDP learns of delayed gradients"),
+    },
+    "megatron.core.distributed.finalize_model_grads": {
+        "_get_main_grad_attr": Name("the attribute that holds the gradient of a tied weight"),
+    },
+    "megatron.core.models.gpt.gpt_layer_specs": {
+        "get_gpt_decoder_block_spec": Name("the layers of a stage"),
+        "get_gpt_decoder_layer_specs": Name("all layers of the model", "0.16-0.19"),
+    },
+    "megatron.core.models.common.language_module.language_module": {
+        "LanguageModule.setup_embeddings_and_output_layer": Name("replaced while models are built"),
+        "LanguageModule.shared_embedding_or_output_weight": Name("the tied weight of a stage"),
+    },
+    "megatron.core.transformer.moe.experts": {
+        "GroupedMLP.forward": Name("grouped experts whose backward splits: wrapped", "0.14-0.16"),
+        "gg.ops": Name("the package grouped_gemm as this module sees it: replaced", "0.14-0.16"),
+        "gg.assert_grouped_gemm_is_available": Name("replaced", "0.14-0.16"),
+    },
+    "megatron.core.transformer.moe.moe_utils": {
+        "RouterGatingLinearFunction.forward": Name("reads te_general_gemm, which is defined with Transformer Engine only"),
+        "get_moe_layer_wise_logging_tracker": Name("auxiliary losses that an earlier model left"),
+    },
+    "megatron.core.transformer.moe.token_dispatcher": {
+        "maybe_move_tensor_to_cpu": Name("CPU backend: replaced"),
+    },
+    "megatron.core.transformer.multi_token_prediction": {
+        "MTPLossLoggingHelper.tracker": Name("losses of multi-token prediction, for logs"),
+    },
+    "megatron.core.transformer.transformer_block": {
+        "TransformerBlock._get_layer": Name("uniform recomputation whose last unit is shorter: wrapped"),
+    },
+    "megatron.core.transformer.pipeline_parallel_layer_layout": {
+        "PipelineParallelLayerLayout.parse_str_to_list": Name("--pipeline-model-parallel-layout"),
+        "PipelineParallelLayerLayout.validate_layer_layout": Name("--pipeline-model-parallel-layout"),
+    },
+    "megatron.core.pipeline_parallel.schedules": {
+        "get_forward_backward_func": Name("looks the next three functions up when called"),
+        "forward_backward_no_pipelining": Name("replaced by our schedule"),
+        "forward_backward_pipelining_with_interleaving": Name("replaced by our schedule"),
+        "forward_backward_pipelining_without_interleaving": Name("replaced by our schedule"),
+        "forward_step": Name("F; measured under stock"),
+        "forward_step_calc_loss": Name("the loss, where the vocabulary is sharded"),
+        "backward_step": Name("B; measured under stock"),
+        "set_current_microbatch": Name("wrapped: the chunk gets the number, too"),
+        "get_tensor_shapes": Name("the shapes of messages"),
+        "deallocate_output_tensor": Name("frees an output after it was sent"),
+        "check_first_val_step": Name("whether FP8 weights are cached"),
+        "clear_embedding_activation_buffer": Name("deferred embedding gradients"),
+        "finish_embedding_wgrad_compute": Name("deferred embedding gradients"),
+    },
+    "megatron.core.process_groups_config": {
+        "ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19"),
+    },
+    "megatron.core.optimizer_param_scheduler": {
+        "get_canonical_lr_for_logging": Name("the learning rate, for logs", "0.16-0.19"),
+    },
+    "megatron.core.optimizer.optimizer": {
+        "MegatronOptimizer.get_main_grads_for_grad_norm": Name("post-validation: one part of a step", "0.14-0.18"),
+        "MegatronOptimizer.get_grad_stats_parallel_group": Name("post-validation: the ranks that share a norm"),
+        "MixedPrecisionOptimizer.step_with_ready_grads": Name("post-validation: one part of a step"),
+        "Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads": Name("post-validation: one part of a step"),
+        "Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling": Name("post-validation: one part of a step"),
+        "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": Name("post-validation: one part of a step"),
+        "FP32Optimizer.prepare_grads": Name("post-validation: one part of a step"),
+        "ChainedOptimizer.step_with_ready_grads": Name("post-validation: one part of a step"),
+    },
+    "megatron.core.optimizer.clip_grads": {
+        "multi_tensor_applier": Name("post-validation: the gradient norm"),
+        "l2_norm_impl": Name("post-validation: the gradient norm"),
+        "clip_grad_by_total_norm_fp32": Name("post-validation: clipping"),
+    },
+    "megatron.core.optimizer.distrib_optimizer": {
+        "DistributedOptimizer.sharded_state_dict": Name("checkpoints of torch's optimizers: wrapped"),
+        "DistributedOptimizer._set_main_param_and_optimizer_states": Name("checkpoints of torch's optimizers: wrapped"),
+        "DistributedOptimizer.sharded_param_state_fully_reshardable": Name("checkpoints: wrapped", "0.15-0.19", required=False),
+        "DistributedOptimizer.load_parameter_state_from_fully_reshardable": Name(
+            "checkpoints: wrapped", "0.15-0.19", required=False
+        ),
+    },
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": {
+        "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.14-0.16", required=False),
+    },
+    "megatron.core.dist_checkpointing.strategies.checkpointable": {
+        "CheckpointableShardedTensor": Name("its release can read our checkpoints back", "0.15-0.19", required=False),
+    },
+    "megatron.core.tokenizers": {
+        "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", "0.15-0.19", required=False),
+    },
+    "megatron.core.datasets.gpt_dataset": {
+        "MockGPTLowLevelDataset.__getitem__": Name("--mock-data: wrapped in releases before 0.16"),
+    },
+    "megatron.core.datasets.utils": {
+        "compile_helpers": Name("replaced where pip has compiled the helpers"),
+    },
+    "megatron.training.arguments": {
+        "add_megatron_arguments": Name("wrapped: adds our flags"),
+        "core_transformer_config_from_args": Name("wrapped: the placement cuts the model"),
+    },
+    "megatron.training.initialize": {
+        "validate_args": Name("wrapped: the placement decides chunks and layers", "0.14-0.17"),
+        "set_global_variables": Name("wrapped: plans after it", "0.14-0.17"),
+    },
+    "megatron.training.training": {
+        "get_model": Name("wrapped: chunks where the placement has them"),
+        "train": Name("wrapped: the watchdog, metrics and traces"),
+        "train_step": Name("wrapped: times an iteration"),
+        "get_args": Name("upstream's flags"),
+        "Float16Module": Name("replaced while models are built"),
+        "finalize_model_grads": Name("replaced: the first and the last stage may be on any rank"),
+        "get_forward_backward_func": Name("fetches the schedule"),
+    },
+    "megatron.training.utils": {
+        "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.14-0.17"),
+        "is_first_or_last_pipeline_stage": Name("wrapped: which ranks read data", "0.15-0.19", required=False),
+    },
+    "megatron.legacy.fused_kernels": {
+        "load": Name("CPU backend: replaced", "0.14-0.16"),
+    },
+}
+
+_ORDER = "relies on the order of megatron-core's own schedules"
+_WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
+
+
+class Setting(NamedTuple):
+    """A setting of upstream that our schedules exclude.
+
+    Attributes:
+        reason: completes a sentence that starts with the setting's name.
+        in_config: whether it is refused in a ``TransformerConfig``, too, and not only as a flag of Megatron-LM.
+    """
+
+    reason: str
+    in_config: bool = False
+
+
+UNSUPPORTED: dict[str, Setting] = {
+    "use_torch_fsdp2": Setting(_WEIGHTS),
+    "use_megatron_fsdp": Setting(_WEIGHTS),
+    "use_legacy_models": Setting("builds models that are not megatron-core's"),
+    "yaml_cfg": Setting("replaces all flags, ours too: give flags, or a --config file of flags"),
+    "overlap_moe_expert_parallel_comm": Setting(_ORDER, in_config=True),
+    "delay_wgrad_compute": Setting("delays weight gradients within megatron-core's own schedules; ours do so anyway"),
+    "overlap_param_gather_with_optimizer_step": Setting(_ORDER),
+    "hybrid_context_parallel": Setting(_ORDER, in_config=True),
+    "fine_grained_activation_offloading": Setting(
+        f"{_ORDER}; --offload full moves activations as the schedule says", in_config=True
+    ),
+    "defer_embedding_wgrad_compute": Setting(_ORDER),
+    "init_model_with_meta_device": Setting("builds the model without the weights that the placement cuts"),
+    "microbatch_group_size_per_vp_stage": Setting(
+        "belongs to megatron-core's own interleaved schedule; ours have a fixed group: gis as many microbatches as ranks, gis-h "
+        "half as many"
+    ),
+    "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
+    "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
+}
+
+
+def unsupported(settings: Any, in_config: bool = False) -> tuple[str, str] | None:
+    """The first setting that our schedules exclude, and the reason; None if there is none.
+
+    Args:
+        settings: Megatron-LM's flags before their validation, or with ``in_config`` a ``TransformerConfig``.
+    """
+    for name, setting in UNSUPPORTED.items():
+        if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none"):
+            return name, setting.reason
+    return None
+
+
+def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
+    """Import the modules of megatron.core that are in the table, and check that the required names are there.
+
+    On rank 0, log one warning if the release is not tested, with the names that were checked.
+
+    Raises:
+        RuntimeError: megatron-core is missing, or names are: one message with all of them and what they are for.
+    """
+    installed, missing, present = version(), [], []
+    for path, rows in names.items():
+        required = {symbol: row.purpose for symbol, row in rows.items() if row.required}
+        if not required or not path.startswith("megatron.core."):
+            continue
+        loaded = importlib.import_module(path)
+        lacks = [symbol for symbol in required if not _has(loaded, symbol)]
+        missing += [f"{path}.{symbol} ({required[symbol]})" for symbol in lacks]
+        present.append(f"  {path} has {', '.join(symbol for symbol in required if symbol not in lacks)}")
+    if missing:
+        raise RuntimeError(f"megatron-core {installed} lacks what megatron.pipeline relies on: {'; '.join(missing)}; {_TESTED}")
+    if not is_tested(installed) and os.environ.get("RANK", "0") == "0":
+        _warn(installed, "\n".join(present))
+
+
+@functools.cache  # once, also where patches are installed again
+def _warn(installed: str, present: str) -> None:
+    logger.warning(
+        "WARNING: megatron.pipeline is not tested with megatron-core %s, but with the releases %s; "
+        "it goes on, because the names that it relies on are there:\n%s",
+        installed,
+        ", ".join(RELEASES),
+        present,
+    )
+
+
+def get(path: str, symbol: str) -> Any:
+    """A name of upstream that is in the table.
+
+    Args:
+        path: dotted name of the module.
+        symbol: in it, with dots for attributes of classes.
+    """
+    assert symbol in NAMES[path], "every name that is no stable interface has a row"
+    return attrgetter(symbol)(importlib.import_module(path))
+
+
+def module(path: str) -> Any:
+    """A module of upstream with names in the table, for a patch to replace them.
+
+    Raises:
+        RuntimeError: a required one of these names is missing.
+    """
+    loaded = importlib.import_module(path)
+    for symbol, row in NAMES[path].items():
+        if row.required and not _has(loaded, symbol):
+            raise RuntimeError(f"megatron-core {version()} has no {path}.{symbol} ({row.purpose}); {_TESTED}")
+    return loaded
+
+
+def missing_module(path: str) -> str | None:
+    """Why a feature that needs a later module of upstream is unavailable, with what to install; None if the module is there."""
+    if importlib.util.find_spec(path) is not None:
+        return None
+    first = min(row.releases.partition("-")[0] for row in NAMES[path].values())
+    return f"needs megatron-core {first} or later, and {version()} is installed: {_PIP}"
+
+
+def importers(module: ModuleType, name: str) -> list[Any]:
+    """The loaded modules of upstream, this one included, that have its ``name``: each ``from`` import made a copy to replace."""
+    original = getattr(module, name)
+    loaded = [other for path, other in sys.modules.items() if path.startswith("megatron.")]
+    return [other for other in loaded if vars(other).get(name) is original]
+
+
+@contextmanager
+def missing_names_explained() -> Iterator[None]:
+    """Turn an ImportError of an upstream name in this block into: "megatron-core X: ...; install a tested release".
+
+    Raises:
+        RuntimeError: says what to install.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if "megatron." not in str(error):
+            raise
+        raise RuntimeError(f"megatron-core {version()}: {error}; {_TESTED}") from error
+
+
+def is_tested(version: str) -> bool:
+    """Whether a version of megatron-core is a tested release. A release candidate is not."""
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+", version)
+    return release is not None and release[1] in RELEASES
+
+
+@functools.cache
+def version() -> str:
+    """The version of megatron-core that is installed.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    try:
+        import megatron.core
+    except ImportError as error:
+        raise RuntimeError(f"megatron-core cannot be imported ({error}): {_PIP}") from error
+    return str(megatron.core.__version__)
+
+
+def reduces_experts_right() -> bool:
+    """Whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
+    major, minor = version().split(".")[:2]
+    return (int(major), int(minor)) >= (0, 19)
+
+
+def _has(loaded: ModuleType, symbol: str) -> bool:
+    try:
+        attrgetter(symbol)(loaded)
+    except AttributeError:
+        return False
+    return True
