@@ -1,8 +1,8 @@
 """From a problem to a schedule within its limits: a family's order, then recomputation, the vocabulary's passes, and copies.
 
 ``solve`` is the whole composition, and the only place that checks a schedule against memory limits while it is made. The
-vocabulary and offloading need room that the family does not know of: both plan the family for other limits, and search for
-those where the family can plan for any.
+vocabulary needs memory that the family does not count, and offloading frees some: both plan the family for other limits, and
+offloading searches for the best of these where the family plans for any.
 """
 
 from __future__ import annotations

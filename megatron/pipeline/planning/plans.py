@@ -1,4 +1,4 @@
-"""What a training runs: a schedule with its programs for each number of microbatches, planned when it is first asked for.
+"""What a training runs: a schedule with its programs for each number of microbatches, planned at first use.
 
 The schedule comes from a family, which plans any number of microbatches and can plan again at other costs; from a file, which
 is for one number; or it is megatron-core's own, which is not planned here at all.
@@ -36,7 +36,7 @@ class Plans:
             seconds and bytes, and decide orders and when receives are posted; without them passes are equal, and memory is
             counted in microbatches. Its number of microbatches does not matter.
         posting: how sends and receives are started.
-        host_bytes: the most host memory that a rank may take. It counts once costs say how many bytes a copy has.
+        host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -95,7 +95,7 @@ class Plans:
         return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Planned:
-        """The verified schedule and programs for a number of microbatches, made when they are first asked for.
+        """The verified schedule and programs for a number of microbatches, made at first use.
 
         Raises:
             ValueError: the schedule does not exist for that number, breaks a rule, or exceeds the memory limit.
@@ -191,7 +191,7 @@ class Plans:
     def _at(self, microbatches: int, costs: Costs | None, limit: float | None) -> Request:
         """The request for a number of microbatches, at other costs and another limit."""
         mode, host_limit = self.offload, None
-        if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs say what a copy has
+        if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
             mode, host_limit = (mode, self._host_bytes / ROUNDED_UP) if costs else (None, None)
         return replace(
             self._request,
@@ -204,7 +204,7 @@ class Plans:
         )
 
     def _proved(self, planned: Planned) -> Planned:
-        """The plan, once its programs are known to be right, and to be some that the runtime can run."""
+        """The plan, once its programs are known to be right, and to contain only what the runtime can run."""
         schedule = planned.schedule
         if schedule.placement.replicas > 1:
             raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")

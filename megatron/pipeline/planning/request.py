@@ -124,7 +124,7 @@ class Request:
             self.offload,
             self.host_limit,
         )
-        # With offloading the limit is that of the device, and says nothing yet about the schedule to be offloaded.
+        # With offloading the limit holds for the device: the schedule that is offloaded may take more.
         return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
 
     def plan(self) -> Planned:
