@@ -201,9 +201,7 @@ def _shared(copies: CopyCosts, given: Numbers) -> CopyCosts:
     if switch != int(switch):
         raise ValueError(f"switch={switch:g}: expected a number of neighbouring ranks that share one switch, such as 2")
     if switch == 1 and given.get("shared", 1) < 1:
-        raise ValueError(
-            f"shared={given['shared']:g} is of ranks behind one switch: say how many share one, as in switch=2"
-        )
+        raise ValueError(f"shared={given['shared']:g} is of ranks behind one switch: say how many share one, as in switch=2")
     both, shared = given.get("both", copies.both), given.get("shared", copies.shared)
     return replace(copies, both=both, switch=int(switch), shared=shared)
 
