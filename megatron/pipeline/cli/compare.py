@@ -37,7 +37,7 @@ from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.view import Point, draw_pareto, draw_robustness
 from megatron.pipeline.view.table import plain_table
 
-_FRAMED, _PLAIN = (3, 1), (2, -2)  # how wide a table is beside its text: by column, and once
+_FRAMED, _PLAIN = (3, 1), (2, -2)  # columns of characters that a table's frame takes: per column, and once
 _SUFFIXES = (".json", ".html", ".png", ".svg")
 
 

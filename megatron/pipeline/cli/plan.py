@@ -52,7 +52,7 @@ def add(commands: Commands) -> None:
         type=seconds,
         const=60.0,
         metavar="SECONDS",
-        help="search for the optimum too, for so long (default 60), and say how far it is; small instances only",
+        help="also search for the optimum for this time (default 60 s), and print the distance from it; small instances only",
     )
     parser.set_defaults(run=run)
 
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _exact(planned: Planned, seconds: float) -> dict[str, Any]:
-    """The optimum, as far as it is found in a time.
+    """The field ``exact``: the optimum, or the best schedule and the best bound after that number of seconds.
 
     Raises:
         ValueError: the schedule has passes that the search does not know.
@@ -81,6 +81,6 @@ def _exact(planned: Planned, seconds: float) -> dict[str, Any]:
     for flag, given in (("--vocab-parallel", problem.vocabulary), ("--offload", problem.offload)):
         if given:
             raise ValueError(f"--exact searches the passes of stages only: leave it out, or {flag}")
-    found = optimum(problem, seconds=seconds, hint=planned.schedule)
-    gap = above(problem.value(planned.timeline), found.bound)
-    return {"value": found.value, "bound": found.bound, "proven": found.proven, "gap": gap}
+    solution = optimum(problem, seconds=seconds, hint=planned.schedule)
+    gap = above(problem.value(planned.timeline), solution.bound)
+    return {"value": solution.value, "bound": solution.bound, "proven": solution.proven, "gap": gap}

@@ -61,7 +61,7 @@ def requested(options: Namespace) -> Request:
 
 
 def changes(options: Namespace) -> Changes:
-    """What the flags of a command say about a schedule from a file; a command need not have all of them.
+    """What the flags of a command change about a schedule from a file; a command need not have all of these flags.
 
     Raises:
         ValueError: flags do not go together.
@@ -83,7 +83,7 @@ def cost_flags_of(options: Namespace) -> CostFlags:
 
 
 def _offload(options: Namespace) -> Offload | None:
-    """What ``--offload`` says."""
+    """The mode of ``--offload``."""
     given = vars(options)
     if given.get("offload") not in (None, OFF):
         return Offload(given["offload"])
@@ -101,7 +101,7 @@ def _check_no_copies(options: Namespace) -> None:
 
 
 def _vocabulary(options: Namespace) -> Vocabulary | None:
-    """What ``--vocab-parallel`` says."""
+    """The variant of ``--vocab-parallel``."""
     if options.vocab_parallel in (None, OFF):
         if options.vocab_cost:
             raise ValueError("--vocab-cost is of a spread vocabulary: give --vocab-parallel 1, 2 or interlaced, or leave it out")

@@ -45,7 +45,7 @@ def requested(flags: Sequence[str]) -> Request:
     """What ``mpipe plan`` with these flags asks for.
 
     Raises:
-        ValueError: what the command would say of them.
+        ValueError: they are wrong; the message is the command's.
     """
     from megatron.pipeline.cli import parse
     from megatron.pipeline.cli.request import requested

@@ -43,7 +43,7 @@ def least_limit(request: Request) -> float:
     """The least memory limit that the family has a schedule for, in the costs' unit.
 
     Raises:
-        ValueError: it has none for these sizes and costs, whatever the limit.
+        ValueError: there is none for these sizes and costs under any limit.
     """
     return least_memory(request.schedule, replace(request, memory_limit=None).problem())
 

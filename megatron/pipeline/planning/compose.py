@@ -1,8 +1,8 @@
 """From a problem to a schedule within its limits: a family's order, then recomputation, the vocabulary's passes, and copies.
 
 ``solve`` is the whole composition, and the only place that checks a schedule against memory limits while it is made. The
-vocabulary and offloading need room that the family does not know of: both plan the family for other limits, and search for
-those where the family can plan for any.
+vocabulary needs memory that the family does not count, and offloading frees some: both plan the family for other limits, and
+offloading searches for the best of these where the family plans for any.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from megatron.pipeline.planning.limits import kept_limits, largest_microbatch, logits, memory_of_spreading
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import memory_stays_within, rounded_up, verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
-from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
+from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postpone, postponed, spread
 
 _NEAR = 1.01  # as short: the schedule that holds less is better then
 _TIMES = (12, 8, 6, 4, 3, 2, 1.5, 1)  # a schedule's own memory, over what offloading leaves of it on the device
@@ -55,7 +55,7 @@ def least_memory(name: str, problem: Problem) -> float:
         return max(activation_peaks(solve(name, replace(problem, limits=None)), problem.costs))
     if family.plans_for_limits:
         return max(least_limit(problem, rank) for rank in range(problem.ranks)) + _spreading(problem)
-    return max(_own_limits(name, problem) or ())
+    return max(kept_limits(family, problem) or ())
 
 
 def adapted(schedule: Schedule, problem: Problem, mode: Offload | None) -> Schedule:
@@ -92,22 +92,14 @@ def _within(schedule: Schedule, problem: Problem) -> Schedule:
     return schedule
 
 
-def _own_limits(name: str, problem: Problem) -> tuple[float, ...] | None:
-    """What the family's name stands for."""
-    return kept_limits(families.named(name), problem.placement, problem.costs, None, problem.vocabulary)
-
-
-def _spreading(problem: Problem) -> float:
-    return memory_of_spreading(problem.vocabulary, problem.placement, problem.costs)
-
-
 def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     """The schedule of a family with copies to host memory.
 
     A family that plans for any limit is asked for schedules that hold less and less, the shortest first: offloading one that
     holds less by itself leaves less on the device.
     """
-    given, own = problem.limits, _own_limits(name, problem)
+    family, given = families.named(name), problem.limits
+    own = kept_limits(family, problem)
 
     def attempt(limits: tuple[float, ...] | None) -> Schedule:
         base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
@@ -118,7 +110,7 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
             more = f"; or raise the limit of host memory, {problem.host_limit:g}" if problem.host_limit else ""
             raise LimitTooLow(f"{error}{more}", error.least) from None
 
-    if given is None or own is None or not families.named(name).plans_for_limits:
+    if given is None or own is None or not family.plans_for_limits:
         return attempt(own)
     return _largest(attempt, given, own)
 
@@ -158,7 +150,7 @@ def _largest(attempt: Callable[[tuple[float, ...]], Schedule], given: tuple[floa
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
     """The schedule of a family with the vocabulary's passes."""
-    more, shard = _spreading(problem), logits(problem.costs)
+    more, shard = _spreading(problem), _logits(problem)
     needs = []
     # With few microbatches, or where stages run again, less may be held than in a schedule without end.
     for reserved in (more, shard):
@@ -167,7 +159,7 @@ def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
         except LimitTooLow as error:
             needs.append(error.least)
     # No rank ever holds more than all microbatches.
-    least = min(needs[0], problem.microbatches * largest_microbatch(problem.placement, problem.costs) + shard)
+    least = min(needs[0], problem.microbatches * _largest_microbatch(problem) + shard)
     raise LimitTooLow(
         f"{name} with a vocabulary spread as {vocabulary} needs {rounded_up(least)} on a rank, of which {rounded_up(more)} is "
         f"for spreading it, and the limit is {min(problem.limits or ()):g}: raise it to {rounded_up(least)}",
@@ -192,3 +184,43 @@ def _spread_within(name: str, problem: Problem, vocabulary: Vocabulary, reserved
     schedules = [_within(first, problem), *others]
     values = [problem.value(simulate(schedule, problem.costs)) for schedule in schedules]
     return next(schedule for schedule, value in zip(schedules, values, strict=True) if value <= _NEAR * min(values))
+
+
+def kept_limits(family: Family, problem: Problem, given: tuple[float, ...] | None = None) -> tuple[float, ...] | None:
+    """What each rank may hold, in the costs' unit, from the user's limit and the amount that the family's name stands for.
+
+    Raises:
+        LimitTooLow: the user's limit is below an amount that the family cannot do without.
+    """
+    if family.memory is None:
+        return given
+    microbatch = max(map(problem.microbatch_memory, range(problem.ranks)))
+    count, more = family.memory(problem.ranks), _spreading(problem)
+    own = (count * microbatch + more,) * problem.ranks
+    if given is None:
+        return own
+    if not family.plans_for_limits and min(given) < own[0] * (1 - 1e-9):
+        raise LimitTooLow(
+            f"{family.name} on {problem.ranks} ranks is the schedule with room for {count:g} microbatches, {own[0]:g} on every "
+            f"rank, and the limit is {min(given):g}: give at least {rounded_up(own[0])}, or take v-auto, which plans for any "
+            f"limit from {rounded_up(microbatch + more)} up",
+            own[0],
+        )
+    return own if family.memory_is == "fixed" else given
+
+
+def _spreading(problem: Problem) -> float:
+    """What a rank may hold more where the vocabulary is spread, in the costs' unit."""
+    if problem.vocabulary is None:
+        return 0.0
+    return postponed(problem.vocabulary, problem.ranks) * _largest_microbatch(problem) + _logits(problem)
+
+
+def _largest_microbatch(problem: Problem) -> float:
+    """The most that a rank can hold of one microbatch's stages."""
+    return max(stage.activation for stage in problem.costs.stages) * problem.placement.chunks
+
+
+def _logits(problem: Problem) -> float:
+    """What a rank holds for its shard of the vocabulary: while one S runs, ``MOST_WAITING`` others wait for their T."""
+    return (MOST_WAITING + 1) * problem.costs.vocabulary.activation

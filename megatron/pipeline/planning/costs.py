@@ -1,4 +1,4 @@
-"""What passes cost, from the cost flags of ``mpipe`` and from the JSON of a schedule; and how that JSON says it."""
+"""Costs of passes from the flags of ``mpipe`` and from the JSON of a schedule, and the fields of that JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "
 
 @dataclass(frozen=True)
 class CostFlags:
-    """What a user says about costs, in the words of ``mpipe``; None for what is left to the file, or to the defaults.
+    """The cost flags of ``mpipe``. None: the file has the value, or else the default counts.
 
     Attributes:
         cost, activation, vocab_cost: one rank's share of one microbatch, by ``TIMES``, ``MEMORY`` and ``SPREAD``.
@@ -81,8 +81,8 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     Args:
         file: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
             which may be missing.
-        copies: whether activations go to host memory: where neither flags nor file say what that takes, k is 1, so that either
-            direction takes half of F + B + W.
+        copies: whether activations go to host memory: where neither flags nor file give the time of copies, k is 1, so that
+            either direction takes half of F + B + W.
 
     Raises:
         OtherStages: costs are those of another number of stages.
@@ -116,7 +116,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
 
 
 def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
-    """Costs with the default ones of the vocabulary, if it is spread and neither flags nor file say what it costs."""
+    """Costs with the default ones of the vocabulary, if it is spread and neither flags nor file give its costs."""
     return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 

@@ -66,7 +66,7 @@ def report(planned: Planned) -> dict[str, Any]:
 
 
 def row(planned: Planned) -> dict[str, Any]:
-    """What the JSON of several schedules says of each."""
+    """The fields of one schedule in the JSON of several."""
     fields = report(planned)
     return {name: fields[name] for name in _OF_EACH if name in fields} | {
         "label": str(planned.variant),
@@ -75,7 +75,7 @@ def row(planned: Planned) -> dict[str, Any]:
 
 
 def choice_fields(choice: Choice) -> dict[str, Any]:
-    """What the JSON of a choice says besides the best: those that were planned, then those that could not be."""
+    """The field ``candidates`` in the JSON of ``auto``: first the schedules that were planned, then those that were refused."""
     rows = [row(plan) | {"why_not": choice.why_not.get(plan.variant)} for plan in choice.planned]
     missing = [{"schedule": each.variant.name, "label": str(each.variant), "why_not": each.reason} for each in choice.refused]
     return {"candidates": rows + missing}
@@ -100,7 +100,7 @@ def _expected(planned: Planned) -> dict[str, float]:
 
 
 def gain(planned: Planned) -> dict[str, Any]:
-    """What the JSON says of a schedule with copies to host memory; memory is in the costs' unit.
+    """The field ``offload`` of a schedule with copies to host memory; memory is in the costs' unit.
 
     Returns:
         ``mode`` (None for copies that are a user's own), ``k``, by rank what is ``moved`` in an iteration, the ``moved_share`` of
@@ -137,7 +137,7 @@ def _allocated(schedule: Schedule, problem: Problem) -> list[float]:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a user says about a schedule from a file; None for what the file says.
+    """What a user changes about a schedule from a file. None: the file's value stays.
 
     Attributes:
         costs: what passes cost.
@@ -228,7 +228,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         schedule, mode, host_limit = without_copies(schedule), asked, changes.host_limit
     costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
     limit = changes.memory_limit
-    if limit is None and not asked:  # offloaded, it is to hold less than what it was planned for
+    if limit is None and not asked:  # offloading is to lower the memory, so the file's own limit does not count
         limit = _number(file, "memory_limit")
     objective = changes.objective or file.get("objective", GOAL)
     if objective not in list(Objective):
@@ -255,7 +255,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
 
 
 def _offload(file: Mapping[str, Any]) -> tuple[Offload | None, float | None]:
-    """With which mode, and which limit on host memory, the file says that it was planned."""
+    """The mode of offloading and the limit of host memory that the file was planned with."""
     about = file.get("offload", {})
     if not isinstance(about, dict):
         raise ValueError(f"offload must be an object with the mode, got {repr(about)[:40]}")

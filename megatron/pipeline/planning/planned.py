@@ -33,7 +33,7 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """A schedule that has been verified, with its programs and its judgement, which are made when they are asked for.
+    """A schedule that has been verified, with its programs, its times and its bound, each computed at first use.
 
     Attributes:
         problem: its limits are those that the family kept: the user's, or what the family's name stands for.

@@ -1,4 +1,4 @@
-"""What a training runs: a schedule with its programs for each number of microbatches, planned when it is first asked for.
+"""What a training runs: a schedule with its programs for each number of microbatches, planned at first use.
 
 The schedule comes from a family, which plans any number of microbatches and can plan again at other costs; from a file, which
 is for one number; or it is megatron-core's own, which is not planned here at all.
@@ -17,9 +17,9 @@ from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
 from megatron.pipeline.schedule.core.names import STOCK
-from megatron.pipeline.schedule.core.passes import Kind, Offload
+from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
@@ -36,7 +36,7 @@ class Plans:
             seconds and bytes, and decide orders and when receives are posted; without them passes are equal, and memory is
             counted in microbatches. Its number of microbatches does not matter.
         posting: how sends and receives are started.
-        host_bytes: the most host memory that a rank may take. It counts once costs say how many bytes a copy has.
+        host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -95,7 +95,7 @@ class Plans:
         return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Planned:
-        """The verified schedule and programs for a number of microbatches, made when they are first asked for.
+        """The verified schedule and programs for a number of microbatches, made at first use.
 
         Raises:
             ValueError: the schedule does not exist for that number, breaks a rule, or exceeds the memory limit.
@@ -141,7 +141,7 @@ class Plans:
         plans = {}
         for microbatches, schedule in schedules.items():
             verify(schedule, costs, memory_limit)
-            problem = self._problem(microbatches, costs, memory_limit)
+            problem = self._at(microbatches, costs, memory_limit).on(self.placement, self.splits)
             plans[microbatches, False] = self._proved(Planned(schedule, problem, Variant(self.name)))
         self._plans |= plans
         self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
@@ -169,25 +169,14 @@ class Plans:
         if self._file:
             planned = self._of_file(self._file, microbatches, forward_only)
         else:
-            planned = self._plans.get((microbatches, False)) or self._of_family(microbatches, self.costs, self._limit)
+            planned = self._plans.get((microbatches, False)) or self._at(microbatches, self.costs, self._request.limit).plan()
         if forward_only:  # it keeps nothing for a backward: the limit is for iterations that train
             planned = replace(planned, schedule=planned.schedule.forward_only())
             verify(planned.schedule, forward_only=True)
         return self._proved(planned)
 
-    def _of_family(self, microbatches: int, costs: Costs | None, limit: float | None) -> Planned:
-        mode, host_limit = self._offloading(costs)
-        return replace(
-            self._request,
-            microbatches=microbatches,
-            costs=costs or self.planned_costs,
-            memory_limit=limit,
-            offload=mode,
-            host_limit=host_limit,
-        ).plan()
-
     def _of_file(self, file: Schedule, microbatches: int, forward_only: bool) -> Planned:
-        problem = self._problem(microbatches, self.costs, self._limit)
+        problem = self._at(microbatches, self.costs, self._request.limit).on(self.placement, self.splits)
         if forward_only:  # a file is for one number of microbatches; its placement is all that evaluation needs
             schedule = with_vocabulary(_forwards_in_order(file, microbatches), problem)
         elif file.microbatches == microbatches:
@@ -199,22 +188,23 @@ class Plans:
             )
         return Planned(schedule, problem, Variant(self.name))
 
-    def _problem(self, microbatches: int, costs: Costs | None, limit: float | None) -> Problem:
-        mode, host_limit = self._offloading(costs)
-        return Problem(
-            self.placement,
-            microbatches,
-            costs or self.planned_costs,
-            None if limit is None else (limit,) * self.placement.ranks,
-            self.objective,
-            splits=self.splits,
+    def _at(self, microbatches: int, costs: Costs | None, limit: float | None) -> Request:
+        """The request for a number of microbatches, at other costs and another limit."""
+        mode, host_limit = self.offload, None
+        if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
+            mode, host_limit = (mode, self._host_bytes / ROUNDED_UP) if costs else (None, None)
+        return replace(
+            self._request,
+            microbatches=microbatches,
+            costs=costs or self.planned_costs,
+            memory_limit=limit,
             vocabulary=self.vocabulary,
             offload=mode,
             host_limit=host_limit,
         )
 
     def _proved(self, planned: Planned) -> Planned:
-        """The plan, once its programs are known to be right, and to be some that the runtime can run."""
+        """The plan, once its programs are known to be right, and to contain only what the runtime can run."""
         schedule = planned.schedule
         if schedule.placement.replicas > 1:
             raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
@@ -225,7 +215,7 @@ class Plans:
 
     def _better(self, used: Schedule, costs: Costs, limit: float | None) -> Schedule:
         """The family's schedule at these costs, or the one in use where that is allowed and as short."""
-        fresh = self._of_family(used.microbatches, costs, limit).schedule
+        fresh = self._at(used.microbatches, costs, limit).plan().schedule
         if self.offload:
             return fresh
         try:
@@ -234,17 +224,6 @@ class Plans:
             return fresh
         lengths = [self.objective.length(simulate(schedule, costs)) for schedule in (fresh, used)]
         return fresh if lengths[0] < lengths[1] else used
-
-    @property
-    def _limit(self) -> float | None:
-        return self._request.limit
-
-    def _offloading(self, costs: Costs | None) -> tuple[Offload | None, float | None]:
-        """How much to offload, and the limit of host memory in the unit of these costs."""
-        if self._host_bytes is None or not self.offload:
-            return self.offload, None
-        # A limit in bytes cannot be kept before costs say what a copy has.
-        return (self.offload, self._host_bytes / ROUNDED_UP) if costs else (None, None)
 
 
 def _read(path: str, ranks: int) -> Schedule:

@@ -52,7 +52,7 @@ class Unit:
 
 
 MICROBATCHES = Unit(" microbatches")
-COSTS_UNIT = Unit()  # that of a file of costs, which need not say what it is
+COSTS_UNIT = Unit()  # of a file of costs: any, and unnamed
 MIB = Unit("MiB", 2**20)
 ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller: it takes this many times the copied bytes
 HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from megatron.pipeline.planning.compose import solve
-from megatron.pipeline.planning.limits import kept_limits
+from megatron.pipeline.planning.compose import kept_limits, solve
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
@@ -21,7 +20,8 @@ from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.families import Family
+from megatron.pipeline.schedule.rules.verify import per_rank, verify
 
 MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
@@ -104,25 +104,28 @@ class Request:
             raise ValueError(f"{self.schedule} does not cut microbatches into slices: leave --splits out")
         if self.group is not None and not family.grouped:
             raise ValueError(f"{self.schedule} does not run microbatches in groups: leave --group out")
+        return self.on(placement, family.splits if self.splits is None else self.splits, family)
+
+    def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
+        """The problem on a placement; without a family for a schedule that exists already."""
         costs = self.costs(placement) if callable(self.costs) else self.costs
-        costs = costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
-        # With offloading the limit is that of the device, and says nothing yet about the schedule to be offloaded.
-        keeping = None if self.offload else family
-        return Problem(
+        problem = Problem(
             placement,
             self.microbatches,
-            costs,
-            kept_limits(keeping, placement, costs, self.memory_limit, self.vocabulary),
+            costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None),
+            None if self.memory_limit is None else tuple(per_rank(self.memory_limit, placement.ranks)),
             Objective(self.objective),
             frozenset(self.recompute(placement) if callable(self.recompute) else self.recompute),
             frozenset(self.fused(placement) if callable(self.fused) else self.fused),
-            family.splits if self.splits is None else self.splits,
+            splits,
             self.group,
             self.jitter,
             self.vocabulary,
             self.offload,
             self.host_limit,
         )
+        # With offloading the limit holds for the device: the schedule that is offloaded may take more.
+        return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
 
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.

@@ -26,7 +26,7 @@ from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view import Entry, draw
 from megatron.pipeline.view.page import encoded
 
-Ask: TypeAlias = Callable[[Sequence[str]], Request]  # from the flags of ``mpipe plan``; a ValueError says what is wrong with them
+Ask: TypeAlias = Callable[[Sequence[str]], Request]  # from the flags of ``mpipe plan``; raises a ValueError for wrong ones
 Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order given
 
 # What a page may ask of mpipe plan: all but the flags that read and write files, and --exact, which takes minutes.
@@ -42,7 +42,7 @@ _SEARCH = 100  # times as long as to write a known order down
 
 
 class Answer(NamedTuple):
-    """A status of HTTP, and what was made, or JSON with the message that says what is wrong."""
+    """A status of HTTP, and the result, or JSON with the error message."""
 
     status: int
     body: bytes

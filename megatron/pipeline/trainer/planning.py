@@ -65,7 +65,7 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
     except LimitTooLow as error:
         text, name = args.pipeline_memory_limit, args.pipeline_schedule
         if text is None:
-            raise  # a family exceeds what its own name stands for: its message says so
+            raise  # a family exceeds the memory that its own name stands for, and its message is complete
         suffix = text.lstrip("0123456789.")
         peak = peak_of_1f1b(args.pipeline_model_parallel_size, max(microbatch_counts(args)), costs)
         unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else peak)
@@ -101,7 +101,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     )
     pipeline.notes += notes
     placement, ranks = pipeline.placement, request.ranks
-    if pipeline.vocabulary is not request.vocabulary:  # a file says so itself
+    if pipeline.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
         args.vocab_parallel = str(pipeline.vocabulary)
         check_vocabulary(args)
     if placement.chunks > 1 and ranks == 1:
@@ -141,7 +141,7 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
     """What the flags ask of any family: costs that follow its placement, and a limit even before bytes are known."""
 
     def costs_of(placement: Placement) -> Costs:
-        stage_layers(args, placement)  # a ValueError says that there are too few
+        stage_layers(args, placement)  # a ValueError: there are too few layers
         if costs is None:
             return with_equal_copies(uniform(placement))
         if len(costs.stages) != placement.depth:
@@ -181,7 +181,7 @@ def _offload_settings(args: Namespace) -> Settings:
 
 
 def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
-    """Refuse schedules and costs that say nothing about copies to host memory."""
+    """Refuse schedules that cannot be offloaded, and costs without those of copies."""
     if not pipeline.offloads:
         return
     if pipeline.splits > 1:
@@ -242,10 +242,10 @@ _TRAINED = [name for name in families.FAMILIES if name not in _PLANNED_ONLY]
 
 
 def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
-    """What ``mpipe plan --schedule auto`` would choose among those that train, and the table that says why not the others.
+    """The choice of ``mpipe plan --schedule auto`` among the families that train, and the table with the reasons.
 
-    Without costs it is not known what the messages of more chunks take: every family then has its own number of chunks, unless
-    the user gives another.
+    Without costs the time of messages is unknown, which more chunks need more of: each family then has its own number of
+    chunks, unless the user gives another.
     """
     request, chunks = _of_any_family(args, costs), args.chunks
     tried = []

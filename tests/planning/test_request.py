@@ -1,0 +1,236 @@
+"""What may be asked for, and what is planned for it: sizes, limits, transformations in their order, the plans of a training."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline import planning
+from megatron.pipeline.planning.choose import best, least_limit, peak_of_1f1b
+from megatron.pipeline.planning.document import Changes, choice_fields, read, report
+from megatron.pipeline.planning.planned import Variant
+from megatron.pipeline.planning.plans import Plans
+from megatron.pipeline.planning.request import MOST_RANKS, Request
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.families import AUTO
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "message"),
+    [
+        (Request("zb-w", 4, 8), ValueError, "unknown schedule 'zb-w'; known are 1f1b, "),
+        (Request("zb-hafl", 4, 8), ValueError, "unknown schedule 'zb-hafl'"),
+        (Request("1f1b", 0, 8), ValueError, "a pipeline needs at least 1 rank, got 0"),
+        (Request("1f1b", 4, 0), ValueError, "a schedule needs at least 1 microbatch, got 0"),
+        (Request("dualpipe", 3, 6), ValueError, "dualpipe needs an even number of ranks, at least 2, got 3"),
+        (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, r"zb-v has 2 chunk\(s\) per rank, got 3"),
+        (Request("1f1b", 4, 8, splits=2), ValueError, "1f1b does not cut microbatches into slices: leave --splits out"),
+        (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave --group out"),
+        (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
+        (Request("1f1b", 4, 8, jitter=2), ValueError, "jitter is a share of a pass's time between 0 and 1, got 2"),
+        (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
+        (Request("1f1b", 4, 8, host_limit=1), ValueError, "a limit of host memory needs offloading, and there is none"),
+        (Request("v-half", 4, 8, memory_limit=2), LimitTooLow, "room for 3 microbatches, 3 on every rank, and the limit is 2"),
+        (Request("1f1b", MOST_RANKS + 1, 1, bounded=True), ValueError, "4097 ranks are over 4096; take fewer"),
+        (Request("1f1b", 1000, 10000, bounded=True), ValueError, "10000 microbatches are over 3000000 passes; take fewer"),
+    ],
+)
+def test_what_cannot_be_asked_for(request_: Request, kind: type[ValueError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        request_.problem()
+
+
+def test_a_request_of_another_family_keeps_the_rest() -> None:
+    asked = Request(AUTO, 4, 8, memory_limit=3, objective="makespan", jitter=0.1)
+    variant = Variant("gis", 3, 3)
+    again = asked.of(variant)
+    assert again.variant == variant and str(again.variant) == "gis v=3 g=3"
+    assert replace(again, schedule=AUTO, chunks=None, group=None) == asked
+    problem = again.problem()
+    assert (problem.objective, problem.jitter, problem.limits, problem.group) == (Objective.MAKESPAN, 0.1, (3,) * 4, 3)
+
+
+def test_costs_and_stages_follow_the_placement() -> None:
+    placements = []
+
+    def costs(placement: Placement) -> Costs:
+        placements.append(placement)
+        return uniform(placement, forward=2)
+
+    planned = Request("zb-v", 2, 4, costs, recompute=lambda placement: [placement.last_stage]).plan()
+    assert placements == [families.placement("zb-v", 2)]
+    assert planned.problem.recompute == {3} and planned.problem.costs.stages[0].forward == 1
+
+
+@pytest.mark.parametrize("name", ["v-half", "zb-v", "v-auto", "1f1b"])
+def test_limits_are_what_the_name_stands_for_or_what_is_given(name: str) -> None:
+    own = {"v-half": 3, "zb-v": 4, "v-auto": 4, "1f1b": None}[name]
+    given = {"v-half": 3, "zb-v": 5, "v-auto": 5, "1f1b": 5}[name]  # V-Half stays what its name stands for
+    assert Request(name, 4, 8).problem().limits == (None if own is None else (own,) * 4)
+    assert Request(name, 4, 8, memory_limit=5).problem().limits == (given,) * 4
+    assert Request(name, 4, 8, memory_limit=5, offload=Offload.FULL).problem().limits == (5,) * 4
+
+
+def test_transformations_are_applied_in_one_order() -> None:
+    """First BW and R, then the vocabulary's passes, and copies at the end, which then pay for all of them."""
+    costs = with_equal_copies(uniform(families.placement("interleaved", 2), vocabulary=None))
+    options = {"recompute": {0}, "vocabulary": Vocabulary.ONE_BARRIER, "offload": Offload.FULL}
+    planned = Request("interleaved", 2, 6, costs, fused={3}, **options).plan()  # type: ignore[arg-type]
+    kinds = {work.kind for row in planned.schedule.passes for work in row}
+    assert kinds == {Kind.F, Kind.R, Kind.BW, Kind.S, Kind.T, Kind.IF, Kind.IB, Kind.D2H, Kind.H2D}
+    without = planning.plan("interleaved", 2, 6, costs, recompute={0}, vocabulary=Vocabulary.ONE_BARRIER)
+    stripped = tuple(tuple(work for work in row if not work.kind.is_copy) for row in planned.schedule.passes)
+    assert stripped == without.passes, "copies change no order"
+    verify(planned.schedule)
+
+
+@pytest.mark.parametrize("limit", [2.5, 1.5, 1])
+def test_a_limit_on_the_device_is_kept_by_offloading(limit: float) -> None:
+    costs = replace(uniform(families.placement("v-auto", 4)), copies=CopyCosts(0.1, 0.1))
+    planned = Request("v-auto", 4, 12, costs, memory_limit=limit, offload=Offload.FULL).plan()
+    assert max(planned.peaks) <= limit == planned.limit
+    with pytest.raises(HostLimitTooLow) as refused:
+        Request("v-auto", 4, 12, costs, memory_limit=limit, offload=Offload.FULL, host_limit=1e-3).plan()
+    assert refused.value.least == 0.5
+
+
+@pytest.mark.parametrize("vocabulary", [None, Vocabulary.TWO_BARRIERS])
+@pytest.mark.parametrize("name", ["1f1b", "gis", "zb-auto", "v-half"])
+def test_the_least_limit_suffices_and_less_does_not(name: str, vocabulary: Vocabulary | None) -> None:
+    asked = Request(name, 4, 8, vocabulary=vocabulary)
+    least = least_limit(asked)
+    assert replace(asked, memory_limit=least).plan().peak <= least
+    with pytest.raises(LimitTooLow) as refused:
+        replace(asked, memory_limit=0.9 * least).plan()
+    assert refused.value.least == pytest.approx(least)
+
+
+def test_the_judgement_of_a_plan() -> None:
+    planned = Request("zb-h1", 4, 8).plan()
+    assert planned.value == planned.timeline.span and planned.peak == max(planned.peaks) == 4
+    assert planned.gap == planned.timeline.span / planned.bound - 1
+    assert planned.expected is None and planned.limit is None and planned.title == "zb-h1"
+    assert planned.programs is planned.programs and len(planned.programs) == 4, "made once"
+
+
+def test_auto_is_the_best_and_flags_of_one_family_are_refused() -> None:
+    planned, choice = best(Request(AUTO, 2, 4, memory_limit=2, chunks=2))
+    assert choice is not None and choice.best is planned
+    assert {each["label"] for each in choice_fields(choice)["candidates"]} >= {"interleaved v=2", "zb-h1"}
+    assert best(Request("zb-h1", 2, 4))[1] is None
+    for options in ({"group": 2}, {"splits": 2}):
+        with pytest.raises(ValueError, match="is for single families: leave it out with --schedule auto"):
+            best(Request(AUTO, 2, 4, **options))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="got 3: leave --chunks out"):
+        best(Request("zb-v", 2, 4, chunks=3))
+
+
+def test_what_a_report_says_is_read_back(tmp_path: Path) -> None:
+    costs = with_equal_copies(uniform(families.placement("gis", 2), hop=0.1))
+    planned = Request("gis", 2, 6, costs, memory_limit=2, objective="makespan", offload=Offload.FULL).plan()
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(report(planned)))
+    again = read(str(path), Changes())
+    assert (again.schedule, again.timeline, again.peaks) == (planned.schedule, planned.timeline, planned.peaks)
+    assert (again.problem.limits, again.problem.objective, again.problem.offload) == ((2, 2), "makespan", Offload.FULL)
+    bare = read(str(path), Changes(memory_limit=9, objective="span", offload="off"))
+    assert not bare.schedule.has_copies and bare.limit == 9 and bare.problem.objective is Objective.SPAN
+
+
+def measured(placement: Placement, size: float = MIB) -> Costs:
+    stage = StageCosts(1e-3, 1e-3, 1e-3, size)
+    return Costs((stage,) * (placement.last_stage + 1), copies=CopyCosts(1e-12, 1e-12))
+
+
+def test_a_training_plans_each_number_of_microbatches_once() -> None:
+    plans = Plans(Request("zb-auto", 2, 8, memory_limit=2))
+    assert plans.has_family and not plans.is_stock and plans.plan(8) is plans.plan(8)
+    assert plans.plan(6).schedule.microbatches == 6 and set(plans.planned) == {8, 6}
+    evaluation = plans.plan(8, forward_only=True).schedule
+    assert {work.kind for row in evaluation.passes for work in row} == {Kind.F}
+
+
+def test_planning_again_keeps_what_is_as_short_and_fits() -> None:
+    plans = Plans(Request("zb-auto", 2, 8))
+    before = plans.plan(8).schedule
+    costs = measured(plans.placement)
+    assert plans.plan_again(costs, None) == {8: before}
+    less = plans.plan_again(costs, 1.5 * MIB)[8]
+    assert max(activation_peaks(less, costs)) <= 1.5 * MIB < max(activation_peaks(before, costs))
+    with pytest.raises(ValueError, match="above the limit"):
+        plans.adopt(costs, 1.5 * MIB, {8: before})
+    assert plans.plan(8).schedule is before and plans.costs is None, "nothing has changed"
+    plans.adopt(costs, 1.5 * MIB, {8: less})
+    assert plans.plan(8).schedule is less and plans.costs is costs
+
+
+def test_host_memory_in_bytes_counts_once_bytes_are_known() -> None:
+    plans = Plans(Request("gis", 4, 8, offload=Offload.FULL), host_bytes=2 * MIB)
+    assert plans.offloads and not plans.plan(8).schedule.has_copies, "costs are in microbatches"
+    assert plans.plan_again(measured(plans.placement), None)[8].has_copies
+    with pytest.raises(HostLimitTooLow):
+        plans.plan_again(measured(plans.placement, 2 * MIB), None)
+
+
+def test_a_file_is_a_source_like_a_family(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(planning.plan("zb-h1", 2, 4).to_json())
+    plans = Plans(Request(f"file:{path}", 2, 4, vocabulary=Vocabulary.ONE_BARRIER, offload=Offload.FULL))
+    schedule = plans.plan(4).schedule
+    assert not plans.has_family and schedule.vocabulary is Vocabulary.ONE_BARRIER
+    assert plans.plan(6, forward_only=True).schedule.microbatches == 6, "evaluation needs the placement alone"
+    with pytest.raises(ValueError, match="is a schedule of 4 microbatches, but an iteration has 6"):
+        plans.plan(6)
+    with pytest.raises(ValueError, match="is a schedule for 2 pipeline ranks, not for 4"):
+        Plans(Request(f"file:{path}", 4, 4))
+
+
+def test_files_that_do_not_go_with_what_is_asked_for(tmp_path: Path) -> None:
+    costs = replace(uniform(families.placement("gis", 2)), copies=CopyCosts(0.01, 0.01))
+    offloaded = planning.plan("gis", 2, 6, costs, offload=Offload.FULL)
+    spread = planning.plan("1f1b", 2, 6, vocabulary=Vocabulary.TWO_BARRIERS)
+    assert offloaded.has_copies
+
+    def plans(schedule: Schedule, **options: object) -> Plans:
+        path = tmp_path / "plan.json"
+        path.write_text(schedule.to_json())
+        return Plans(Request(f"file:{path}", 2, 6, **options))  # type: ignore[arg-type]
+
+    assert plans(offloaded).offloads and plans(spread).vocabulary is Vocabulary.TWO_BARRIERS
+    with pytest.raises(ValueError, match="has copies to host memory of its own, which run as they are"):
+        plans(offloaded, offload=Offload.FULL)
+    with pytest.raises(ValueError, match="has copies to host memory and no passes of a spread vocabulary"):
+        plans(offloaded, vocabulary=Vocabulary.ONE_BARRIER)
+    with pytest.raises(ValueError, match="spreads the vocabulary as 1, not as 2: give one of the two"):
+        plans(spread, vocabulary=Vocabulary.ONE_BARRIER)
+
+
+def test_stock_is_not_planned_and_checked_against_upstream_s_rule() -> None:
+    plans = Plans(Request("stock", 4, 8, chunks=2))
+    plans.check(8)
+    assert plans.is_stock and plans.splits == 1 and not plans.planned
+    with pytest.raises(ValueError, match="needs a multiple of 4 microbatches for 4 pipeline ranks"):
+        plans.check(6)
+
+
+def test_what_holds_the_model_twice_cannot_be_trained() -> None:
+    with pytest.raises(ValueError, match="dualpipe holds the model 2 times, which nothing here can train"):
+        Plans(Request("dualpipe", 2, 4)).check(4)
+
+
+def test_the_unit_of_limits_is_the_peak_of_1f1b() -> None:
+    assert peak_of_1f1b(4, 8) == 4 and peak_of_1f1b(4, 3) == 3
+    stages = (StageCosts(1, 1, 1, 2.0), *(StageCosts(1, 1, 1, 1.0),) * 7)  # two for each of 4 ranks
+    assert peak_of_1f1b(4, 8, Costs(stages)) == 12, "rank 0 holds four microbatches of 2 + 1"
