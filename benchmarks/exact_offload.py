@@ -1,4 +1,4 @@
-"""The least that a rank can hold with copies to host memory that keep no pass waiting: a constraint model for OR-Tools CP-SAT."""
+"""The lowest peak memory of a rank that offloads without making a pass wait: a constraint model for OR-Tools CP-SAT."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 MOST_CANDIDATES = 150  # with more than this, minutes of search prove little
 
-_GRID = 10**6  # of what are no simple fractions
-_STRAY = 1e-3  # of a unit: sums of floats stray in their last bits
+_GRID = 10**6  # units for the largest value, if values are not simple fractions
+_STRAY = 1e-3  # of a unit: rounding errors are below this
 
 
 @dataclass(frozen=True)
 class LeastPeak:
-    """What the search found, in the costs' unit of memory.
+    """The result of the search, in the costs' unit of memory.
 
     Attributes:
-        value: a choice and placing of copies holds this; ``offload``'s own where the search has found nothing better.
-        bound: none holds less.
+        value: the lowest peak found; that of ``offload`` if the search finds none below it.
+        bound: no selection and placing of copies has a lower peak.
         proven: whether the two are equal.
     """
 
@@ -47,12 +47,12 @@ def least_peak(
     seconds: float = 10.0,
     workers: int = 1,
 ) -> LeastPeak:
-    """The least peak of one rank over every choice of what goes to host memory, and every time at which it goes and returns.
+    """The lowest peak of one rank over all selections of activations to offload and all times of their copies.
 
-    Passes keep their order and their times. Copies to the host go in the order of their F, as in any schedule; those back in
-    any. What goes and what comes between the same two passes counts as if all that goes did so first, and times and sizes that
-    are no simple fractions are rounded in favour of what is searched. So no plan holds less than ``bound``, and the one that is
-    found to hold ``value`` may hold more between two passes, or keep one waiting for as long as the rounding.
+    Passes keep their order and their times. Copies to the host run in the order of their F, as in any schedule; copies back in
+    any order. Between the same two passes all copies to the host count before all copies back, and times and sizes that are not
+    simple fractions are rounded in favour of a lower peak. So no plan has a peak below ``bound``, while the plan found for
+    ``value`` may hold more between two passes, or delay a pass by the rounding.
 
     Args:
         schedule: without copies.
@@ -68,8 +68,8 @@ def least_peak(
     count = len(row.works)
     if count > MOST_CANDIDATES:
         raise ValueError(
-            f"{count} microbatches of a chunk on rank {rank} are too many to search, at most {MOST_CANDIDATES} are not; take "
-            "fewer chunks or microbatches"
+            f"{count} microbatches of a chunk on rank {rank} are too many to search: at most {MOST_CANDIDATES}; take fewer "
+            "chunks or microbatches"
         )
     if not count:
         return LeastPeak(known, known, True)
@@ -106,7 +106,7 @@ class _Model:
         )
 
     def _to_host(self) -> list[IntVar]:
-        """When copies to the host have ended: each starts once its F has ended and those before have."""
+        """The ends of copies to the host: each starts once its F and the copy before it have ended."""
         lane = [self._model.new_int_var(0, self._horizon, "") for _ in self._count]
         ends, seconds = self._row.ends[self._row.made].tolist(), self._row.to_host.tolist()
         for at, end in enumerate(lane):
@@ -117,7 +117,7 @@ class _Model:
         return lane
 
     def _to_device(self, needed: Sequence[int]) -> list[IntVar]:
-        """When copies back start: one at a time, after they went, and so that they are back in time."""
+        """The starts of copies back: one at a time, each after its copy to the host and in time for the pass that needs it."""
         model, starts, intervals = self._model, [], []
         for at, seconds in enumerate(self._row.to_device.tolist()):
             taken = _down(seconds, self.time)
@@ -130,7 +130,7 @@ class _Model:
         return starts
 
     def _add_peak(self, starts: Sequence[int], ends: Sequence[int], known: int) -> None:
-        """A slot's level is less by what is away throughout it."""
+        """The peak: the memory of a slot is reduced by the activations that are on the host throughout it."""
         row, model = self._row, self._model
         made, needed = row.made.tolist(), row.needed.tolist()
         levels = [_down(level, self.memory) for level in row.during.tolist()]
@@ -152,7 +152,7 @@ class _Model:
         self._add_limit(self._count, most)
 
     def keep_no_more_away_than(self, most: float) -> None:
-        """In host memory from the end of F to the start of the pass that needs it."""
+        """The limit of host memory, which an activation occupies from the end of F to the start of the pass that needs it."""
         made, needed = self._row.made.tolist(), self._row.needed.tolist()
         for slot in made:
             self._add_limit([at for at in self._count if made[at] <= slot < needed[at]], most)
@@ -162,7 +162,7 @@ class _Model:
         self._model.add(sum(sizes[at] * self._chosen[at] for at in some) <= _up(most, self.memory))
 
     def solve(self, seconds: float, workers: int) -> tuple[float, float]:
-        """The least peak found, infinite where none was, and the least that any can be."""
+        """The lowest peak found (infinite if none was) and a lower bound."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -175,7 +175,7 @@ class _Model:
 
 
 def _scale(values: Iterable[float]) -> float:
-    """What makes values whole numbers: exactly where they are fractions with small denominators, else a fine grid."""
+    """The factor that makes values whole numbers, if they are fractions with small denominators; else one for a fine grid."""
     given = list(values)
     simple = [Fraction(value).limit_denominator(1000) for value in given]
     scale = math.lcm(*(value.denominator for value in simple))

@@ -291,7 +291,7 @@ def test_no_plan_holds_less_than_the_least_there_is(name: str, chunks: int, k: f
 
 def test_what_cannot_be_searched_is_refused() -> None:
     schedule = planning.plan("interleaved", 2, MOST_CANDIDATES // 2 + 1)
-    with pytest.raises(ValueError, match=rf"152 microbatches of a chunk .* at most {MOST_CANDIDATES} are not; take fewer chunks"):
+    with pytest.raises(ValueError, match=rf"152 microbatches of a chunk .* at most {MOST_CANDIDATES}; take fewer chunks"):
         least_peak(schedule, with_k(1, schedule.placement), 0)
 
 

@@ -9,17 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.time.replay import Rows
-
-
-class Shared(Protocol):
-    """A resource of several rows, such as a switch: a row is slower while others use it."""
-
-    def change(self, now: float, row: int, seconds: float | None) -> Mapping[int, float]:
-        """A row starts work of ``seconds`` if alone, or ends it (None); returns when each busy row ends if nothing changes."""
+from megatron.pipeline.schedule.time.lanes import Switch
+from megatron.pipeline.schedule.time.links import Rows
 
 
 class Clock:
@@ -37,7 +31,7 @@ class Clock:
         rows: Rows,
         made_at: list[Any],
         seconds_of: Sequence[Sequence[float] | None] | None = None,
-        shared: Mapping[int, Shared] | None = None,
+        switches: Mapping[int, Switch] | None = None,
     ) -> None:
         """
         Args:
@@ -45,7 +39,7 @@ class Clock:
             rows: only their links are used.
             made_at: when every result was made, by its number; None for those that passes have yet to make.
             seconds_of: durations by slot, of the rows whose passes do not take what their links say.
-            shared: by row, for rows whose passes take longer while others run.
+            switches: by row, of rows whose passes take longer while others behind their switch run.
         """
         count = len(rows.links)
         self.now: float = 0
@@ -53,7 +47,7 @@ class Clock:
         self.starts: list[dict[Pass, float]] = [{} for _ in range(count)]
         self.ends: list[dict[Pass, float]] = [{} for _ in range(count)]
         self._ranks, self._links, self._made_at = ranks, rows.links, made_at
-        self._seconds_of, self._shared = seconds_of, shared or {}
+        self._seconds_of, self._switches = seconds_of, switches or {}
         self._parts: dict[int, list[float]] = {}  # by number of a result that every rank has a part in: when parts were made
         self._blocked: dict[int, set[tuple[int, float]]] = {}  # by number of a result: (row that waits, seconds it travels there)
         self._moments: list[tuple[float, int]] = []  # a heap of (moment, row): when the row chooses, if it is free
@@ -80,8 +74,8 @@ class Clock:
             if self.free[row] > now:
                 continue
             self.now = now
-            if self._shared and row in self._shared and len(self.ends[row]) < len(self.starts[row]):
-                self._end_shared(row, now)
+            if self._switches and row in self._switches and len(self.ends[row]) < len(self.starts[row]):
+                self._end_copy(row, now)
             works = choose(row, now)
             if works:
                 self._start(row, works, now)
@@ -109,7 +103,7 @@ class Clock:
         for work in works:
             seconds = own_seconds[len(starts)] if own_seconds else links[work.chunk][work.kind].seconds
             starts[work] = end
-            if row in self._shared:
+            if row in self._switches:
                 self._change(row, now, seconds)
                 return
             elapsed += seconds
@@ -118,14 +112,14 @@ class Clock:
         heapq.heappush(self._moments, (end, row))
         self._make(row, works[-1], end)
 
-    def _end_shared(self, row: int, now: float) -> None:
+    def _end_copy(self, row: int, now: float) -> None:
         work = next(reversed(self.starts[row]))
         self.ends[row][work] = now
         self._make(row, work, now)
         self._change(row, now, None)
 
     def _change(self, row: int, now: float, seconds: float | None) -> None:
-        for other, end in self._shared[row].change(now, row, seconds).items():
+        for other, end in self._switches[row].change(now, row, seconds).items():
             self.free[other] = end
             self.look(other, end)
 
