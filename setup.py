@@ -33,7 +33,7 @@ setup(
     python_requires=">=3.11",
     packages=[*PACKAGES, "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
-    package_data={"": ["*.json", "*.html", "*.css", "*.js", "*.svg"]},
+    package_data={"": ["py.typed", "*.json", "*.html", "*.css", "*.js", "*.svg"]},
     install_requires=[
         "torch>=2.11,<2.14",
         "megatron-core>=0.14,<0.17",  # releases that scripts/check_core_versions.py trains with

@@ -17,7 +17,8 @@ from megatron.core.transformer import TransformerConfig
 from torch.distributed import BroadcastOptions
 
 from megatron.pipeline.backward.weight_tasks import submit
-from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
+from megatron.pipeline.model.adapter import GPT
+from megatron.pipeline.model.vocabulary.input import EmbeddingShard, ReceivedEmbedding
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
 from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
@@ -158,6 +159,7 @@ class MegatronStage(torch.nn.Module):
     """
 
     model_type = ModelType.encoder_or_decoder
+    pipeline_adapter = GPT  # it is called as a GPT model is
 
     def __init__(
         self, config: TransformerConfig, sleeper: Sleeper, costs: StageCosts, vp_stage: int | None, gives_loss: bool
@@ -182,7 +184,7 @@ class MegatronStage(torch.nn.Module):
         self.vocabulary = VocabularyShard(shards, index, LossSettings(), embedding, output)
         if first is not None:
             first.embedding = torch.nn.Module()
-            first.embedding.word_embeddings = Arrived()
+            first.embedding.word_embeddings = ReceivedEmbedding()
 
     def forward(self, tokens: torch.Tensor, _positions: None, _mask: None, labels: torch.Tensor) -> torch.Tensor:
         """Called as a GPT model is; with a spread vocabulary the first stage reads tokens."""

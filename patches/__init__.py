@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from megatron.pipeline.patches.hooks import Hooks
 
+__all__ = ["install"]
+
 
 def install() -> None:
     """Apply every patch. Call it first thing in a program, before a model is built or a process group exists.

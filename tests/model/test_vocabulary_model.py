@@ -38,7 +38,7 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
     initialize_model_parallel(args, stages)
     if not gpu_initialization:
         return args, build_training(args, stages)
-    from megatron.pipeline.model.gpt import build_model
+    from megatron.pipeline.model.build import build_model
 
     settings = config.transformer_config(args, stages)
     settings.use_cpu_initialization = False

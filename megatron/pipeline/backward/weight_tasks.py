@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+__all__ = ["WeightTask", "prepare", "register_hook", "submit"]
+
 # Attributes of a weight. The first has what to call when the weight has its gradient of one microbatch.
 _HOOKS = "weight_gradient_hooks"
 _FUSED_IF_RECOMPUTED = "fused_if_recomputed"

@@ -23,6 +23,8 @@ import os
 import sys
 import warnings
 
+__all__ = ["install"]
+
 
 def install() -> None:
     """Patch ``megatron.core`` and ``megatron.training``, before anything else of them is imported.

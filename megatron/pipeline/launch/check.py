@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
+from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
@@ -134,9 +134,9 @@ def check_model(model: object, pipeline: Pipeline) -> None:
     """Refuse models that do not take their layers from the placement.
 
     Raises:
-        ValueError: the script has built another model than megatron-core's GPTModel.
+        ValueError: the script has built a model that is no GPTModel and has no adapter.
     """
-    if not isinstance(model, GPTModel):
+    if not has_adapter(model):
         raise ValueError(
             f"--pipeline-schedule {pipeline.name} places the layers of megatron-core's GPTModel and its subclasses, and this "
             f"script builds {type(model).__name__}: take --pipeline-schedule stock"

@@ -43,13 +43,13 @@ from megatron.pipeline.launch.check import (
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
-from megatron.pipeline.model.boundary import Ends
-from megatron.pipeline.model.gpt import LowPrecision
+from megatron.pipeline.model.boundary import BoundaryModules
+from megatron.pipeline.model.build import LowPrecision
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
 from megatron.pipeline.model.seeding import kept_random_states
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.model.stage import Stage
-from megatron.pipeline.model.vocabulary.shard import spread_vocabulary
+from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.trainer.planning import plan_pipeline
@@ -184,9 +184,9 @@ class Run:
         finally:
             args.delay_wgrad_compute = False
             training.Float16Module = Float16Module
-        ends = Ends(placement)
-        ends.tie(chunks)
-        training.finalize_model_grads = ends.finalize_model_grads
+        boundary = BoundaryModules(placement)
+        boundary.tie(chunks)
+        training.finalize_model_grads = boundary.finalize_model_grads
         return chunks
 
     @property
@@ -197,7 +197,7 @@ class Run:
         """What is left to do once all chunks are built."""
         if self._spreads:
             with kept_random_states():
-                spread_vocabulary(self._ours, models[0].config, models, stages)
+                shard_vocabulary(self._ours, models[0].config, models, stages)
         for model in models:
             split_weights(model, self._ours.recompute_fused_backward)
 

@@ -1,8 +1,7 @@
-"""The end of an iteration's backward, for any placement: what upstream knows of the first and the last rank only.
+"""The gradients of weights that the first and the last stage share, and the number of tokens, under any placement.
 
-megatron-core takes it that the first stage is on the first rank and the last stage on the last: there it looks for the two
-copies of tied embeddings and for the number of tokens. ``Ends`` asks the placement instead. Where both ends of
-the model share a rank (a V), the copies are added up there and nothing is sent.
+megatron-core assumes that the first stage is on the first rank and the last stage on the last rank. ``BoundaryModules`` reads
+both ranks from the placement. If one rank has both stages (a V placement), it adds the two copies up and sends nothing.
 """
 
 from __future__ import annotations
@@ -14,22 +13,25 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.schedule.core.placement import Placement
+
+__all__ = ["BoundaryModules"]
 
 
 class _Alone:
-    """Stands for the groups in which upstream would look for copies of embeddings: there is nobody to share with."""
+    """A group of one rank, in place of the groups in which upstream would look for copies of embeddings."""
 
     def size(self) -> int:
         return 1
 
 
-class Ends:
-    """The first and the last stage of the model, as one rank of a pipeline sees them.
+class BoundaryModules:
+    """The modules that only the first or the last stage has, as one rank of a pipeline sees them.
 
     Args:
         placement: which rank has which stage.
@@ -57,7 +59,7 @@ class Ends:
         pg_collection: Any,
         force_all_reduce: bool | None = False,
     ) -> None:
-        """megatron-core's function of that name, with its arguments; its own is called for all but the ends of the model."""
+        """megatron-core's function of that name, with its arguments. It calls megatron-core's for all other gradients."""
         groups = copy.copy(pg_collection)
         groups.embd = groups.pos_embd = _Alone()
         finalize_model_grads(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
@@ -75,13 +77,12 @@ class Ends:
                 chunk.scale_gradients(1.0 / num_tokens)  # type: ignore[operator]
 
     def _copies(self, chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-        """This rank's copies of tied weights that exist twice, the embedding's first."""
-        config = get_model_config(chunks[0])
-        found = {chunk for rank, chunk in self._homes if rank == self._rank}
-        models = [unwrap_model(chunks[chunk]) for chunk in sorted(found)]
-        if self._homes[0] == self._homes[1] or not (config.mtp_num_layers or _tied(models)):
+        """This rank's copies of a weight that the first and the last stage share, the first stage's copy first."""
+        if self._homes[0] == self._homes[1]:
             return []
-        return [model.shared_embedding_or_output_weight() for model in models]
+        here = sorted(chunk for rank, chunk in self._homes if rank == self._rank)
+        copies = [adapter_of(chunks[chunk]).shared_weight(unwrap_model(chunks[chunk])) for chunk in here]
+        return [weight for weight in copies if weight is not None]
 
     def _add_up(self, copies: list[torch.Tensor]) -> None:
         """Replace every copy by the sum of both."""
@@ -90,7 +91,3 @@ class Ends:
             copies[1].copy_(copies[0])
         elif copies:
             torch.distributed.all_reduce(copies[0], group=self._group)
-
-
-def _tied(models: Sequence[Any]) -> bool:
-    return any(model.share_embeddings_and_output_weights for model in models)

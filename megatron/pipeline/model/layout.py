@@ -9,9 +9,11 @@ from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from megatron.pipeline.model.adapter import GPT, ModelAdapter
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.shape.balance import balanced_layers
-from megatron.pipeline.shape.gpt import Shape, output_in_layers
+
+__all__ = ["PlacementLayout", "stage_layers"]
 
 
 class PlacementLayout(PipelineParallelLayerLayout):
@@ -37,7 +39,7 @@ class PlacementLayout(PipelineParallelLayerLayout):
         return sum(stage.count(layer_type) for stage in before)
 
 
-def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:
+def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> tuple[tuple[LayerType, ...], ...]:
     """What every stage of the model consists of, in the model's order, from Megatron-LM's flags.
 
     ``--pipeline-model-parallel-layout`` says it all. Otherwise layers are spread evenly; those left over go to the ranks that
@@ -45,7 +47,7 @@ def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType
     ``--num-layers-in-first-pipeline-stage``
     (``last``) fixes the first (last) stage of the model, or with an interleaved placement of several chunks all of the first
     (last) rank's, as in Megatron-LM. ``--account-for-embedding-in-pipeline-split`` (``loss``) counts it as a layer.
-    ``--layer-redistribution`` makes the heaviest rank as light as it can be, given ``end_in_layers``.
+    ``--layer-redistribution`` makes the heaviest rank as light as it can be, given ``last_stage_in_layers``.
 
     Raises:
         ValueError: the flags contradict each other or do not fit the number of layers and stages.
@@ -60,23 +62,15 @@ def stage_layers(args: Namespace, placement: Placement) -> tuple[tuple[LayerType
             "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split let it be computed: give one kind"
         )
     if args.layer_redistribution:
-        numbers = balanced_layers(args.num_layers, placement, end_in_layers(args, placement))
+        numbers = balanced_layers(args.num_layers, placement, last_stage_in_layers(args, placement, adapter))
     else:
-        numbers = _spread(args, placement, fixed, *accounts)
-    rows = [[LayerType.decoder] * number for number in numbers]
-    rows[0].insert(0, LayerType.embedding)
-    rows[-1] += [LayerType.mtp] * (args.mtp_num_layers or 0) + [LayerType.loss]
-    return tuple(map(tuple, rows))
+        numbers = _even_layers(args, placement, fixed, *accounts)
+    return tuple(map(tuple, adapter.layers(args, numbers)))
 
 
-def end_in_layers(args: Namespace, placement: Placement) -> dict[int, float]:
-    """What the last stage does beside its transformer layers, in layers of equal length, by stage.
-
-    That is the output layer, by its operations (``tune.gpt``), and each layer of ``--mtp-num-layers`` with the output layer once
-    more. The embedding on the first stage only looks up. Layers that differ, with experts in some, count as their mean.
-    """
-    output, further = output_in_layers(Shape.of(args), args.recompute_granularity == "full"), args.mtp_num_layers or 0
-    return {placement.last_stage: output + further * (1 + output)}
+def last_stage_in_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> dict[int, float]:
+    """What the last stage computes in addition to its transformer layers, in units of one such layer; by stage."""
+    return {placement.last_stage: adapter.last_stage_in_layers(args)}
 
 
 def _given_layout(args: Namespace, placement: Placement) -> tuple[tuple[LayerType, ...], ...]:
@@ -129,7 +123,7 @@ def _fixed_layers(args: Namespace, placement: Placement) -> dict[int, int]:
     return fixed
 
 
-def _spread(args: Namespace, placement: Placement, fixed: dict[int, int], embedding: bool, loss: bool) -> list[int]:
+def _even_layers(args: Namespace, placement: Placement, fixed: dict[int, int], embedding: bool, loss: bool) -> list[int]:
     """Layers per stage."""
     count = placement.ranks * placement.chunks
     counted = {0: int(embedding)} if count == 1 else {0: int(embedding), count - 1: int(loss)}

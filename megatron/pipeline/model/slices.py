@@ -17,7 +17,6 @@ Dropout masks follow from the pass's number, which counts slices, so they differ
 
 from __future__ import annotations
 
-import inspect
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,15 +24,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.model.adapter import adapter_of, signature
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-
-_INPUTS = tuple(inspect.signature(GPTModel.forward).parameters)[1:]
-_BY_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")  # [batch, sequence]
 
 
 def check_slices(args: Namespace, splits: int) -> None:
@@ -91,9 +85,8 @@ class Slices:
         self.splits = splits
         self._ends_in = (Kind.B, Kind.BW) if keep_graphs else (Kind.F,)
         self._models = unwrap_model(list(chunks))
-        self._rotary, self._attention = (
-            [[module for module in model.modules() if isinstance(module, kind)] for model in self._models]
-            for kind in (RotaryEmbedding, DotProductAttention)
+        self._positions, self._attention = (
+            [_modules(model, kind) for model in self._models] if splits > 1 else [] for kind in ("positions", "attention")
         )
         self._in_flight: defaultdict[tuple[int, int], _Microbatch] = defaultdict(_Microbatch)
 
@@ -108,7 +101,7 @@ class Slices:
         with ExitStack() as hooks:
             hooks.enter_context(model.register_forward_pre_hook(current.cut_inputs, with_kwargs=True))
             hooks.enter_context(model.register_forward_hook(current.complete_losses, with_kwargs=True))
-            for module in self._rotary[work.chunk]:
+            for module in self._positions[work.chunk]:
                 hooks.enter_context(module.register_forward_pre_hook(current.shift_positions, with_kwargs=True))
             for module in self._attention[work.chunk]:
                 hooks.enter_context(module.register_forward_pre_hook(current.attend_to_earlier, with_kwargs=True))
@@ -127,6 +120,11 @@ class Slices:
     def _slice(self, work: Pass) -> _Slice:
         microbatch, part = divmod(work.microbatch, self.splits)
         return _Slice(self._in_flight[work.chunk, microbatch], part, self.splits)
+
+
+def _modules(model: torch.nn.Module, kind: str) -> list[torch.nn.Module]:
+    """The modules of a chunk that its adapter names as ``kind``."""
+    return [module for module in model.modules() if isinstance(module, getattr(adapter_of(model), kind))]
 
 
 class _Microbatch:
@@ -155,7 +153,7 @@ class _Slice:
         return self.part == self.splits - 1
 
     def cut_inputs(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before GPTModel: whole tensors in, the slice's part of them on.
+        """Before the model: whole tensors in, the slice's part of them on.
 
         Masks are causal: what would let a slice attend to later ones is cut off.
 
@@ -163,15 +161,16 @@ class _Slice:
             ValueError: a tensor has no length that can be cut equally, an input cannot be cut, or the last stage is to
                 return logits, whose loss cannot be added up over slices.
         """
-        inputs = {**dict(zip(_INPUTS, args, strict=False)), **kwargs}
+        adapter, (_, *names) = adapter_of(model), signature(model).parameters
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
         for name, value in inputs.items():
-            if name in _BY_TOKEN and value is not None:
+            if name in adapter.by_token and value is not None:
                 inputs[name] = value[:, self._columns(name, value.size(1))]
             elif name == "attention_mask" and value is not None:
                 columns = self._columns(name, value.size(-1))
                 rows = columns if value.size(-2) > 1 else slice(None)
                 inputs[name] = value[..., rows, : columns.stop]
-            elif name != "runtime_gather_output" and value is not None:
+            elif name not in adapter.whole and value is not None:
                 raise ValueError(
                     f"{name} cannot be cut into {self.splits} slices: call the model without it, or choose a schedule without "
                     "slices"
@@ -181,7 +180,7 @@ class _Slice:
         return (), inputs
 
     def complete_losses(self, model: Any, _args: Any, _kwargs: Any, output: torch.Tensor) -> torch.Tensor:
-        """After GPTModel: on the last stage the losses of the whole microbatch, with the slice's graph alone."""
+        """After the model: on the last stage the losses of the whole microbatch, with the slice's graph alone."""
         if not model.post_process:
             return output
         earlier, later = self.microbatch.losses, self.splits - 1 - self.part

@@ -7,16 +7,20 @@ Engine's). B finishes the gradients of all other parameters: norms, biases, embe
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import layers as upstream_layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import SplitLinear
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.model.adapter import adapter_of, has_adapter
+
+__all__ = ["split_weights"]
+
+# The method by which DDP learns of delayed gradients: a module has it if its backward submits weight tasks.
+DDP_HOOK = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list[str]:
@@ -41,9 +45,8 @@ def split_weights(chunk: torch.nn.Module, fuse_recomputed: bool = False) -> list
     if upstream_layers.LinearWithGradAccumulationAndAsyncCommunication is not SplitLinear:
         raise RuntimeError("megatron-core's linears are not patched: call megatron.pipeline.patches.install() first")
     uses = Counter(parameter for module in chunk.modules() for parameter in module.parameters(recurse=False))
-    output: Any = getattr(chunk, "output_layer", None)
-    if output is not None and output.config.mtp_num_layers:
-        uses[output.weight] += output.config.mtp_num_layers  # multi-token prediction: once for every token of a position
+    if has_adapter(chunk):
+        uses.update(adapter_of(chunk).extra_uses(chunk))
     fused = []
     for name, module in chunk.named_modules():
         weights = _matrices(module)
@@ -81,8 +84,6 @@ def _why_fused(module: torch.nn.Module, weights: list[torch.nn.Parameter], share
         return "shares its weight with the embedding of this stage"
     if shared:
         return "its weight has more than one use in this stage"
-    if weights and not (
-        isinstance(module, (ColumnParallelLinear, RowParallelLinear, GroupedMLP)) or te_linear.is_delayed(module)
-    ):
+    if weights and not (te_linear.is_delayed(module) if te_linear.is_engines(module) else hasattr(module, DDP_HOOK)):
         return f"{type(module).__name__} has no backward that splits"
     return None

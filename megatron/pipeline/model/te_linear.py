@@ -60,6 +60,11 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     config.delay_wgrad_compute = True
 
 
+def is_engines(module: torch.nn.Module) -> bool:
+    """Whether a module is a linear of Transformer Engine."""
+    return hasattr(module, "wgrad_store")
+
+
 def is_delayed(module: torch.nn.Module) -> bool:
     """Whether a module is Transformer Engine's, and built to have ``backward_dw`` called."""
     store: Any = getattr(module, "wgrad_store", None)

@@ -27,6 +27,8 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.time.simulate import simulate
 
+__all__ = ["Pipeline"]
+
 
 class Pipeline(Plans):
     """Runs iterations under a schedule, as ``forward_backward``, with the signature of megatron-core's own.

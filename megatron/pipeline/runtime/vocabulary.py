@@ -6,7 +6,6 @@ function itself, so the weights of tokens need not travel. The mathematics is in
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.dist.device import side_stream
 from megatron.pipeline.dist.groups import new_group
-from megatron.pipeline.model.vocabulary.input import complete_embedding
+from megatron.pipeline.model.adapter import signature
+from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding, complete_embedding
 from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
@@ -57,10 +56,10 @@ class Groups:
 
 
 class Reader(torch.nn.Module):
-    """Stands for the model in the user's forward step, to learn what a microbatch is: it is called as a GPT model is.
+    """Stands for the model in the user's forward step, to learn what a microbatch is: it is called as the model is.
 
     Attributes:
-        inputs: what it was called with last, by the names of GPTModel's arguments.
+        inputs: what it was called with last, by the names of the model's arguments.
     """
 
     def __init__(self, chunk: torch.nn.Module) -> None:
@@ -69,13 +68,11 @@ class Reader(torch.nn.Module):
         self.config, self.vp_stage = model.config, model.vp_stage
         self.pre_process = self.post_process = True
         self.inputs: dict[str, Any] = {}
+        self._signature = signature(model)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.inputs = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        self.inputs = self._signature.bind(self, *args, **kwargs).arguments
         return torch.zeros(())
-
-
-_SIGNATURE = inspect.signature(GPTModel.forward)
 
 
 @dataclass
@@ -137,7 +134,8 @@ class VocabularyPasses:
         self._first, self._last = (home == rank for home, _ in homes)
         self._roots = [torch.distributed.get_process_group_ranks(groups.pipeline)[home] for home, _ in homes]
         # The embedding of the first stage takes what all shards have looked up.
-        self._arrived = unwrap_model(call.chunks[homes[0][1]]).embedding.word_embeddings if self._first else None
+        first = call.chunks[homes[0][1]].modules() if self._first else ()
+        self._arrived = next((module for module in first if isinstance(module, ReceivedEmbedding)), None)
         self._microbatches: dict[int, _Microbatch] = {}
         self._works: dict[Collective, Any] = {}  # joined, and not waited for
         self.reported: list[Any] = []

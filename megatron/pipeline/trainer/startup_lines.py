@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
-from megatron.pipeline.model.layout import end_in_layers, stage_layers
+from megatron.pipeline.model.layout import last_stage_in_layers, stage_layers
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import OFF
@@ -89,7 +89,7 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
 
 def _redistribution(args: Namespace, placement: Placement, layers: list[int]) -> str:
     """Why --layer-redistribution chose these numbers of layers."""
-    extra = end_in_layers(args, placement)
+    extra = last_stage_in_layers(args, placement)
     mean = (sum(layers) + sum(extra.values())) / placement.ranks
     return (
         f"by its operations the output layer takes as long as {extra[placement.last_stage]:.3g} layers: the heaviest rank "

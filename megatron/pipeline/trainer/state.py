@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.config import optimizer_config, parameter_scheduler, transformer_config
-from megatron.pipeline.model.gpt import build_model
+from megatron.pipeline.model.build import build_model
 from megatron.pipeline.schedule.core.placement import Placement
 
 

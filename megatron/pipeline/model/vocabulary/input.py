@@ -91,7 +91,7 @@ class EmbeddingShard(torch.nn.Module):
         return locate(tokens, self.shards, self.index)
 
 
-class Arrived(torch.nn.Module):
+class ReceivedEmbedding(torch.nn.Module):
     """Stands for the word embeddings on the first stage: returns what the shards have made of the tokens.
 
     Attributes:

@@ -15,8 +15,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model import seeding
+from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.model.stage import Stage
-from megatron.pipeline.model.vocabulary.input import Arrived, EmbeddingShard
+from megatron.pipeline.model.vocabulary.input import EmbeddingShard, ReceivedEmbedding
 from megatron.pipeline.model.vocabulary.loss import LossSettings
 from megatron.pipeline.model.vocabulary.output import OutputShard
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
@@ -92,17 +93,17 @@ def _restore(shards: Shards, stored: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(stored, (0, 0, 0, shards.rows - stored.size(0)))
 
 
-def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequence[Any], stages: Sequence[Stage]) -> None:
-    """Give a rank's first chunk its shard of the vocabulary, as ``vocabulary``, with the weights that our own models start from.
+def shard_vocabulary(args: Namespace, config: TransformerConfig, models: Sequence[Any], stages: Sequence[Stage]) -> None:
+    """Give a rank's first chunk its shard of the vocabulary, as ``vocabulary``, with the initial weights of our own models.
 
-    The word embeddings of the first stage are replaced by ``Arrived``; the last stage loses its output layer: it returns hidden
-    states, after the final norm.
+    ``ReceivedEmbedding`` replaces the word embeddings of the first stage. The last stage loses its output layer: it returns
+    hidden states, after the final norm.
 
     Args:
         args: flags by name: ``vocab_size``, ``padded_vocab_size``, ``vocab_mask_padding``, ``vocab_logits_limit``,
             ``label_smoothing``, ``z_loss``, ``untie_embeddings_and_output_weights``, ``position_embedding_type`` and ``seed``.
         config: of the model.
-        models: this rank's GPT models, one a chunk.
+        models: this rank's models, one for each chunk.
         stages: what these are.
     """
     group = parallel_state.get_tensor_model_parallel_group()
@@ -113,13 +114,7 @@ def spread_vocabulary(args: Namespace, config: TransformerConfig, models: Sequen
 
     embedding = initial(seeding.EMBEDDING, config.embedding_init_method)
     for model, stage in zip(models, stages, strict=True):
-        if stage.first:
-            _initialize_positions(model.embedding, config)
-            model.embedding.word_embeddings = Arrived()
-        if stage.last:
-            del model.output_layer
-        model.vocab_size = args.padded_vocab_size
-        model.post_process = model.share_embeddings_and_output_weights = False
+        adapter_of(model).remove_vocabulary(args, model, stage, ReceivedEmbedding())
     tied = None if args.untie_embeddings_and_output_weights else TiedGradient()
     output = embedding if tied else initial(seeding.output_layer(config), config.init_method)
 
@@ -164,10 +159,3 @@ def _initial_weight(
     tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     parameter.is_embedding_or_output_parameter = True
     return parameter
-
-
-def _initialize_positions(embedding: Any, config: TransformerConfig) -> None:
-    """Draw the position embeddings as megatron-core does, from where drawing the word embeddings has left the random stream."""
-    if embedding.add_position_embedding and config.perform_initialization:
-        embedding.position_embeddings.reset_parameters()
-        config.embedding_init_method(embedding.position_embeddings.weight)

@@ -11,6 +11,8 @@ from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 
+__all__ = ["CopyCosts", "Costs", "StageCosts", "VocabularyCosts", "uniform"]
+
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
 COST_RANGE = "0 or between 1e-100 and 1e100"
 

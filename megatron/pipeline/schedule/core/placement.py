@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+__all__ = ["Placement", "from_rows", "interleaved", "linear", "v", "wave"]
+
 
 @dataclass(frozen=True)
 class Placement:

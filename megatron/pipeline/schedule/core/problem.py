@@ -10,6 +10,8 @@ from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.timeline import Timeline
 
+__all__ = ["LimitTooLow", "Objective", "Problem"]
+
 
 class Objective(StrEnum):
     """What an iteration costs."""

@@ -10,6 +10,8 @@ from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Problem
 
+__all__ = ["Family"]
+
 Order = tuple[tuple[Pass, ...], ...]
 
 

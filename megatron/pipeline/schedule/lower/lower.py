@@ -31,6 +31,8 @@ from megatron.pipeline.schedule.lower.program import (
 from megatron.pipeline.schedule.time.replay import dependency_order
 from megatron.pipeline.schedule.time.simulate import simulate
 
+__all__ = ["lower"]
+
 
 class Transfer(NamedTuple):
     """A message with its two ends, on different ranks.

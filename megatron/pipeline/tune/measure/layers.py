@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.flags.config import transformer_config
-from megatron.pipeline.model.gpt import build_model
+from megatron.pipeline.model.build import build_model
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.tune.measure.clock import Clock, repeated
