@@ -3,7 +3,7 @@
 Upstream allocates with ``device="cuda"``, asks ``torch.cuda`` for devices, streams and random states, and compares
 ``tensor.type()`` with CUDA's names. Where no GPU is available (and only there) this file
 - gives every loaded ``megatron.core`` module a view of ``torch`` whose factories and ``cuda`` mean the CPU. The real
-  ``torch`` stays as it is, so nobody else's code is affected and no call pays for an interception;
+  ``torch`` stays as it is, so other code is not affected and no call pays for an interception;
 - lets the CPU's one random generator play the part of the GPU's in ``tensor_parallel.random``;
 - makes ``Tensor.cuda()`` and ``Module.cuda()`` return the tensor or module itself and ``Tensor.type()`` answer as CUDA would:
   the only two replacements that reach beyond megatron.core;

@@ -1,7 +1,7 @@
 """megatron.core.datasets.utils: no compilation of what pip has compiled already.
 
-``compile_helpers``: Megatron-LM's start-up runs make beside megatron-core's datasets. pip's megatron-core has no Makefile there,
-but the compiled module, and upstream would end the program. Where that module is there and no Makefile is, it returns at once.
+``compile_helpers``: Megatron-LM's start-up runs make in megatron-core's datasets folder. pip's megatron-core has the compiled
+module there and no Makefile, and upstream would end the program. In this case the function returns at once.
 """
 
 from __future__ import annotations

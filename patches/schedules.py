@@ -3,7 +3,7 @@
 The three ``forward_backward_*`` functions: ``get_forward_backward_func`` looks them up when it is called, so rebinding
 them reaches every caller, however it imported the getter. ``use`` puts another in, ``restore`` upstream's back.
 ``forward_step``, ``backward_step``: upstream's schedules look these up as well; ``record`` measures them, for comparison.
-``set_current_microbatch``: upstream tells the layers of a chunk. Here the chunk itself hears it too, which may have no layers
+``set_current_microbatch``: upstream sets the number on the layers of a chunk. Here the chunk gets it, too: it may have no layers
 and yet draws dropout masks, for the embedding.
 """
 
@@ -42,7 +42,7 @@ _TELL_LAYERS = _UPSTREAM.set_current_microbatch
 
 
 def install() -> None:
-    """Have chunks told of microbatches. What runs iterations is not replaced until ``use`` or ``record``."""
+    """Wrap ``set_current_microbatch``. ``use`` and ``record`` replace the functions that run an iteration."""
     _UPSTREAM.set_current_microbatch = _tell_chunk  # type: ignore[attr-defined]
 
 
@@ -52,7 +52,7 @@ def _tell_chunk(model: Any, microbatch: int) -> None:
 
 
 def use(forward_backward: Callable[..., Any]) -> None:
-    """Make ``get_forward_backward_func()`` return a function, whatever the pipeline sizes."""
+    """Make ``get_forward_backward_func()`` return a function, for every pipeline size."""
     for name in _FUNCTIONS:
         setattr(_UPSTREAM, name, forward_backward)
 

@@ -1,4 +1,4 @@
-"""megatron.training.utils: which ranks read data, and what tensor-parallel ranks tell each other of it.
+"""megatron.training.utils: which ranks read data, and which part of it tensor-parallel ranks broadcast.
 
 ``is_first_or_last_pipeline_stage``: asks the placement. (Releases before 0.15 have none: their scripts read on the first and the
 last rank, which every placement that trains can do with.)

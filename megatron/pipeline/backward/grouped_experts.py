@@ -49,7 +49,7 @@ def forward_without_tokens(experts: Any, tokens: torch.Tensor, tokens_per_expert
 
 
 def patched_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """GroupedMLP's forward, which lets weights that are prepared for splitting hear of microbatches without tokens."""
+    """GroupedMLP's forward, which also submits the weight tasks of microbatches without tokens."""
 
     def forward(self: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
         if tokens.size(0) == 0 and weight_tasks.is_prepared(self.weight1):
@@ -78,7 +78,7 @@ class GroupedWeightGradient:
         """Nothing to fetch: the tokens are here since the forward sent them to their experts."""
 
     def run(self) -> None:
-        """Add the gradient to the weight's and tell whoever waits for it."""
+        """Add the gradient to the weight's and notify DDP."""
         gradient = _product(self._tokens, self._grad_output, self._tokens_per_expert, trans_a=True).view_as(self._weight)
         self._weight.grad = gradient if self._weight.grad is None else self._weight.grad + gradient
         weight_tasks.notify(self._weight)

@@ -52,7 +52,7 @@ class WeightGradient:
         self._gathered, self._gathering = sequence.gather(self._input, self._gather_group)
 
     def run(self) -> None:
-        """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and tell whoever waits for the weight."""
+        """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and notify DDP."""
         self.prefetch()
         total_input = self._input
         if self._gathering is not None:

@@ -36,7 +36,7 @@ class WeightTask(Protocol):
         """Start what communication the task needs, so that it overlaps the work before it."""
 
     def run(self) -> None:
-        """Compute the gradient and tell whoever waits for it. Once."""
+        """Compute the gradient and notify DDP. Once."""
 
 
 # Where backward puts weight gradients, while ``deferring`` says so. A plain variable because autograd may call backward
@@ -93,10 +93,10 @@ def register_hook(module: torch.nn.Module, hook: Callable[[], None]) -> None:
 
 
 def notify(weight: torch.nn.Parameter) -> None:
-    """Tell whoever waits for a prepared weight that it has its gradient of one microbatch.
+    """Call the hooks of a prepared weight: it has its gradient of one microbatch.
 
     Raises:
-        RuntimeError: the weight is in DDP's buffers, but nobody waits.
+        RuntimeError: the weight is in DDP's buffers, but DDP has no hook on it.
     """
     hooks = getattr(weight, _HOOKS)
     if not hooks and hasattr(weight, "main_grad"):

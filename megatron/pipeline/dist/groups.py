@@ -1,4 +1,4 @@
-"""Process groups of our own, beside those that megatron-core's parallel_state makes."""
+"""Process groups in addition to those of megatron-core's parallel_state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.ProcessGroup | None:
-    """A group of these ranks, while others ask for theirs.
+    """A group of these ranks, while other ranks make other groups.
 
     Collective over the world, like ``torch.distributed.new_group``, but every rank names only the group that it is a member
-    of (or an empty one): who else makes which is found out here.
+    of (or an empty one). An all-gather of these lists tells every rank which groups to make.
 
     Args:
         ranks: global ranks, this one among them, the same on all of them; empty for none.

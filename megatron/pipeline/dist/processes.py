@@ -1,4 +1,4 @@
-"""What several kinds of processes have in common, without torch."""
+"""Processes that end with their parent, messages of one rank only, and free ports; without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_WORD = 10  # seconds
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it has ended, in whatever way: for the initializer of a pool of processes."""
+    """End this process when its parent has ended or was killed: an initializer for a pool of processes."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_and_end, args=(parent.sentinel,), daemon=True).start()
@@ -25,13 +25,13 @@ def _wait_and_end(sentinel: int) -> None:
 
 
 def let_rank_0_speak() -> None:
-    """On other ranks wait until rank 0 has said what is wrong, if it is wrong there as well: torchrun then ends all of them."""
+    """On other ranks, wait until rank 0 has printed the same error and torchrun has ended all ranks."""
     if int(os.environ.get("RANK", "0")) > 0:
         time.sleep(_FIRST_WORD)
 
 
 def free_port() -> int:
-    """A port of this machine that nothing uses now; nothing else is expected to take it in the next moments."""
+    """A port of this machine that nothing uses now. Another process may take it later."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What of Megatron-LM's flags goes with a schedule of ours, and the flags as our own planning reads them."""
+"""Which of Megatron-LM's flags our schedules support, and the flags as our own planning reads them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.pipeline.schedule.core.passes import Kind
 
 
 def check_flags(args: Namespace) -> None:
-    """Refuse what a schedule of ours does not go with; ``args`` are as the parser has read them.
+    """Refuse flags that our schedules do not support; ``args`` are as the parser has read them.
 
     Sets ``args.chunks``: per rank, None for the schedule's own number.
 
@@ -44,12 +44,12 @@ def check_flags(args: Namespace) -> None:
 
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:
-    """What this release of megatron-core would train wrongly under any schedule, its own too; None if nothing is known."""
+    """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     return None if compat.reduces_experts_right() else experts_drift(args)
 
 
 def untested(args: Namespace) -> list[str]:
-    """Warnings of what is accepted and has not been tried with a schedule of ours, by its flag."""
+    """Warnings of flags that are accepted and not tested with our schedules."""
     if args.pipeline_schedule == STOCK:
         return []
     names = [name for name in ("fp8", "fp4", "multi_latent_attention", "sft") if getattr(args, name, None)]

@@ -1,7 +1,7 @@
-"""What a placement asks of Megatron-LM's checkpoints: that the state of its distributed optimizer does not belong to buckets.
+"""Which of Megatron-LM's checkpoints another placement can load: those whose optimizer state is saved by parameter.
 
-Megatron-LM saves this state by bucket, unless --dist-ckpt-optim-fully-reshardable is given. The buckets are those of a rank's
-layers, so that another placement cannot read them.
+Megatron-LM saves the distributed optimizer's state by bucket, unless --dist-ckpt-optim-fully-reshardable is given. A bucket has
+the parameters of one rank's layers, so another placement cannot read it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
+from megatron.pipeline.trainer.checkpoint_files import RESHARDABLE, TRACKER, name_of
 
 _FLAG = "--dist-ckpt-optim-fully-reshardable"
-_BY_PARAMETER = ("fully_reshardable", "fully_sharded_model_space")  # not by bucket
+_BY_PARAMETER = (RESHARDABLE, "fully_sharded_model_space")  # not by bucket
 _NOT_SAVED = {
     "layer_redistribution": False,
     "vocab_parallel": OFF,
@@ -70,10 +71,10 @@ def _latest(args: Namespace) -> Path | None:
     """The directory of the checkpoint that upstream will load, if it is one in torch's distributed format."""
     root = Path(args.load)
     try:
-        iteration = getattr(args, "ckpt_step", None) or int((root / "latest_checkpointed_iteration.txt").read_text())
+        iteration = getattr(args, "ckpt_step", None) or int((root / TRACKER).read_text())
     except (OSError, ValueError):  # none; or a release, of which the weights alone are loaded
         return None
-    path = root / f"iter_{int(iteration):07d}"
+    path = root / name_of(int(iteration))
     return path if (path / "common.pt").is_file() and (path / "metadata.json").is_file() else None
 
 

@@ -1,4 +1,4 @@
-"""What is told of the iterations that a script of Megatron-LM's trains: metrics, traces, and costs to plan again with."""
+"""Metrics, traces and measured costs of the iterations that a script of Megatron-LM's trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_last_rank() -> bool:
 
 
 class Progress:
-    """A context around training; upstream's own log goes on beside it.
+    """A context around training; upstream's own log continues.
 
     Args:
         args: the flags as our own program has them.
@@ -46,7 +46,7 @@ class Progress:
             print("\n".join(f" timeline picture: {path}" for path in drawn if path), flush=True)
 
     def step(self, args: Any, result: Any, optimizer: Any, seconds: float) -> None:
-        """Tell of an iteration; collective over the pipeline's ranks.
+        """Write the metrics of an iteration; collective over the pipeline's ranks.
 
         Args:
             args: upstream's.

@@ -65,7 +65,7 @@ class Run:
 
     def __init__(self, versions: Versions) -> None:
         self._versions = versions
-        self._told: list[str] = []
+        self._printed: list[str] = []
         self.pipeline: Pipeline | None = None
         self._ours = Namespace()  # the flags as our own program has them
         self._cut: PlacementLayout | None = None
@@ -88,31 +88,31 @@ class Run:
 
         def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
             with _refusing():
-                tokens = with_config(parser, sys.argv[1:] if args is None else args, self._tell)
+                tokens = with_config(parser, sys.argv[1:] if args is None else args, self._print_once)
             return parse_known(tokens, namespace)
 
         parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
 
-    def _tell(self, line: str) -> None:
-        """Say it once: upstream parses its flags several times."""
-        if line not in self._told:
+    def _print_once(self, line: str) -> None:
+        """Print a line once: upstream parses its flags several times."""
+        if line not in self._printed:
             print(f" {line}", flush=True)
-            self._told.append(line)
+            self._printed.append(line)
 
     def validate(self, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
         """Validate as upstream does, except for what a placement decides: how many chunks and layers a rank has."""
         with _refusing():
             check_flags(args)
+        stock = args.pipeline_schedule == STOCK
+        notes = untested(args)
+        if stock and (wrong := wrong_in_megatron_core(args)):
+            notes.append(f"WARNING: {wrong}")
+        if not stock and checkpoint.save_by_parameter(args):
+            notes.append("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
         if os.environ.get("RANK", "0") == "0":
-            for line in untested(args):
-                self._tell(line)
-        if args.pipeline_schedule == STOCK:
-            if (wrong := wrong_in_megatron_core(args)) and os.environ.get("RANK", "0") == "0":
-                self._tell(f"WARNING: {wrong}")
-            return original(args, *rest, **options)
-        if checkpoint.save_by_parameter(args) and os.environ.get("RANK", "0") == "0":
-            self._tell("--dist-ckpt-optim-fully-reshardable is on: checkpoints can be loaded under any schedule")
-        with hidden(args):
+            for note in notes:
+                self._print_once(note)
+        with nullcontext() if stock else hidden(args):
             return original(args, *rest, **options)
 
     def plan(self, args: Namespace) -> None:
@@ -173,7 +173,7 @@ class Run:
             return models[-1]
 
         def low_precision(config: Any, model: Any) -> Any:
-            return LowPrecision(config, model, stages[models.index(model)], self._spreads)
+            return LowPrecision(config, model, stages[models.index(model)], self._shards_vocabulary)
 
         args = training.get_args()
         args.delay_wgrad_compute = True  # upstream's function copies it into the configuration of DDP
@@ -190,12 +190,12 @@ class Run:
         return chunks
 
     @property
-    def _spreads(self) -> bool:
+    def _shards_vocabulary(self) -> bool:
         return bool(self._ours.vocab_parallel != OFF)
 
     def _complete(self, models: list[Any], stages: list[Stage]) -> None:
-        """What is left to do once all chunks are built."""
-        if self._spreads:
+        """Finish this rank's chunks, after the script has built the last of them."""
+        if self._shards_vocabulary:
             with kept_random_states():
                 shard_vocabulary(self._ours, models[0].config, models, stages)
         for model in models:
@@ -209,13 +209,15 @@ class Run:
         if pipeline is None:
             return original(chunk)
         stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), chunk or 0)
-        return stage.first or stage.last or (self._spreads and not chunk)
+        return stage.first or stage.last or (self._shards_vocabulary and not chunk)
 
     @property
     def shares_whole_batches(self) -> bool:
         """Whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
         pipeline = self._placed
-        return pipeline is not None and (self._spreads or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0)
+        return pipeline is not None and (
+            self._shards_vocabulary or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
+        )
 
     # iterations
 
@@ -242,7 +244,7 @@ class Run:
         if home == last:
             return reports
         group = parallel_state.get_pipeline_model_parallel_group()
-        further = MTPLossLoggingHelper.tracker  # the losses of further tokens, which upstream logs from there
+        further = MTPLossLoggingHelper.tracker  # losses of multi-token prediction, which upstream logs from there
         sent = [_on((reports, further.get("values")), torch.device("cpu")) if group.rank() == home else None]
         torch.distributed.broadcast_object_list(sent, src=torch.distributed.get_global_rank(group, home), group=group)
         if group.rank() != last:
@@ -254,7 +256,7 @@ class Run:
         return reports
 
     def step(self, original: Callable[..., Any], training: Any, *rest: Any, **options: Any) -> Any:
-        """One training iteration, and what is told of it."""
+        """Run one training iteration, and record and report it."""
         began = time.perf_counter()
         result = original(*rest, **options)
         seconds = time.perf_counter() - began
@@ -265,7 +267,7 @@ class Run:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """What is wrong with the flags ends the program with one line, as Megatron-LM's own parser does."""
+    """Turn a ValueError into one line on stderr and exit code 2, as Megatron-LM's own parser does."""
     try:
         yield
     except ValueError as error:

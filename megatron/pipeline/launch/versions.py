@@ -16,7 +16,7 @@ class Versions:
         core: version of the ``megatron.core`` that runs.
         core_path: its folder.
         training_path: the folder of ``megatron.training``.
-        checkout: version of the ``megatron.core`` beside ``megatron.training``; None where there is none.
+        checkout: version of the ``megatron.core`` in the same folder as ``megatron.training``; None if there is none.
     """
 
     core: str

@@ -84,7 +84,7 @@ def derive(*identity: int | str) -> int:
 
 
 def set_iteration(chunks: Sequence[torch.nn.Module], iteration: int) -> None:
-    """Tell the model which iteration its next forwards belong to."""
+    """Set the iteration of the model's next forwards."""
     for chunk in unwrap_model(list(chunks)):
         chunk.iteration = iteration
 

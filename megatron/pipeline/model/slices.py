@@ -1,7 +1,7 @@
 """Microbatches in slices along the sequence: the model computes one slice at a time, with the numbers of the whole.
 
-The schedule runs a microbatch's slices forwards in order and backwards in reverse (``Schedule.splits``). Whoever runs its
-passes makes a ``Slices`` per iteration and runs every pass in ``around``; in there
+The schedule runs a microbatch's slices forwards in order and backwards in reverse (``Schedule.splits``). The runtime
+makes a ``Slices`` per iteration and runs every pass in ``around``. In this context
 
 * the user's forward step sees the whole microbatch (``iterator`` hands it out once per slice), and the model cuts its slice
   from what it is called with;
@@ -11,7 +11,7 @@ passes makes a ``Slices`` per iteration and runs every pass in ``around``; in th
   zeros. A loss function that is linear in the losses (all that mask, add up and divide are) so gives every slice the
   gradient of its share, and the last slice the value and the report of the whole microbatch.
 
-All of that hangs on the modules as hooks while a pass runs; between passes the model knows nothing of slices.
+Hooks on the modules do all of this while a pass runs. Between passes the model has no hooks.
 Dropout masks follow from the pass's number, which counts slices, so they differ from those of the whole microbatch.
 """
 
@@ -128,7 +128,7 @@ def _modules(model: torch.nn.Module, kind: str) -> list[torch.nn.Module]:
 
 
 class _Microbatch:
-    """What the slices of one microbatch on one chunk leave for each other.
+    """State that the slices of one microbatch on one chunk share.
 
     Attributes:
         data: what the forward step of the first slice read, until the last slice has read it.
@@ -251,7 +251,7 @@ class _Remembered:
         return self._whole[:end].data
 
     def collect(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
-        """Add a slice's gradient of all it attended to; what its own part now has in total, no earlier backward to come."""
+        """Add a slice's gradient by all keys it attended to. Returns the complete gradient by the slice's own keys."""
         if self._gradient is not None:
             gradient = gradient + self._gradient
         self._gradient = gradient[:start] if start else None

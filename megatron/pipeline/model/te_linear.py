@@ -3,7 +3,7 @@
 Written against the public interface of transformer_engine.pytorch from 2.8 on. 2.3 brought ``delay_wgrad_compute`` and
 ``backward_dw`` to Linear, LayerNormLinear, LayerNormMLP and GroupedLinear; 2.7 brought the mark ``skip_backward_post_hook``
 and ``register_wgrad_accumulation_and_reduce_hooks``, by which megatron-core's DDP waits for delayed gradients; from 2.8 on
-each ``backward_dw`` writes a gradient, whatever it finds. A module keeps the work of its backwards in the order they ran,
+each ``backward_dw`` writes a gradient even if there is one. A module keeps the work of its backwards in the order they ran,
 and ``backward_dw`` does the oldest: W must run in the order of B, as the specification of schedules demands.
 
 The interface is made for a ``backward_dw`` right after each backward. What later ones would stumble over is the parameters'
@@ -86,17 +86,17 @@ class DelayedGradient:
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
-        """None that can be named: the store is the module's own. (They are counted on CPUs only, where there are none.)"""
+        """Empty: the module's own store holds the tensors, on a GPU, where bytes are not counted this way."""
         return ()
 
     def prefetch(self) -> None:
         """Nothing to fetch: under sequence parallelism the module's store has the whole input."""
 
     def run(self) -> None:
-        """Add the gradients of the oldest backward to ``main_grad`` and tell DDP.
+        """Add the gradients of the oldest backward to ``main_grad`` and notify DDP.
 
         Raises:
-            RuntimeError: nobody waits for them.
+            RuntimeError: DDP does not wait for them.
         """
         if not self._module.wgrad_accumulation_and_reduce_hooks:
             raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
@@ -116,7 +116,7 @@ def _delayed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _take_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """What backward has left in ``grad``, which is then empty; of a stand-in, which nobody reads, one element."""
+    """Take the gradient that backward has left in ``grad``; in place of an unread stand-in, one element of storage."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):
         return parameter.new_zeros(1).expand(parameter.shape)

@@ -101,7 +101,7 @@ class Holding:
         hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
         recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
-        recompute_first: only so many first layers of a chunk are, each a unit of its own.
+        recompute_first: recompute only this number of first layers of a chunk, each a unit of its own.
         logits_limit: bytes in float32 above which a shard of a spread vocabulary does not keep its logits.
     """
 

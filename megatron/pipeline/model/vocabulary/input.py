@@ -63,7 +63,7 @@ class EmbeddingShard(torch.nn.Module):
 
     @torch.no_grad()
     def backward(self, tokens: torch.Tensor, gradient: torch.Tensor) -> None:
-        """IB: add a microbatch's gradient to that of the weight, and tell whoever waits for it.
+        """IB: add a microbatch's gradient to that of the weight, and notify DDP.
 
         It goes straight into ``main_grad`` where there is one, in its precision. On a GPU the order of the sums is open, unless
         ``torch.use_deterministic_algorithms`` is on.
@@ -116,7 +116,7 @@ def complete_embedding(
     Args:
         embedding: in the shape IF returns, summed over the pipeline's ranks.
         tp_group: of the first stage.
-        reduce_scattered: IF has done so, as the ``EmbeddingShard`` was told to.
+        reduce_scattered: IF has summed them, as ``EmbeddingShard`` does with ``reduce_scatter``.
     """
     if tp_group is not None and tp_group.size() > 1 and not reduce_scattered:
         torch.distributed.all_reduce(embedding, group=tp_group)
@@ -126,6 +126,6 @@ def complete_embedding(
 def locate(tokens: torch.Tensor, shards: Shards, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The row of every token within its shard, and whether that is shard ``index``.
 
-    Tokens of other shards so spread over the rows, where additions of zero do not wait for each other.
+    Tokens of other shards map to all rows, so that their additions of zero do not wait for each other.
     """
     return tokens % shards.rows, tokens.div(shards.rows, rounding_mode="floor") == index

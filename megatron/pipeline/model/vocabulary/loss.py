@@ -1,4 +1,4 @@
-"""The loss of a token from what every shard of the vocabulary knows of it, and what gradients need of all shards.
+"""The loss of a token from the statistics of every vocabulary shard, and the terms of its gradient that need all shards.
 
 A shard k of the logits Y of a token with label g knows its maximum m_k, Z_k = sum of exp(Y - m_k), Y_g if g is one of its rows,
 and the sum of Y where labels are smoothed. Together, as in arXiv 2411.05288, with w the derivative of the training's loss by

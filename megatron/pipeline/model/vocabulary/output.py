@@ -1,7 +1,7 @@
 """The output layer in shards: S makes the logits of a shard's rows and what the loss needs of them, T their gradients.
 
 What is kept from S to T is the logits, in the model's precision; elementwise work turns them into gradients in float32, in
-place and a few tokens at a time, so that no float32 copy of all of them ever stands. See ``loss.py`` for the formulas.
+place and a few tokens at a time, so that no float32 copy of all logits exists at any time. See ``loss.py`` for the formulas.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class OutputShard(torch.nn.Module):
         return OutputPart(self, hidden, labels, with_gradient)
 
     def pieces(self, tokens: int) -> list[slice]:
-        """The tokens whose logits stand at a time, in one piece without a limit."""
+        """The tokens whose logits exist at a time; one piece if there is no limit."""
         return list(_slices(tokens, self._tokens_at_once or tokens))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class OutputPart:
 
     @torch.no_grad()
     def backward(self, statistics: Statistics, weights: torch.Tensor, with_gradient: bool) -> torch.Tensor | None:
-        """T: add the microbatch's gradient to that of the weight, and tell whoever waits for it. Once.
+        """T: add the microbatch's gradient to that of the weight, and notify DDP. Once.
 
         Args:
             statistics: of all shards.

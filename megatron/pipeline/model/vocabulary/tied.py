@@ -9,7 +9,7 @@ class TiedGradient:
     """Keeps what IB adds to a tied weight apart from what T adds, until the iteration has added all of both.
 
     T and IB each come in microbatch order, but which T comes before which IB is the schedule's, and a sum of floats depends on
-    its order. So these are two sums, as without a spread vocabulary those of the first and the last stage are.
+    its order. So these are two sums, as those of the first and the last stage without vocabulary parallelism.
     """
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class TiedGradient:
         self._sum: torch.Tensor | None = None
 
     def expect(self, microbatches: int) -> None:
-        """An iteration begins, with so many T and so many IB."""
+        """Start an iteration with this number of T and of IB."""
         self._missing, self._sum = 2 * microbatches, None
 
     def of_input(self, total: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class TiedGradient:
         return self._sum
 
     def added(self, total: torch.Tensor) -> None:
-        """A T or an IB has added its part. The last one joins the sums, before anybody hears that the gradient is there.
+        """A T or an IB has added its part. The last one joins the sums, before DDP is notified.
 
         Args:
             total: the weight's gradient, to which T has added.
