@@ -123,10 +123,11 @@ def train(schedule: str) -> tuple[list[float], dict[str, list[float]]]:
 
     from megatron.pipeline.model.build import build_model
     from megatron.pipeline.model.layout import PlacementLayout, stage_layers
+    from megatron.pipeline.planning import Request
     from megatron.pipeline.runtime.pipeline import Pipeline
 
     ranks = torch.distributed.get_world_size()
-    pipeline = Pipeline(schedule, ranks)
+    pipeline = Pipeline(Request(schedule, ranks, MICROBATCHES))
     schedules.restore()
     placement, adapter = pipeline.placement, StackAdapter()
     virtual = placement.chunks if placement.chunks > 1 else None
