@@ -25,7 +25,7 @@ from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.costmodel import activations, device, estimate
 from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit, links, outcome, processes, rank
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 from megatron.pipeline.tune.measure.fit import Sending
@@ -54,7 +54,7 @@ def found(timings: tuple[Timing, ...] = (), links: dict[str, Link] | None = None
 
 
 def timing(size: Size, total: float, activation: float = 1.0) -> Timing:
-    return Timing(size, total / 2, total / 4, total / 4, activation)
+    return Timing(size, Work(total / 2, total / 4, total / 4), activation)
 
 
 # From times to numbers.
@@ -165,26 +165,18 @@ def test_the_better_of_two_turns_counts_and_what_is_too_large_is_left_out(
             self.measured.append((self.heads, microbatch))
             if microbatch == 3:
                 raise torch.OutOfMemoryError
-            return Passes(float(next(self.seconds)))
+            return Work(float(next(self.seconds)), 0.0, 0.0), 1.0
 
         def close(self) -> None:
             pass
 
-    class Passes(tuple[float, ...]):
-        total: float
-
-        def __new__(cls, total: float) -> Passes:
-            passes = super().__new__(cls, (total / 2, total / 4, total / 4, 1.0))
-            passes.total = total
-            return passes
-
     monkeypatch.setitem(sys.modules, "megatron.pipeline.tune.measure.layers", SimpleNamespace(Layer=Layer))
     monkeypatch.setattr(links, "together", lambda _: None)
-    monkeypatch.setattr(rank, "_everyone", lambda mine: [mine, mine and Passes(mine.total + 5)])
+    monkeypatch.setattr(rank, "_everyone", lambda mine: [mine, mine and (mine[0].plus(Work(5.0, 0.0, 0.0)), 1.0)])
     sizes = (Size(1, 1), Size(1, 3), Size(2, 1))
     timings, too_large = rank._layers(rank.Job(args, sizes), torch.device("cpu"), lambda _: None)
     assert Layer.measured == [(4, 1), (4, 3), (2, 1), (2, 1), (4, 1), (4, 3)]
-    assert [(one.size, one.total) for one in timings] == [(Size(1, 1), 12.0), (Size(2, 1), 13.0)], "of the slowest rank"
+    assert [(one.size, one.seconds.total) for one in timings] == [(Size(1, 1), 12.0), (Size(2, 1), 13.0)], "of the slowest rank"
     assert too_large == [Size(1, 3)]
 
 
@@ -346,13 +338,13 @@ def test_links_between_ranks_of_one_node_and_of_two(pool: Pool) -> None:
 def test_a_layer_is_cut_and_split_as_in_training(pool: Pool, extra: str) -> None:
     """With dropout, whose masks training draws by microbatch; and as many weights as a layer of this width has."""
     flags = [*MODEL, *extra.split(), "--ffn-hidden-size", "64"]
-    ((passes, told, weights),) = pool.run(1, measured_ranks.layer_of, flags, 2, 3)
-    assert min(passes) > 0
+    (((seconds, kept), told, weights),) = pool.run(1, measured_ranks.layer_of, flags, 2, 3)
+    assert min(seconds) > 0 and kept > 0
     assert told >= 2
     model = tune_measure._model(flags)
     alone = Shape.of(layer_flags(model, Size(2, 3)))
     assert 0 <= weights - alone.layer_weights < 10 * 32 + 96 + 64, "but for norms and biases"
-    assert 0.3 < activations.layer_activation(alone) / passes.activation < 1.5
+    assert 0.3 < activations.layer_activation(alone) / kept < 1.5
 
 
 def test_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

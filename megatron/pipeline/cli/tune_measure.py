@@ -100,12 +100,12 @@ def text(found: Measurements, args: Namespace, measured: Device) -> str:
     rows = []
     for timing in found.timings:
         whole, alone = shape(args, timing.size), shape(layer_flags(args, timing.size), timing.size)
-        total = timing.total
+        total = timing.seconds.total
         rows.append(
             [
                 str(timing.size.tensor),
                 str(timing.size.microbatch),
-                *(f"{1000 * seconds:.3f}" for seconds in (timing.forward, timing.backward, timing.weight)),
+                *(f"{1000 * seconds:.3f}" for seconds in timing.seconds),
                 f"{fit.ideal_seconds(whole, measured) / measured.efficiency / total:.2f}",
                 f"{timing.activation / 2**20:.2f}",
                 f"{activations.layer_activation(alone) / timing.activation:.2f}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -16,22 +16,10 @@ from megatron.pipeline.flags.config import transformer_config
 from megatron.pipeline.model.build import build_model
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
+from megatron.pipeline.shape.gpt import Work
 from megatron.pipeline.tune.measure.clock import Clock, repeated
 
 _WARM_UP = 3  # times: allocators, autotuners and clock rates have settled by then
-
-
-class Passes(NamedTuple):
-    """Seconds of the passes of one layer, and the bytes that its F keeps."""
-
-    forward: float
-    backward: float
-    weight: float
-    activation: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.weight
 
 
 class Layer:
@@ -47,8 +35,8 @@ class Layer:
         self._model = build_model(args, transformer_config(args, placement), placement)[0]
         self._layer = unwrap_model(self._model).decoder.layers[0]
 
-    def measure(self, microbatch: int, iterations: int, tell: Callable[[], object]) -> Passes:
-        """Median seconds of F, B and W, for one microbatch.
+    def measure(self, microbatch: int, iterations: int, tell: Callable[[], object]) -> tuple[Work, float]:
+        """Median seconds of F, B and W for one microbatch, and the bytes that F keeps.
 
         Args:
             tell: called after every iteration.
@@ -76,8 +64,7 @@ class Layer:
             tell()
             return marks
 
-        forward, backward, weight = repeated(clock, passes, iterations, _WARM_UP)
-        return Passes(forward, backward, weight, self._kept(hidden, others))
+        return Work(*repeated(clock, passes, iterations, _WARM_UP)), self._kept(hidden, others)
 
     def close(self) -> None:
         """Give the memory of the layer back, for the next one."""

@@ -109,7 +109,7 @@ def merged(before: Device | None, now: Device, path: Path) -> Device:
 
 
 def _layer(args: Namespace, timing: Timing) -> MeasuredLayer:
-    return MeasuredLayer(*layer_size(shape(args, timing.size)), timing.forward, timing.backward, timing.weight)  # type: ignore[arg-type, call-arg]
+    return MeasuredLayer(*layer_size(shape(args, timing.size)), *timing.seconds)  # type: ignore[arg-type, call-arg]
 
 
 def _without_times(layer: MeasuredLayer) -> MeasuredLayer:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron.pipeline.costmodel.device import Link
+from megatron.pipeline.shape.gpt import Work
 from megatron.pipeline.tune.measure.sizes import Size, layer_flags
 
 if TYPE_CHECKING:
@@ -45,14 +46,8 @@ class Timing:
     """Seconds of the passes of a layer on the slowest rank, and the bytes that its F keeps."""
 
     size: Size
-    forward: float
-    backward: float
-    weight: float
+    seconds: Work
     activation: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.weight
 
 
 @dataclass(frozen=True)
@@ -153,8 +148,8 @@ def _layers(job: Job, device: torch.device, tell: Tell) -> tuple[list[Timing], l
             together(device)
             everyone = _everyone(layer and _unless_too_large(partial(layer.measure, size.microbatch, job.iterations, at)))
             if None not in everyone:
-                slowest = Timing(size, *max(everyone, key=lambda one: one.total))
-                timings[size] = min(slowest, timings.get(size, slowest), key=lambda one: one.total)
+                slowest = Timing(size, *max(everyone, key=lambda measured: measured[0].total))
+                timings[size] = min(slowest, timings.get(size, slowest), key=lambda timing: timing.seconds.total)
         if layer:
             layer.close()
     return [timings[size] for size in job.sizes if size in timings], [size for size in job.sizes if size not in timings]
