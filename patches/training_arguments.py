@@ -1,4 +1,4 @@
-"""megatron.training.arguments: our flags beside Megatron-LM's.
+"""megatron.training.arguments: our flags, added to Megatron-LM's.
 
 ``add_megatron_arguments``: adds the flags of the schedules, and ``--config FILE``.
 ``core_transformer_config_from_args``: the model's configuration is cut by the placement, which no flag of upstream's can express.

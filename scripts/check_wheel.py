@@ -161,7 +161,7 @@ def check_training(folder: Path, wheel: Path) -> str:
     _run([*mpipe, "tune", *_MODEL.split(), *tried], folder)
     torchrun = [python, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = "--mock-data --pipeline-model-parallel-size 2 --pipeline-schedule zb-v --eval-iters 0 --metrics metrics.jsonl"
-    shutil.copy(ROOT / "pretrain_gpt.py", folder)  # beside the one in the repository the package there would be found first
+    shutil.copy(ROOT / "pretrain_gpt.py", folder)  # in the repository's root Python would find the package there first
     _run([*torchrun, "pretrain_gpt.py", *_MODEL.split(), *flags.split()], folder)
     losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if len(losses) != 3:

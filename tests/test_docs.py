@@ -194,3 +194,17 @@ if __name__ == "__main__":
     if not sys.argv[1:]:
         page = ROOT / "benchmarks/README.md"
         page.write_text(measured_again(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def test_words_that_hide_what_is_meant_are_not_used() -> None:
+    """Name the thing or the number instead."""
+    words = re.compile(r"\b(so many|so much|whoever|nobody|told|whatever)\b", re.I)
+    written = [path for room in ("docs", "megatron", "patches", "scripts") for path in (ROOT / room).rglob("*.*")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in [ROOT / "README.md", *written]
+        if path.suffix in (".md", ".py", ".js", ".html")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if words.search(line)
+    ]
+    assert not found, "\n".join(found)

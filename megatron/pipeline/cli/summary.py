@@ -80,12 +80,12 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
 
 def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
     """What a report says of a schedule with copies to host memory."""
-    told = data["offload"]
-    mode = f", --offload {told['mode']}" if told["mode"] else ""
-    longer = data["span"] / told["span_without"] - 1 if told["span_without"] else 0.0
+    offload = data["offload"]
+    mode = f", --offload {offload['mode']}" if offload["mode"] else ""
+    longer = data["span"] / offload["span_without"] - 1 if offload["span_without"] else 0.0
 
     def amounts(name: str) -> tuple[str, str]:
-        return f"{max(told[name]):.4g}", f"{unit.strip() or 'activations'} at most; by rank {listed(told[name])}"
+        return f"{max(offload[name]):.4g}", f"{unit.strip() or 'activations'} at most; by rank {listed(offload[name])}"
 
     def listed(values: Sequence[float]) -> str:
         return " ".join(f"{value:.4g}" for value in values)
@@ -95,11 +95,11 @@ def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
         ("host memory", *amounts("host_peak")),
         (
             "moved",
-            f"{mean(told['moved_share']):.1%}",
-            f"of all activations; by rank {listed(told['moved'])}{unit} in an iteration",
+            f"{mean(offload['moved_share']):.1%}",
+            f"of all activations; by rank {listed(offload['moved'])}{unit} in an iteration",
         ),
-        ("k", f"{told['k']:.3g}", f"D2H and H2D of a rank's microbatch, over its F, B and W{mode}"),
-        ("without", most, f"{by_rank}; the span is then {told['span_without']:g}, and this one {longer:z.1%} longer"),
+        ("k", f"{offload['k']:.3g}", f"D2H and H2D of a rank's microbatch, over its F, B and W{mode}"),
+        ("without", most, f"{by_rank}; the span is then {offload['span_without']:g}, and this one {longer:z.1%} longer"),
     ]
 
 

@@ -11,8 +11,8 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
     """Layers of every stage, in the model's order.
 
     Every stage between the first and the last needs one. The others go, one by one, each to the lightest rank, and there to its
-    lightest stage. Layers are alike, so no other way to share these out has a lighter heaviest rank: whatever rank got one was
-    the lightest then. Of equally light ranks the last gets it: under 1F1B it holds the fewest microbatches.
+    lightest stage. Layers are alike, so no other way to share these out has a lighter heaviest rank: each rank
+    that got one was the lightest then. Of equally light ranks the last gets it: under 1F1B it holds the fewest microbatches.
 
     Args:
         extra: what else a stage has to do, in layers: the output layer, and what hangs on it.

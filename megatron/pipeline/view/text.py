@@ -23,7 +23,7 @@ _LETTERS = {
 _IDLE = "."
 _CUT = " ... "
 _Texts: TypeAlias = Iterable[tuple[int, int, str, str]]  # first column, column behind the last, what stands there, what fills it
-_MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers, whatever the times are
+_MOST_COLUMNS = 1e9  # of a drawing before it is cut: keeps columns whole numbers for any times
 
 
 def render(

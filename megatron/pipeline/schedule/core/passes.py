@@ -56,6 +56,9 @@ class Pass(NamedTuple):
         return cls(named[match[1]], int(match[2]), int(match[3]), int(match[4] or 0))
 
 
+Order = tuple[tuple[Pass, ...], ...]  # every rank's passes, in the order in which it runs them
+
+
 @lru_cache(maxsize=8)
 def _pattern(kinds: tuple[Kind, ...]) -> tuple[re.Pattern[str], dict[str, Kind]]:
     names = "|".join(sorted(kinds, key=len, reverse=True))

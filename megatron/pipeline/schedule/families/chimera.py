@@ -13,10 +13,10 @@ is planned too, within the same memory.
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import bidirectional
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 
 
 def plan(problem: Problem) -> Order:

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import bidirectional, v
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 
 
 def plan_v(problem: Problem) -> Order:

@@ -6,13 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Problem
 
 __all__ = ["Family"]
-
-Order = tuple[tuple[Pass, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.links import rows_of

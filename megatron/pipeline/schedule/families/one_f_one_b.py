@@ -9,10 +9,10 @@ where p > 1 and m is a multiple of p, and for every m without hops. Rank r holds
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 
 
 def plan(problem: Problem) -> Order:

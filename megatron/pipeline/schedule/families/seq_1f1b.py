@@ -12,10 +12,10 @@ microbatch each. S = 1 is 1F1B.
 
 from __future__ import annotations
 
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 
 
 def plan(problem: Problem) -> Order:

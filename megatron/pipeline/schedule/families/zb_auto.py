@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families import gis
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
 
 _LONG = 10_000  # microbatches times stages above which gis takes longer to plan than the search

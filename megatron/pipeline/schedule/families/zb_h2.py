@@ -11,9 +11,10 @@ whole microbatches, and 2r more of which only W is due: 2p-1 microbatches on eve
 
 from __future__ import annotations
 
+from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.families.family import Family, Order
+from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
 
 

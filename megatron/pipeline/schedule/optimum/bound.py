@@ -84,7 +84,7 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
     """The lower bound that a schedule is compared with, for the problem's objective and costs.
 
     It is that of every order of its passes on its placement that holds no more memory on a rank than this schedule does on its
-    fullest one, host memory included: so schedules compare with each other, whatever limit each was planned for.
+    fullest one, host memory included. So schedules that were planned for different limits can be compared.
     """
     most = max(activation_peaks(without_copies(schedule), problem.costs))
     return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))

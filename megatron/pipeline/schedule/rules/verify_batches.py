@@ -30,7 +30,7 @@ def batches_do_not_deadlock(
     """All programs end where what a rank posts in one direction starts as a batch.
 
     Of a rank's batches in one direction each begins when the one before has ended, as those of one NCCL communicator do. A
-    message is transferred once both its ends have begun, and a batch ends as a whole: whoever waits for one of its messages
+    message is transferred once both its ends have begun, and a batch ends as a whole: a rank that waits for one of its messages
     waits for all of them. A Join blocks until all ranks reach theirs. A backward waits until its microbatch's activation has
     been sent, and a Send for earlier ones (``UNFINISHED_SENDS``).
 

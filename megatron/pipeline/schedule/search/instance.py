@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Where, stage_kinds
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
-from megatron.pipeline.schedule.families.family import Order
 from megatron.pipeline.schedule.search import engine
 from megatron.pipeline.schedule.search.engine import DOWN, KINDS, MID, POST, UP, Array
 from megatron.pipeline.schedule.time.jitter import factors

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
-from megatron.pipeline.schedule.families.family import Order
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK
