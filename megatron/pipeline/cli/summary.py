@@ -109,7 +109,7 @@ def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None
 
 
 def within(memory: float, unit: str) -> str:
-    """That something holds no more memory than so much."""
+    """``within 4 microbatches``: the words for a limit of memory."""
     return f"within {memory:g}{unit}" if unit else f"within a memory of {memory:g}"
 
 

@@ -17,7 +17,7 @@ export class MemoryCurves {
     this.slider.setAttribute("role", "slider");
     this.slider.setAttribute("aria-orientation", "vertical");
     this.slider.tabIndex = 0;
-    this.told = this.slider.appendChild(document.createElement("span"));
+    this.caption = this.slider.appendChild(document.createElement("span"));
     parent.append(this.box);
     this.limits = [];
     this.#listen();
@@ -39,7 +39,7 @@ export class MemoryCurves {
     slider.setAttribute("aria-valuenow", limit ?? limits.at(-1) ?? 0);
     const text = limit === null ? "no limit" : `limit ${plain(limit)} microbatches`;
     slider.setAttribute("aria-valuetext", text);
-    this.told.textContent = text;
+    this.caption.textContent = text;
     slider.style.top = this.#y(limit ?? this.top) + "px";
     this.paint();
   }
@@ -86,7 +86,7 @@ export class MemoryCurves {
     });
   }
 
-  /** The limit so many places from one, which need not be one of them itself. */
+  /** The limit a number of places away from a value, which need not be a limit itself. */
   #from(limit, steps) {
     const { limits } = this;
     const above = limits.findIndex((one) => one >= (limit ?? Infinity) - 1e-9);

@@ -29,7 +29,7 @@ export class Pareto {
     new ResizeObserver(() => figure.clientWidth !== this.width && this.show(this.all)).observe(figure);
   }
 
-  /** Points: {name, told, bubble, memory, shown, first, card}; `first`: those whose names have the first claim to room. */
+  /** Points: {name, caption, bubble, memory, shown, first, card}; `first`: those whose names have the first claim to room. */
   show(all) {
     this.all = all;
     const points = all.filter((point) => point.bubble <= WIDEST || point.shown);
@@ -65,10 +65,10 @@ export class Pareto {
 
   #mark(svg, point, best, x, y) {
     const classes = [best && "best", point.shown && "shown"].filter(Boolean).join(" ");
-    const mark = make("g", { role: "button", tabindex: "-1", class: classes, "aria-label": point.told }, svg);
+    const mark = make("g", { role: "button", tabindex: "-1", class: classes, "aria-label": point.caption }, svg);
     make("circle", { class: "reach", cx: x, cy: y, r: REACH }, mark);
     make("circle", { cx: x, cy: y, r: best ? 5 : 4 }, mark);
-    const tell = () => (this.caption.textContent = point.told);
+    const tell = () => (this.caption.textContent = point.caption);
     mark.addEventListener("pointerenter", tell);
     mark.addEventListener("focus", () => {
       this.#current = this.points.indexOf(point);

@@ -42,9 +42,9 @@ export class Plans {
       return null;
     });
     if (!response) return { flags, message: "mpipe serve does not answer: is it still running?" };
-    const told = await response.json();
-    delete told.plan?.passes; // the panel has them, packed
-    const answer = { flags, ...told };
+    const received = await response.json();
+    delete received.plan?.passes; // the panel has them, packed
+    const answer = { flags, ...received };
     if (response.status === 200) {
       if (answer.message) answer.message = words(answer.message);
       this.#answers.set(address(flags), answer); // else it gave way to others, and may be asked for again
@@ -56,7 +56,7 @@ export class Plans {
 
   /**
    * Ask for many plans, in their order, while nothing else is asked for. What was asked for ahead before is given up.
-   * `useful(flags, answer)` says which others are still worth it after an answer; `progress(left)` is told how many are left.
+   * `useful(flags, answer)` says which others are still worth it after an answer; `progress(left)` takes how many are left.
    * Resolves to whether it came to its end.
    */
   async askAhead(wanted, useful, progress) {

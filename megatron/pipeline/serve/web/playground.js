@@ -209,7 +209,7 @@ class Page {
     this.#report();
   }
 
-  /** Say how far it is; `ahead`: what is planned that nobody has asked for, "" where nothing is left. */
+  /** Say how far it is; `ahead`: what is planned in advance, "" where nothing is left. */
   #report(ahead) {
     const busy = this.shown.filter((one) => one.busy).length;
     const refused = this.shown.filter((one) => one.answer && !one.plan).length;
@@ -306,16 +306,16 @@ class Page {
       point.shown ||= shown.has(JSON.stringify(values));
       const name = label({ ...values, "memory-limit": "" }, plan);
       const before = point.names.get(name);
-      if (!before || label(values).length < label(before.values).length) point.names.set(name, { values, told: label(values, plan) });
+      if (!before || label(values).length < label(before.values).length) point.names.set(name, { values, label: label(values, plan) });
     }
     return [...places.values()].map(({ names, value, bubble, memory, shown }) => {
-      const all = [...names.values()].sort((a, b) => a.told.length - b.told.length);
+      const all = [...names.values()].sort((a, b) => a.label.length - b.label.length);
       const { plain } = this.stock;
       const [faster, held] = plain ? [measures(plain).value / value, memory / measures(plain).memory] : [];
       const over = plain ? `, × ${faster.toFixed(2)} over 1F1B with ${Math.round(100 * held)} % of its memory` : "";
-      const told = `${all.map((one) => one.told).join(", ")}: ${this.common.objective} ${Number(value.toPrecision(5))}${over}; bubble ${(100 * bubble).toFixed(1)} %, memory ${Number(memory.toPrecision(4))}`;
-      const [{ values, told: name }] = all;
-      return { name, told, bubble, memory, shown, first: !values["memory-limit"], card: values };
+      const caption = `${all.map((one) => one.label).join(", ")}: ${this.common.objective} ${Number(value.toPrecision(5))}${over}; bubble ${(100 * bubble).toFixed(1)} %, memory ${Number(memory.toPrecision(4))}`;
+      const [{ values, label: name }] = all;
+      return { name, caption, bubble, memory, shown, first: !values["memory-limit"], card: values };
     });
   }
 

@@ -10,7 +10,7 @@ const short = (value) => String(Number(value.toPrecision(5)));
 const share = (value) => `${(100 * value).toFixed(1).replace("-0.0", "0.0")} %`;
 const faster = (plan, than) => (than ? `× ${(measures(than).value / measures(plan).value).toFixed(2)}` : "–");
 
-// In the order of the columns: what a plan is told as, beside stock's plans.
+// In the order of the columns: how a plan is written, followed by stock's plans.
 const FACTS = [
   (plan) => short(measures(plan).value),
   (plan, { plain }) => faster(plan, plain),
@@ -119,8 +119,8 @@ export class Row {
     for (const one of [...all].sort((a, b) => value(a) - value(b))) {
       const row = element("tr", "", body);
       element("th", one.label, row).scope = "row";
-      const told = one.peak_activation && measures({ ...one, objective: plan.objective });
-      const facts = told ? [short(told.value), share(told.bubble), short(told.memory), share(told.gap)] : ["–", "–", "–", "–"];
+      const measured = one.peak_activation && measures({ ...one, objective: plan.objective });
+      const facts = measured ? [short(measured.value), share(measured.bubble), short(measured.memory), share(measured.gap)] : ["–", "–", "–", "–"];
       for (const fact of [...facts, one.why_not ?? "chosen"]) element("td", fact, row);
     }
   }
