@@ -170,30 +170,33 @@ class Costs:
     def __post_init__(self) -> None:
         if not 0 <= self.hop < float("inf"):
             raise ValueError(f"the hop must take 0 seconds or more, got {self.hop}")
-        for field in fields(VocabularyCosts):
-            value = getattr(self.vocabulary, field.name)
-            if not (value is None and field.name == "exchange") and not 0 <= value < float("inf"):
-                raise ValueError(f"{field.name} of the vocabulary must be a number of at least 0, got {value}")
+        named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
+        named += [(f"stage {index}", stage) for index, stage in enumerate(self.stages)]
+        for of, costs in named:
+            for field in fields(costs):
+                value = getattr(costs, field.name)
+                if not (value is None and field.default is None) and not 0 <= value < float("inf"):
+                    raise ValueError(f"{field.name} of {of} must be a number of at least 0, got {value}")
         for index, stage in enumerate(self.stages):
-            for field in fields(StageCosts):
-                value = getattr(stage, field.name)
-                if not (value is None and field.name in _MAY_FOLLOW) and not 0 <= value < float("inf"):
-                    raise ValueError(f"{field.name} of stage {index} must be a number of at least 0, got {value}")
-            if stage.retained > stage.activation:
-                raise ValueError(
-                    f"stage {index} would retain {stage.retained} after B of the {stage.activation} that F allocated; "
-                    "retained must not be more"
-                )
-            if stage.checkpoint > stage.activation:
-                raise ValueError(
-                    f"stage {index} would keep {stage.checkpoint} for R, more than the {stage.activation} without R; "
-                    "checkpoint must not be more"
-                )
-            if stage.movable is not None and stage.movable > stage.activation:
-                raise ValueError(
-                    f"stage {index} would move {stage.movable} of the {stage.activation} that F allocated; movable must "
-                    "not be more"
-                )
+            most = stage.activation
+            for name, amount, use in (
+                ("retained", stage.retained, f"retain {stage.retained} after B of the {most} that F allocated"),
+                ("checkpoint", stage.checkpoint, f"keep {stage.checkpoint} for R, more than the {most} without R"),
+                ("movable", stage.movable, f"move {stage.movable} of the {most} that F allocated"),
+            ):
+                if amount is not None and amount > most:
+                    raise ValueError(f"stage {index} would {use}; {name} must not be more")
+
+    def check_placement(self, placement: Placement) -> None:
+        """Raises:
+        ValueError: the costs are for another number of stages than the placement has.
+        """
+        stages = placement.last_stage + 1
+        if len(self.stages) != stages:
+            raise ValueError(
+                f"costs of {len(self.stages)} stages for a placement of {stages} ({placement.ranks} ranks with "
+                f"{placement.chunks} chunks each); give one StageCosts per stage"
+            )
 
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""

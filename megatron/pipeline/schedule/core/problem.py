@@ -28,32 +28,28 @@ class Objective(StrEnum):
         return timeline.bubble_rate if self is Objective.SPAN else timeline.makespan_bubble_rate
 
 
-class LimitTooLow(ValueError):
-    """A family has no schedule within a memory limit.
+class _TooLow(ValueError):
+    """A limit is too low.
 
     Attributes:
-        least: the limit that it can do with, in the costs' unit.
+        least: the limit that suffices, in the costs' unit.
     """
 
     def __init__(self, message: str, least: float) -> None:
         super().__init__(message)
         self.least = least
+
+
+class LimitTooLow(_TooLow):
+    """A family has no schedule within a memory limit."""
+
+
+class HostLimitTooLow(_TooLow):
+    """A limit of host memory has no room for one copy."""
 
 
 class ChunksDoNotFit(ValueError):
     """A schedule has another number of chunks per rank; the caller adds where the number was given."""
-
-
-class HostLimitTooLow(ValueError):
-    """A limit of host memory has no room for anything.
-
-    Attributes:
-        least: the limit that has room for one copy, in the costs' unit.
-    """
-
-    def __init__(self, message: str, least: float) -> None:
-        super().__init__(message)
-        self.least = least
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
+        self.costs.check_placement(self.placement)
         stages = self.placement.last_stage + 1
-        if len(self.costs.stages) != stages:
-            raise ValueError(
-                f"costs of {len(self.costs.stages)} stages for a placement of {stages} ({self.ranks} ranks with "
-                f"{self.placement.chunks} chunks each); give one StageCosts per stage"
-            )
         if self.limits is not None and (len(self.limits) != self.ranks or not all(limit >= 0 for limit in self.limits)):
             raise ValueError(f"a memory limit must be a number of at least 0 for each of {self.ranks} ranks, got {self.limits}")
         for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):
@@ -116,15 +108,11 @@ class Problem:
         if self.host_limit is not None and not (self.offload and self.host_limit > 0):
             problem = f"must be above 0, got {self.host_limit:g}" if self.offload else "needs offloading, and there is none"
             raise ValueError(f"a limit of host memory {problem}")
-        if self.vocabulary:
-            self._check_spread()
-
-    def _check_spread(self) -> None:
-        if self.ranks < 2:
+        if self.vocabulary and self.ranks < 2:
             raise ValueError("the vocabulary can be spread over 2 pipeline ranks or more, got 1: leave it where it is")
-        if self.placement.replicas > 1:
+        if self.vocabulary and self.placement.replicas > 1:
             raise ValueError("a schedule that holds the model several times cannot spread the vocabulary: take another one")
-        if self.splits > 1:
+        if self.vocabulary and self.splits > 1:
             raise ValueError(
                 f"microbatches cut into {self.splits} slices cannot go with a spread vocabulary, whose losses are those of whole "
                 "sequences: take 1 slice, or another schedule"

@@ -47,13 +47,5 @@ def _order(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Iterator[
 
 
 FAMILY = Family(
-    "interleaved",
-    interleaved,
-    plan,
-    chunks=2,
-    any_chunks=True,
-    least_chunks=2,
-    fused=True,
-    exposed_hops=0.5,
-    suggested=True,
+    "interleaved", interleaved, plan, chunks=2, any_chunks=True, least_chunks=2, fused=True, exposed_hops=0.5, suggested=True
 )

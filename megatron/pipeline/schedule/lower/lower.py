@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -18,7 +19,6 @@ from megatron.pipeline.schedule.lower.program import (
     Compute,
     Copy,
     Exchange,
-    Flow,
     Join,
     Message,
     Operation,
@@ -79,40 +79,25 @@ def communications(schedule: Schedule) -> Iterator[Transfer | Gathering]:
     Raises:
         ValueError: the schedule cannot finish.
     """
+    order = ((rank, schedule.passes[rank][slot]) for rank, run in dependency_order(schedule) for slot in run)
+    places = {work: place for place, work in enumerate(order)}
+    placed: list[tuple[int, Transfer | Gathering]] = [(places[maker], one) for maker, one in _messages(schedule)]
+    placed += [(max(places[maker] for maker in one.producers), one) for one in gatherings(schedule)]
+    return (one for _, one in sorted(placed, key=itemgetter(0)))
+
+
+def _messages(schedule: Schedule) -> Iterator[tuple[tuple[int, Pass], Transfer]]:
+    """Every transfer, with the (rank, pass) that makes it."""
     slots: list[dict[Pass, int]] = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
-    leaving = _links(schedule)
-    gathered = _Parts(schedule)
-    for rank, run in dependency_order(schedule):
-        row, links = schedule.rows[rank], leaving[rank]
-        for slot in run:
-            work = row.passes[slot]
-            kind, microbatch, chunk, part = work
-            if (link := links.get((kind, chunk))) is not None and not (row.is_divided and part < row.parts(work) - 1):
-                for its_kind in link.kinds:
-                    consumer = slots[link.receiver].get(Pass(its_kind, microbatch, link.chunk))
-                    if consumer is not None:
-                        yield Transfer(Message(link.flow, microbatch, link.stage), rank, slot, link.receiver, consumer)
-            if schedule.vocabulary:
-                yield from gathered.made(rank, work)
-
-
-class _Parts:
-    """Which parts of collectives have been made."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._waiting: dict[tuple[int, Pass], list[Gathering]] = {}
-        self._missing: dict[Collective, int] = {}
-        for one in gatherings(schedule):
-            self._missing[one.collective] = len(one.producers)
-            for producer in one.producers:
-                self._waiting.setdefault(producer, []).append(one)
-
-    def made(self, rank: int, work: Pass) -> Iterator[Gathering]:
-        """The collectives of which a pass has made the last part."""
-        for one in self._waiting.get((rank, work), ()):
-            self._missing[one.collective] -= 1
-            if not self._missing[one.collective]:
-                yield one
+    for rank, passes in enumerate(schedule.passes):
+        for slot, (kind, microbatch, chunk, part) in enumerate(passes):
+            for source in schedule.sources[kind, rank, chunk] if not part else ():
+                if source.hops:
+                    ((sender, its_chunk),) = source.homes
+                    producer = schedule.rows[sender].first_of(source.kinds, microbatch, its_chunk)
+                    assert producer.kind.row.sends is not None
+                    message = Message(producer.kind.row.sends, microbatch, schedule.placement.stage(sender, its_chunk))
+                    yield (sender, producer), Transfer(message, sender, slots[sender][producer], rank, slot)
 
 
 def gatherings(schedule: Schedule) -> Iterator[Gathering]:
@@ -126,7 +111,7 @@ def gatherings(schedule: Schedule) -> Iterator[Gathering]:
         Where.ALL: [(rank, 0) for rank in range(schedule.ranks)],
     }
     uses: dict[Exchange, list[tuple[Kind, Need]]] = {exchange: [] for exchange in Exchange}
-    for kind in Kind:
+    for kind in dict.fromkeys(chain(Kind, *(row.kinds for row in rows))):
         for need in kind.row.needs:
             if need.exchange and schedule.vocabulary in (need.modes or Vocabulary):
                 uses[need.exchange].append((kind, need))
@@ -285,29 +270,3 @@ class _Rows:
 
 _IN_STEP = (Exchange.STATISTICS, Exchange.GRADIENT)  # what all ranks wait for where the vocabulary is interlaced
 _UNOWED = 2  # collectives of a kind, that a rank gets nothing from and has not waited for
-
-
-class _Link(NamedTuple):
-    """What passes of one kind on one stage send to a neighbour on another rank."""
-
-    flow: Flow
-    stage: int
-    receiver: int
-    chunk: int  # on the receiver
-    kinds: list[Kind]  # of passes that need it there, of which a microbatch has one
-
-
-def _links(schedule: Schedule) -> list[dict[tuple[Kind, int], _Link]]:
-    """The links of every rank, by the kind and the chunk of the passes that send."""
-    placement = schedule.placement
-    links: list[dict[tuple[Kind, int], _Link]] = [{} for _ in schedule.rows]
-    for rank, row in enumerate(schedule.rows):
-        for kind, chunk in itertools.product(row.kinds, range(placement.chunks)):
-            for source in schedule.sources[kind, rank, chunk]:
-                if source.hops:
-                    ((sender, its_chunk),) = source.homes
-                    for sends in source.kinds:
-                        assert sends.row.sends is not None
-                        link = _Link(sends.row.sends, placement.stage(sender, its_chunk), rank, chunk, [])
-                        links[sender].setdefault((sends, its_chunk), link).kinds.append(kind)
-    return links

@@ -54,7 +54,7 @@ def lower_bound(problem: Problem) -> float:
     if problem.vocabulary:
         # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
         stages = replace(problem, vocabulary=None)
-        return max(lower_bound(stages), max(_work(stages)) + problem.microbatches * problem.costs.vocabulary.total)
+        return max(lower_bound(stages), max(rank_seconds(stages)) + problem.microbatches * problem.costs.vocabulary.total)
     limits = [usable(problem, rank) for rank in range(problem.ranks)]
     if any(least_limit(problem, rank) > limit * (1 + SLACK) for rank, limit in enumerate(limits)):
         return math.inf
@@ -63,7 +63,7 @@ def lower_bound(problem: Problem) -> float:
     small = count * len(problem.costs.stages) <= SMALL
     first, last, sweeps = (count, 0, 8) if small else (problem.ranks + 8, 4, 2)
     numbers = sorted({*range(min(first, count)), *range(max(0, count - last), count)})
-    work = _work(problem)
+    work = rank_seconds(problem)
     origins = _origins(work, len(numbers)) if problem.objective is Objective.SPAN else [None]
     head = Earliest(problem, forward, origins, numbers)
     tail = Earliest(problem, backwards_in_time(forward), origins, numbers)
@@ -105,7 +105,7 @@ def with_own_passes(schedule: Schedule, problem: Problem) -> Problem:
     return replace(problem, costs=replace(problem.costs, stages=stages), recompute=problem.recompute | some)
 
 
-def _work(problem: Problem) -> list[float]:
+def rank_seconds(problem: Problem) -> list[float]:
     """Seconds that every rank computes, in its stages' passes."""
     work: list[float] = [0.0] * problem.ranks
     for line in lines(problem):

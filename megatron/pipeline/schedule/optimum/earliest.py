@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.pipeline.schedule.core.costs import StageCosts
 from megatron.pipeline.schedule.core.kinds import sources, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Problem
@@ -66,17 +67,21 @@ def lines(problem: Problem) -> list[Line]:
             its_stage = placement.stage(*source.homes[0])
             needed = next(known[its_stage, other] for other in source.kinds if (its_stage, other) in known)
             before.append((needed, source.hops * float(costs.hop)))
-        seconds, both = cost.seconds(kind), cost.seconds(Kind.BW)
-        if kind is Kind.B:
-            seconds = min(cost.backward, both)
-        elif kind is Kind.W:
-            seconds = min(cost.backward + cost.weight, both) - min(cost.backward, both)
         change = cost.allocated(kind, stage in problem.recompute)
-        own = Kind.B if kind is Kind.BW else kind
+        own = Kind(kind.row.replaces[0]) if kind.row.replaces else kind
         known[stage, own] = len(made)
         count = len(range(placement.replica(stage), total, placement.replicas))
-        made.append(Line(stage, rank, own, float(seconds), float(change), count, tuple(before)))
+        made.append(Line(stage, rank, own, float(_least_seconds(cost, kind)), float(change), count, tuple(before)))
     return made
+
+
+def _least_seconds(cost: StageCosts, kind: Kind) -> float:
+    """Seconds of a pass; of one that another kind can replace, its share of the shorter way (see ``lines``)."""
+    for whole in (other for other in Kind if kind in other.row.replaces):
+        at, together = whole.row.replaces.index(kind), cost.seconds(whole)
+        parts = [cost.seconds(Kind(part)) for part in whole.row.replaces]
+        return min(sum(parts[: at + 1]), together) - (min(sum(parts[:at]), together) if at else 0)
+    return cost.seconds(kind)
 
 
 def backwards_in_time(forward: Sequence[Line]) -> list[Line]:

@@ -180,38 +180,34 @@ class _Model:
                     self._model.add(self._ends[other, before] + hop <= self._starts[rank, work])
 
     def _add_limit(self, rank: int, limit: float) -> None:
-        """What F, R and B leave is held until B, or W, ends. Ranks run one pass at a time, so that this is a cumulative."""
-        placement = self._problem.placement
-        mine = [self._sliced.stages[stage] for stage in placement.stages[rank]]
-        total = sum(stage.activation * len(self._empty.numbers(rank, chunk)) for chunk, stage in enumerate(mine))
-        if total <= limit:
+        """What a pass allocates is held until passes that free as much have ended, the last allocated first. Ranks run one pass
+        at a time, so that this is a cumulative."""
+        changes = {(work.kind, work.chunk): self._change(rank, work) for work in self._passes[rank]}
+        if sum(max(0.0, changes[work.kind, work.chunk]) for work in self._passes[rank]) <= limit:
             return
-        sizes = [size for stage in mine for size in (stage.activation, stage.retained, stage.checkpoint)]
-        unit, _ = _whole([*sizes, limit], Fraction(limit) / 10**12)
+        unit, _ = _whole([*map(abs, changes.values()), limit], Fraction(limit) / 10**12)
         intervals: list[IntervalVar] = []
         demands: list[int] = []
-
-        def hold(size: float, first: Pass, last: Pass) -> None:
-            start, end = self._starts[rank, first], self._ends[rank, last]
-            length = self._model.new_int_var(0, self._horizon, "")
-            intervals.append(self._model.new_interval_var(start, length, end, f"{first}..{last}@{rank}"))
-            demands.append(math.floor(Fraction(size) / unit + Fraction(1, 10**9)))
-
+        held: dict[tuple[int, int], list[tuple[float, Pass]]] = {}  # by microbatch and chunk
         for work in self._passes[rank]:
-            if work.kind is not Kind.F:
-                continue
-            stage, index = mine[work.chunk], placement.stage(rank, work.chunk)
-            again = work._replace(kind=Kind.R) if index in self._problem.recompute else work
-            fused = index in self._problem.fused
-            back, last = (work._replace(kind=Kind.BW if fused else kind) for kind in (Kind.B, Kind.W))
-            from_f = stage.activation if again is work else stage.checkpoint
-            until_w = 0.0 if fused else stage.retained
-            both = min(from_f, until_w)
-            hold(both, work, last)
-            hold(from_f - both, work, back)
-            hold(until_w - both, again, last)
-            hold(stage.activation - from_f - (until_w - both), again, back)
+            change, stack = changes[work.kind, work.chunk], held.setdefault(work[1:3], [])
+            if change > 0:
+                stack.append((change, work))
+            while change < 0 and stack:
+                size, first = stack.pop()
+                if size + change > 0:
+                    stack.append((size + change, first))
+                freed, change = min(size, -change), change + size
+                start, end = self._starts[rank, first], self._ends[rank, work]
+                length = self._model.new_int_var(0, self._horizon, "")
+                intervals.append(self._model.new_interval_var(start, length, end, f"{first}..{work}@{rank}"))
+                demands.append(math.floor(Fraction(freed) / unit + Fraction(1, 10**9)))
         self._model.add_cumulative(intervals, demands, math.floor(Fraction(limit) / unit + Fraction(1, 10**9)))
+
+    def _change(self, rank: int, work: Pass) -> float:
+        """The memory that a pass allocates (positive) or frees (negative)."""
+        stage = self._problem.placement.stage(rank, work.chunk)
+        return self._sliced.allocated(work.kind, stage, stage in self._problem.recompute)
 
     def _add_objective(self) -> None:
         """The span is that of the rank with the longest; the makespan counts from 0."""

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.optimum.bound import least_limit, lifespans, memory_time, nested
-from megatron.pipeline.schedule.optimum.earliest import SLACK, lines, unit
+from megatron.pipeline.schedule.optimum.bound import least_limit, lifespans, memory_time, nested, rank_seconds
+from megatron.pipeline.schedule.optimum.earliest import SLACK, unit
 
 
 def period(problem: Problem) -> float:
     """Seconds that the busiest rank computes for one microbatch: in the long run no schedule needs less per microbatch."""
-    work = [0.0] * problem.ranks
-    for line in lines(problem):
-        work[line.rank] += line.count * line.seconds
-    return max(work) / problem.microbatches
+    return max(rank_seconds(problem)) / problem.microbatches
 
 
 def sustaining_limits(problem: Problem) -> tuple[float, ...]:

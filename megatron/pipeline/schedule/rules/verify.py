@@ -10,15 +10,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
 from megatron.pipeline.schedule.time.simulate import activation_changes
 
-# Found once: looking up Kind.F takes longer than everything else that is done with a pass.
-F, D2H, H2D = Kind.F, Kind.D2H, Kind.H2D
+F = Kind.F  # found once: looking it up takes longer than everything else that is done with a pass
 
 __all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
 
@@ -134,12 +133,11 @@ def every_part_is_there(schedule: Schedule) -> None:
 
 def every_copy_has_its_other_half(schedule: Schedule) -> None:
     """What a rank copies to host memory it copies back, once each."""
-    for rank, passes in enumerate(schedule.passes):
-        copies = [work for work in passes if work.kind.is_copy]
-        present = set(copies)
-        for kind, microbatch, chunk, _ in copies:
-            if (H2D if kind is D2H else D2H, microbatch, chunk, 0) not in present:
-                raise _missing(rank, H2D if kind is D2H else D2H, microbatch, chunk)
+    for rank, row in enumerate(schedule.rows if schedule.has_copies else ()):
+        for work in row.passes:
+            for kind in COPY_KINDS if work.kind.is_copy else ():
+                if not row.has(kind, work):
+                    raise _missing(rank, kind, *work[1:3])
 
 
 def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:

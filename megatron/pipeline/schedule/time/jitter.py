@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -9,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import AnyKind
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.links import Rows, rows_of
 from megatron.pipeline.schedule.time.replay import replay
-from megatron.pipeline.schedule.time.simulate import check_stages
 
 Draws: TypeAlias = NDArray[np.float64]  # one number for each draw
 
@@ -76,7 +77,7 @@ def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, 
         raise ValueError(f"a schedule can be simulated with 1 to {MOST_DRAWS} draws, got {draws}")
     if seed < 0:
         raise ValueError(f"a seed must be a whole number of at least 0, got {seed}")
-    check_stages(schedule.placement, costs)
+    costs.check_placement(schedule.placement)
     costs = costs.sliced(schedule.splits)
     rows = rows_of(schedule, costs, with_lanes=schedule.has_lanes)
     durations = _drawn(schedule, rows, jitter, draws, seed)
@@ -114,12 +115,13 @@ def _drawn(schedule: Schedule, rows: Rows, jitter: float, draws: int, seed: int)
     ]
 
 
-def factors(kind: Kind, stage: int, microbatches: int, jitter: float, draws: int, seed: int) -> NDArray[np.float64]:
+def factors(kind: AnyKind, stage: int, microbatches: int, jitter: float, draws: int, seed: int) -> NDArray[np.float64]:
     """Random factors of the durations of one stage's passes of one kind, ``float[microbatches, draws]``.
 
     They are log-normal, so never negative, with mean 1 and standard deviation ``jitter``: the logarithm is normal with
     variance s = ln(1 + jitter^2) and mean -s/2. All factors are independent.
     """
     variance = np.log1p(jitter**2)
-    generator = np.random.default_rng([seed, stage, list(Kind).index(kind)])
+    number = list(Kind).index(kind) if isinstance(kind, Kind) else zlib.crc32(kind.encode())
+    generator = np.random.default_rng([seed, stage, number])
     return generator.lognormal(-variance / 2, np.sqrt(variance), (microbatches, draws))

@@ -8,7 +8,6 @@ from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.clock import Clock
@@ -31,7 +30,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     Raises:
         ValueError: the costs are for another number of stages, or the schedule cannot finish (the stuck pass is named).
     """
-    check_stages(schedule.placement, costs)
+    costs.check_placement(schedule.placement)
     costs = costs.sliced(schedule.splits)
     if schedule.has_lanes:
         return _with_lanes(schedule, costs)
@@ -86,7 +85,7 @@ def activation_profile(schedule: Schedule, timeline: Timeline, costs: Costs) -> 
 
 def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
-    check_stages(schedule.placement, costs)
+    costs.check_placement(schedule.placement)
     costs = costs.sliced(schedule.splits)
     changes: list[list[float]] = []
     for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
@@ -102,15 +101,3 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
             [change / row.parts(work) for work, change in zip(row.passes, own, strict=True)] if row.is_divided else own
         )
     return changes
-
-
-def check_stages(placement: Placement, costs: Costs) -> None:
-    """Raises:
-    ValueError: the costs are for another number of stages than the placement has.
-    """
-    stages = placement.ranks * placement.chunks
-    if len(costs.stages) != stages:
-        raise ValueError(
-            f"costs of {len(costs.stages)} stages for a placement of {stages} ({placement.ranks} ranks with "
-            f"{placement.chunks} chunks each); give one StageCosts per stage"
-        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
+from itertools import chain
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -15,36 +16,32 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
     R needs no other rank, so it fills the time in which its rank waits for the gradient, and what R allocates is held as
     briefly as possible.
     """
-    if not stages:
-        return schedule
-    rows = []
-    for rank, passes in enumerate(schedule.passes):
-        present = set(passes)
-        row: list[Pass] = []
-        for work in passes:
-            again = Pass(Kind.R, work.microbatch, work.chunk)
-            if work.kind.sends_gradient and schedule.placement.stage(rank, work.chunk) in stages and again not in present:
-                row.append(again)
-            row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, passes=tuple(rows))
+
+    def with_recomputation(rank: int, work: Pass) -> Iterator[Pass]:
+        if work.kind.sends_gradient and not schedule.recomputes(rank, work):
+            yield work._replace(kind=Kind.R)
+        yield work
+
+    return _changed(schedule, stages, with_recomputation)
 
 
 def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:
     """Run the backward of these stages as BW in the place of B; other stages stay as they are (selective splitting)."""
-    if not stages:
-        return schedule
+
+    def fused(rank: int, work: Pass) -> Iterator[Pass]:
+        if work.kind is not Kind.W:
+            yield work._replace(kind=Kind.BW) if work.kind is Kind.B else work
+
+    return _changed(schedule, stages, fused)
+
+
+def _changed(schedule: Schedule, stages: Set[int], change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
+    """The schedule with other passes in the place of each pass of some stages."""
     rows = []
-    for rank, passes in enumerate(schedule.passes):
-        row: list[Pass] = []
-        for work in passes:
-            if work.kind in (Kind.B, Kind.W) and schedule.placement.stage(rank, work.chunk) in stages:
-                if work.kind is Kind.B:
-                    row.append(work._replace(kind=Kind.BW))
-            else:
-                row.append(work)
-        rows.append(tuple(row))
-    return replace(schedule, passes=tuple(rows))
+    for rank, passes in enumerate(schedule.passes if stages else ()):
+        chunks = {chunk for chunk, stage in enumerate(schedule.placement.stages[rank]) if stage in stages}
+        rows.append(tuple(chain(*(change(rank, work) if work.chunk in chunks else (work,) for work in passes))))
+    return replace(schedule, passes=tuple(rows)) if stages else schedule
 
 
 def without_copies(schedule: Schedule) -> Schedule:
