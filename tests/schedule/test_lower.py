@@ -55,7 +55,8 @@ def _check_places(schedule: Schedule, programs: tuple[Program, ...], timed: tupl
             if isinstance(operation, Receive):
                 message = operation.message
                 home, chunk = schedule.placement.home(message.stage)
-                kind = Kind.F if message.flow is Flow.ACTIVATION else schedule.backward_kind(home, message.microbatch, chunk)
+                kinds = (Kind.F,) if message.flow is Flow.ACTIVATION else (Kind.BW, Kind.B)
+                kind = schedule.rows[home].first_of(kinds, message.microbatch, chunk).kind
                 sent = ends[home, Pass(kind, message.microbatch, chunk)]
                 following = next(op.work for op in without[slot:] if isinstance(op, Compute))
                 assert ends[rank, following] >= sent, "a receive is not posted before a pass that is over when it is sent"

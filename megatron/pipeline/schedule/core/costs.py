@@ -295,7 +295,7 @@ class Costs:
         for row in rows:
             given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
             stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
-        return cls(tuple(stages), float(hop), _vocabulary(data.get("vocabulary", {})), _copies(data.get("copies", {})))
+        return cls(tuple(stages), float(hop), **_shared(data))
 
 
 _MAY_FOLLOW = ("fused", "movable")  # from other costs, where they are None
@@ -306,22 +306,18 @@ def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
     return {name: value for name, value in asdict(costs).items() if value is not None}
 
 
-def _vocabulary(row: object) -> VocabularyCosts:
-    return VocabularyCosts(**_numbers("vocabulary", row, VocabularyCosts))
-
-
-def _copies(row: object) -> CopyCosts:
-    numbers = _numbers("copies", row, CopyCosts)
-    return CopyCosts(**numbers | ({"switch": row["switch"]} if isinstance(row, dict) and "switch" in row else {}))
-
-
-def _numbers(what: str, row: object, kind: type[VocabularyCosts] | type[CopyCosts]) -> dict[str, Any]:
-    allowed = [field.name for field in fields(kind)]
-    if not isinstance(row, dict) or not row.keys() <= set(allowed):
-        raise ValueError(f"{what}: expected costs by name, of {', '.join(allowed)}, got {row!r}")
-    for name, value in row.items():
-        _check_number(f"{what}: {name}", value)
-    return {name: float(value) for name, value in row.items()}
+def _shared(data: dict[str, Any]) -> dict[str, Any]:
+    """The costs that are not of one stage."""
+    costs: dict[str, Any] = {}
+    for what, kind in (("vocabulary", VocabularyCosts), ("copies", CopyCosts)):
+        row, allowed = data.get(what, {}), [field.name for field in fields(kind)]
+        if not isinstance(row, dict) or not row.keys() <= set(allowed):
+            raise ValueError(f"{what}: expected costs by name, of {', '.join(allowed)}, got {row!r}")
+        for name, value in row.items():
+            _check_number(f"{what}: {name}", value)
+        numbers: dict[str, Any] = {name: value if name == "switch" else float(value) for name, value in row.items()}
+        costs[what] = kind(**numbers)
+    return costs
 
 
 # The default where F, B and W take 1: an output layer that adds a third to a rank's work.

@@ -349,20 +349,14 @@ class Sources(dict[tuple[str, int, int], tuple[Source, ...]]):
             return None
         if (need.on is Where.FIRST and not is_first) or (need.on is Where.LAST and not is_last):
             return None
-        homes: tuple[tuple[int, int], ...]
-        match need.where:
-            case Where.SAME:
-                homes = ((rank, chunk),)
-            case Where.PREVIOUS:
-                homes = () if is_first else (placement.home(stage - 1),)
-            case Where.NEXT:
-                homes = () if is_last else (placement.home(stage + 1),)
-            case Where.FIRST:
-                homes = (placement.home(0),)
-            case Where.LAST:
-                homes = (placement.home(placement.last_stage),)
-            case Where.ALL:
-                homes = tuple((other, 0) for other in range(placement.ranks))
+        homes: tuple[tuple[int, int], ...] = {
+            Where.SAME: ((rank, chunk),),
+            Where.PREVIOUS: () if is_first else (placement.home(stage - 1),),
+            Where.NEXT: () if is_last else (placement.home(stage + 1),),
+            Where.FIRST: (placement.home(0),),
+            Where.LAST: (placement.home(placement.last_stage),),
+            Where.ALL: tuple((other, 0) for other in range(placement.ranks)),
+        }[need.where]
         if not homes:
             return None
         near = need.where is not Where.ALL and homes[0][0] == rank

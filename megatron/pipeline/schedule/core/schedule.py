@@ -81,10 +81,6 @@ class Schedule:
         """The passes of every rank, to look them up."""
         return tuple(map(RankPasses, self.passes))
 
-    def backward_kind(self, rank: int, microbatch: int, chunk: int) -> Kind:
-        """Whether this rank runs the backward of (microbatch, chunk) fused (BW) or split (B and W)."""
-        return self.rows[rank].first_of((Kind.BW, Kind.B), microbatch, chunk).kind
-
     def recomputes(self, rank: int, work: Pass) -> bool:
         """Whether this rank runs R for the microbatch and chunk of a pass."""
         return self.rows[rank].has(Kind.R, work)

@@ -215,15 +215,14 @@ class _Rows:
         yield from map(Copy, row.started_by(work))
 
     def communicate(self, moment: float, one: Transfer | Gathering) -> None:
-        if isinstance(one, Transfer):
-            self._transfer(moment, *one)
-        else:
+        """Add a message, or a collective, that is ready to be carried at a moment."""
+        if isinstance(one, Gathering):
             self._gather(moment, one)
-
-    def _transfer(self, sent: float, message: Message, sender: int, producer: int, receiver: int, consumer: int) -> None:
+            return
+        message, sender, producer, receiver, consumer = one
         self.compute(sender, producer + 1)
         self._programs[sender].append(Send(message, receiver))
-        self._compute_up_to(receiver, sent)
+        self._compute_up_to(receiver, moment)
         self._programs[receiver].append(Receive(message, sender))
         self._waits[receiver][consumer] = Wait(message)
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -193,19 +194,18 @@ def memory_time(problem: Problem) -> list[float]:
     A stage holds what F allocates for a lifespan (``lifespans``), what R allocates from R until B ends, and what is
     retained until W ends.
     """
-    costs = problem.costs.sliced(problem.splits)
-    spans = lifespans(problem)
-    held = [0.0] * problem.ranks
+    spans, held = lifespans(problem), [0.0] * problem.ranks
+    level, way = [0.0] * len(spans), [0.0] * len(spans)  # what a microbatch holds by then, and what of that for its lifespan
     for line in lines(problem):
-        cost, again = costs.stages[line.stage], line.stage in problem.recompute
-        if line.kind is Kind.F:
-            held[line.rank] += line.count * line.change * spans[line.stage]
-        elif line.kind is Kind.R:
-            held[line.rank] += line.count * line.change * line.seconds
-        elif line.kind is Kind.B:
-            held[line.rank] += line.count * (float(cost.activation - cost.checkpoint) if again else 0.0) * line.seconds
-        else:
-            held[line.rank] += line.count * float(cost.retained) * line.seconds
+        stage = line.stage
+        level[stage] += max(line.change, 0.0)
+        if line.kind.row.sends is Flow.ACTIVATION:
+            way[stage] = level[stage]
+            held[line.rank] += line.count * way[stage] * spans[stage]
+        held[line.rank] += line.count * (level[stage] - way[stage]) * line.seconds
+        level[stage] += min(line.change, 0.0)
+        if line.kind.row.sends is Flow.GRADIENT:
+            way[stage] = 0.0
     return held
 
 

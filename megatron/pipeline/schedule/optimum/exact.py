@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -286,17 +286,16 @@ class _Model:
 
 def _whole_seconds(costs: Costs) -> tuple[Fraction, Costs]:
     """The costs with times in whole multiples of a unit, and the unit in seconds; never longer than they were."""
-    kinds = ("forward", "backward", "weight", "recompute", "fused")
-    times = [getattr(stage, kind) for stage in costs.stages for kind in kinds]
-    unit, whole = _whole(
-        [*(time for time in times if time is not None), costs.hop], Fraction(max(filter(None, times), default=1)) / 20000
+    names = [kind.row.seconds for kind in STAGE_KINDS]
+    times = [{name: time for name in names if (time := getattr(stage, name)) is not None} for stage in costs.stages]
+    given = [*chain(*(by_name.values() for by_name in times)), costs.hop]
+    unit, whole = _whole(given, Fraction(max(filter(None, given[:-1]), default=1)) / 20000)
+    counts = dict(zip(given, whole, strict=True))
+    stages = (
+        replace(stage, **{name: counts[time] for name, time in by_name.items()})
+        for stage, by_name in zip(costs.stages, times, strict=True)
     )
-    numbers = iter(whole)
-    stages = []
-    for stage in costs.stages:
-        counts = {kind: next(numbers) for kind in kinds if getattr(stage, kind) is not None}
-        stages.append(replace(stage, **counts))
-    return unit, Costs(tuple(stages), next(numbers))
+    return unit, Costs(tuple(stages), counts[costs.hop])
 
 
 def _whole(values: Iterable[float], coarse: Fraction) -> tuple[Fraction, list[int]]:

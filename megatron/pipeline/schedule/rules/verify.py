@@ -66,11 +66,9 @@ def every_pass_is_known(schedule: Schedule) -> None:
             kind, microbatch, chunk, part = work
             if not 0 <= microbatch < slices:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
-            if kind.is_of_vocabulary and (not schedule.vocabulary or chunk):
-                if not schedule.vocabulary:
-                    raise ScheduleError(
-                        f"rank {rank}: {work} in a schedule whose vocabulary is not spread; remove it, or say how"
-                    )
+            if kind.is_of_vocabulary and not schedule.vocabulary:
+                raise ScheduleError(f"rank {rank}: {work} in a schedule whose vocabulary is not spread; remove it, or say how")
+            if kind.is_of_vocabulary and chunk:
                 raise ScheduleError(f"rank {rank}: {work} is of chunk {chunk}; passes of the vocabulary have chunk 0")
             if part and not schedule.rows[rank].may_be_divided(work):
                 raise ScheduleError(f"rank {rank}: {work} is a part of a pass, and no pass runs between its parts; remove it")

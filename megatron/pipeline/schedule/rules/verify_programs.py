@@ -28,7 +28,8 @@ from megatron.pipeline.schedule.lower.program import (
 )
 from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
 
-_Places: TypeAlias = dict[Message, tuple[int, int, int]]  # rank, position in its program, peer
+# By what is done with which message: rank, position in its program, peer.
+_Places: TypeAlias = dict[tuple[type[Operation], Message], tuple[int, int, int]]
 _Item = TypeVar("_Item", Pass, Operation)
 
 
@@ -109,17 +110,16 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
 def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
     """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
     in this order, before the pass that needs it, by the right peers; and no other tensor is."""
-    sends, receives, waits, computes = _places(programs)
+    places, computes = _places(programs)
     needed = {transfer.message: transfer for transfer in transfers(schedule)}
-    for name, places in (("Send", sends), ("Receive", receives), ("Wait", waits)):
-        for message, (rank, _, _) in places.items():
-            if message not in needed:
-                raise ScheduleError(f"rank {rank}: {name} of the {message}, which no other rank needs; remove it")
+    for (kind, message), (rank, _, _) in places.items():
+        if message not in needed:
+            raise ScheduleError(f"rank {rank}: {kind.__name__} of the {message}, which no other rank needs; remove it")
     for transfer in needed.values():
         message, sender, producer, receiver, consumer = transfer
-        sent = _place(schedule, sends, "Send", transfer, sender, receiver)
-        received = _place(schedule, receives, "Receive", transfer, receiver, sender)
-        waited = _place(schedule, waits, "Wait", transfer, receiver, receiver)
+        sent = _place(schedule, places, Send, transfer, sender, receiver)
+        received = _place(schedule, places, Receive, transfer, receiver, sender)
+        waited = _place(schedule, places, Wait, transfer, receiver, receiver)
         if sent < computes[sender][producer]:
             raise ScheduleError(
                 f"rank {sender}: Send of the {message} comes before {schedule.passes[sender][producer]}, which makes it"
@@ -183,16 +183,13 @@ def ranks_agree_on_the_order_of_collectives(programs: Sequence[Program]) -> None
 
 def pairs_agree_on_the_order(programs: Sequence[Program]) -> None:
     """For every pair of ranks and each direction, tensors are received in the order in which they are sent."""
-    sends: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    orders: dict[tuple[type[Operation], int, int], list[Message]] = defaultdict(list)  # by rank and peer
     for rank, program in enumerate(programs):
         for operation in program:
-            if isinstance(operation, Send):
-                sends[rank, operation.peer].append(operation.message)
-            elif isinstance(operation, Receive):
-                receives[operation.peer, rank].append(operation.message)
-    for (sender, receiver), sent in sends.items():
-        for first, second in zip(sent, receives[sender, receiver], strict=False):
+            if isinstance(operation, (Send, Receive)):
+                orders[type(operation), rank, operation.peer].append(operation.message)
+    for sender, receiver in itertools.permutations(range(len(programs)), 2):
+        for first, second in zip(orders[Send, sender, receiver], orders[Receive, receiver, sender], strict=False):
             if first != second:
                 raise ScheduleError(
                     f"rank {receiver} receives the {second} from rank {sender} where that sends the {first}; "
@@ -257,10 +254,10 @@ def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Progra
                 )
 
 
-def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, list[list[int]]]:
-    """Where every Send, every Receive and every Wait is, by message; and for every rank where its passes are, by their slot
+def _places(programs: Sequence[Program]) -> tuple[_Places, list[list[int]]]:
+    """Where every Send, Receive and Wait of a message is; and for every rank where its passes are, by their slot
     in the schedule, whose passes they are in the schedule's order."""
-    places: dict[type[Operation], _Places] = {Send: {}, Receive: {}, Wait: {}}
+    places: _Places = {}
     computes: list[list[int]] = [[] for _ in programs]
     for rank, program in enumerate(programs):
         for place, operation in enumerate(program):
@@ -268,21 +265,21 @@ def _places(programs: Sequence[Program]) -> tuple[_Places, _Places, _Places, lis
                 computes[rank].append(place)
             if isinstance(operation, (Validate, Join, Copy, Compute)) or not isinstance(operation.message, Message):
                 continue
-            message, alike = operation.message, places[type(operation)]
-            if message in alike:
-                raise ScheduleError(f"rank {rank}: {type(operation).__name__} of the {message} comes twice; remove one")
-            alike[message] = rank, place, rank if isinstance(operation, Wait) else operation.peer
-    return places[Send], places[Receive], places[Wait], computes
+            kind, message = type(operation), operation.message
+            if (kind, message) in places:
+                raise ScheduleError(f"rank {rank}: {kind.__name__} of the {message} comes twice; remove one")
+            places[kind, message] = rank, place, rank if isinstance(operation, Wait) else operation.peer
+    return places, computes
 
 
-def _place(schedule: Schedule, places: _Places, name: str, transfer: Transfer, rank: int, peer: int) -> int:
+def _place(schedule: Schedule, places: _Places, kind: type[Operation], transfer: Transfer, rank: int, peer: int) -> int:
     """Where in the rank's program the operation is that handles a message."""
-    place = places.get(transfer.message)
+    place = places.get((kind, transfer.message))
     if place is None or (place[0], place[2]) != (rank, peer):
         message, sender, producer, receiver, consumer = transfer
         where = "missing" if place is None else f"on rank {place[0]} with peer {place[2]}"
         raise ScheduleError(
-            f"rank {rank}: {name} of the {message} is {where}; {schedule.passes[receiver][consumer]} of rank {receiver} "
+            f"rank {rank}: {kind.__name__} of the {message} is {where}; {schedule.passes[receiver][consumer]} of rank {receiver} "
             f"needs it from {schedule.passes[sender][producer]} of rank {sender}"
         )
     return place[1]

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -20,15 +21,13 @@ from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
+_value = attrgetter("value")
 
 # Budgets count passes, not seconds, so that every rank and every machine makes the same plan.
 _PASSES = 800_000  # passes placed in the search of one memory level
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
-_GLANCE, _SQUEEZED, _STARTS = (
-    12,
-    6,
-    3,
-)  # plans to begin with: tried first; squeezed, the best of these; improved, the best of those
+# Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
+_GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
 _LONG = 10_000  # microbatches times stages above which levels of less memory are not tried
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
 _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
@@ -65,7 +64,7 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     levels = _levels(whole, problem.limits)
     best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
     for limits in levels:
-        if best is not None and lower_bound(_limited(problem, limits)) >= best.value * (1 - SLACK):
+        if best is not None and lower_bound(replace(problem, limits=tuple(limits.tolist()))) >= best.value * (1 - SLACK):
             break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()))
         more = whole.problem.microbatches - small.problem.microbatches
@@ -96,10 +95,6 @@ def _levels(instance: Instance, own: Sequence[float] | None) -> list[Array]:
     levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
     searched = not problem.jitter and problem.microbatches * (problem.placement.last_stage + 1) <= _LONG
     return [most, *(np.minimum(most, level) for level in levels if searched)]
-
-
-def _limited(problem: Problem, limits: Array) -> Problem:
-    return replace(problem, limits=tuple(limits.tolist()))
 
 
 def _room(instance: Instance, limits: Array) -> Array:
@@ -191,10 +186,6 @@ def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal
         if best and best[0].value <= goal:
             return best[:1]
     return best
-
-
-def _value(plan: Plan) -> float:
-    return plan.value
 
 
 def _cut_down(problem: Problem) -> Problem:

@@ -99,10 +99,8 @@ def block(instance: Instance, steps: tuple[float, ...], pause: float, lag: float
 
 
 def _is_v(instance: Instance) -> bool:
-    ranks, stages = len(instance.lengths), np.arange(len(instance.home))
-    return bool(instance.problem.placement.replicas == 1 and len(stages) == 2 * ranks) and bool(
-        (instance.home == np.minimum(stages, 2 * ranks - 1 - stages)).all()
-    )
+    ranks = range(len(instance.lengths))
+    return instance.problem.placement.replicas == 1 and instance.home.tolist() == [*ranks, *reversed(ranks)]
 
 
 def _packed(instance: Instance) -> Array:
