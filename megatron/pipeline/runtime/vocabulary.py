@@ -19,13 +19,13 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.dist.device import side_stream
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.adapter import signature
+from megatron.pipeline.model.slices import noting
 from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding, complete_embedding
 from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.record.memory import hold
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.model_stages import noting
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -143,27 +143,25 @@ class VocabularyPasses:
 
     def run(self, work: Pass, *_: Any) -> dict[int, Tensors]:
         """Run one pass of the shard. It makes no messages: collectives carry its results."""
+        if work.kind is Kind.IF:
+            self._microbatches[work.microbatch] = self._read()
+        one = self._microbatches[work.microbatch]
         match work.kind:
             case Kind.IF:
-                read = self._microbatches[work.microbatch] = self._read()
-                read.embedding = self._shard.embedding(read.tokens)
+                one.embedding = self._shard.embedding(one.tokens)
             case Kind.S:
-                one = self._microbatches[work.microbatch]
                 assert one.output is not None, "its broadcast has been waited for, or it was made here"
                 early = self._one_barrier and not self._call.forward_only
                 one.part = self._shard.output(one.output, one.labels, with_gradient=early)
                 one.held, one.output = hold(one.part.held), None
             case Kind.T:
-                one = self._microbatches[work.microbatch]
                 assert one.part is not None and one.weights is not None and one.statistics is not None
-                late = not self._one_barrier
-                gradient = one.part.backward(one.statistics, one.weights, with_gradient=late)
-                if late:
+                gradient = one.part.backward(one.statistics, one.weights, with_gradient=not self._one_barrier)
+                if not self._one_barrier:
                     one.gradient = gradient
                 one.part, one.held = None, []
                 self._end(work.microbatch)
             case Kind.IB:
-                one = self._microbatches[work.microbatch]
                 assert one.embedding_gradient is not None
                 self._shard.embedding.backward(one.tokens, one.embedding_gradient)
                 one.embedding_gradient, one.caught = None, []

@@ -53,7 +53,7 @@ class EmbeddingShard(torch.nn.Module):
         Returns:
             [b, s, h] to be summed over all shards, or with ``reduce_scatter`` [s / t, b, h] to be summed over the pipeline.
         """
-        rows, own = self._locate(tokens)
+        rows, own = locate(tokens, self.shards, self.index)
         part = torch.nn.functional.embedding(rows, self.weight).masked_fill_(~own[..., None], 0)
         if self.sequence_group is None:
             return part
@@ -76,7 +76,7 @@ class EmbeddingShard(torch.nn.Module):
             gradient, gathering = gather(gradient, self.sequence_group)
             gathering.wait()
             gradient = gradient.transpose(0, 1)
-        rows, own = self._locate(tokens)
+        rows, own = locate(tokens, self.shards, self.index)
         weight = self.weight
         total = gradient_of(weight)
         added_to = self.tied.of_input(total) if self.tied else total
@@ -86,9 +86,6 @@ class EmbeddingShard(torch.nn.Module):
         if self.tied:
             self.tied.added(total)
         weight_tasks.notify(weight)
-
-    def _locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return locate(tokens, self.shards, self.index)
 
 
 class ReceivedEmbedding(torch.nn.Module):

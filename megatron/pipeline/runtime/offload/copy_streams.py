@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -86,13 +87,13 @@ class CudaCopyStreams:
         return _StreamTicket(self.device, (start, end))
 
 
+@dataclass
 class _StreamTicket:
-    def __init__(self, device: torch.device, times: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
-        self._device = device
-        self.times = times
+    device: torch.device
+    times: tuple[torch.cuda.Event, torch.cuda.Event]
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.times[1])
+        torch.cuda.current_stream(self.device).wait_event(self.times[1])
 
 
 class ThreadCopyStreams:
@@ -148,9 +149,7 @@ class _Direction:
         self._name = name
         self._bandwidth = bandwidth
         self._fastest = 0.0  # bytes a second that this machine has copied
-        self._jobs: SimpleQueue[tuple[list[tuple[torch.Tensor, torch.Tensor]], Future[tuple[float, float]]] | None] = (
-            SimpleQueue()
-        )
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
