@@ -16,12 +16,13 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.dist import sequence
 from megatron.pipeline.dist.device import side_stream
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.adapter import signature
 from megatron.pipeline.model.slices import noting
-from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding, complete_embedding
-from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
+from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
+from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.record.memory import hold
@@ -205,7 +206,7 @@ class VocabularyPasses:
         match collective.exchange:
             case Exchange.EMBEDDING:
                 if self._first and one.embedding is not None:
-                    complete_embedding(one.embedding, self._tensor, self._scatters)
+                    sequence.complete(one.embedding, self._tensor, reduced=self._scatters)
                 else:
                     one.embedding = None
             case Exchange.STATISTICS:
@@ -249,7 +250,7 @@ class VocabularyPasses:
         """What the last stage's backward starts from."""
         one = self._microbatches[microbatch]
         assert one.gradient is not None
-        gradient = complete_gradient(one.gradient, self._tensor, self._config.sequence_parallel)
+        gradient = sequence.complete(one.gradient, self._tensor, reduced=self._config.sequence_parallel)
         if self._one_barrier:
             self._compute_losses(one)
             assert one.weights is not None
@@ -299,8 +300,8 @@ class VocabularyPasses:
     def _join_statistics(self, one: _Microbatch) -> Statistics:
         assert one.gathered is not None
         shard = self._shard
-        batch, sequence = one.labels.shape
-        return Statistics(one.gathered, shard.loss, (batch, sequence), shard.shards.total_counted)
+        batch, length = one.labels.shape
+        return Statistics(one.gathered, shard.loss, (batch, length), shard.shards.total_counted)
 
     def _gradient_ready(self, one: _Microbatch, microbatch: int) -> AbstractContextManager[Any]:
         """Make this shard's part of the gradient by the last stage's output; returns a context in which it has been computed.
@@ -333,15 +334,15 @@ class VocabularyPasses:
         return self._shard.embedding.sequence_group is not None
 
     def _blank_output(self, one: _Microbatch) -> torch.Tensor:
-        batch, sequence = one.labels.shape
+        batch, length = one.labels.shape
         parts = self._tensor.size() if self._config.sequence_parallel else 1
         weight = self._shard.output.weight
-        return weight.new_empty((sequence // parts, batch, weight.size(1)))
+        return weight.new_empty((length // parts, batch, weight.size(1)))
 
     def _blank_embedding(self, one: _Microbatch) -> torch.Tensor:
-        batch, sequence = one.tokens.shape
+        batch, length = one.tokens.shape
         weight = self._shard.embedding.weight
-        shape = (sequence // self._tensor.size(), batch) if self._scatters else (batch, sequence)
+        shape = (length // self._tensor.size(), batch) if self._scatters else (batch, length)
         return weight.new_empty((*shape, weight.size(1)))
 
     def _end(self, microbatch: int) -> None:

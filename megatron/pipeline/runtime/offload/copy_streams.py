@@ -42,13 +42,9 @@ class CopyStreams(Protocol):
         """Accept no more copies; cancel those that have not begun, where that is possible."""
 
 
-def copy_streams_for(
-    device: torch.device, bandwidth_to_host: float | None = None, bandwidth_to_device: float | None = None
-) -> CudaCopyStreams | ThreadCopyStreams:
-    """The streams of a device. Bandwidths, in bytes a second, are those that a CPU imitates; a GPU has its own."""
-    if device.type == "cuda":
-        return CudaCopyStreams(device)
-    return ThreadCopyStreams(bandwidth_to_host, bandwidth_to_device)
+def copy_streams_for(device: torch.device, bandwidth: float | None = None) -> CudaCopyStreams | ThreadCopyStreams:
+    """The streams of a device. The bandwidth of each direction, in bytes a second, is what a CPU imitates; a GPU has its own."""
+    return CudaCopyStreams(device) if device.type == "cuda" else ThreadCopyStreams(bandwidth, bandwidth)
 
 
 class CudaCopyStreams:
