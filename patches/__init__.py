@@ -1,14 +1,20 @@
 """The upstream symbols that this package replaces, one file per upstream module. Nothing else touches megatron.core.
 
 Every file names the symbols and the reason. ``compat`` has the table of all upstream names that this package relies on.
+The ``install`` of a file raises RuntimeError if one of its names is missing (``compat.module``).
 ``older_releases`` adds names that older releases lack. ``install()`` applies all patches; it is safe to call more than once.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from megatron.pipeline.patches.hooks import Hooks
 
 __all__ = ["install"]
+
+_CORE = "cpu tensor_parallel_layers moe_experts moe_utils transformer_block distrib_optimizer filesystem_async schedules".split()
+_TRAINING = "training_arguments training_utils training_initialize training_training".split()
 
 
 def install() -> None:
@@ -22,27 +28,8 @@ def install() -> None:
     with compat.missing_names_explained():
         older_releases.install()  # the others are written for the newest release
         compat.check()
-        from megatron.pipeline.patches import (
-            cpu,
-            distrib_optimizer,
-            filesystem_async,
-            moe_experts,
-            moe_utils,
-            schedules,
-            tensor_parallel_layers,
-            transformer_block,
-        )
-
-        for patch in (
-            cpu,
-            tensor_parallel_layers,
-            moe_experts,
-            moe_utils,
-            transformer_block,
-            distrib_optimizer,
-            filesystem_async,
-            schedules,
-        ):
+        # Import all before the first is applied: ``cpu`` changes the modules of megatron.core that are loaded.
+        for patch in [import_module(f"{__name__}.{name}") for name in _CORE]:
             patch.install()
 
 
@@ -53,18 +40,12 @@ def install_training(hooks: Hooks) -> None:
         hooks: its methods are called in place of upstream's functions.
 
     Raises:
-        RuntimeError: a symbol is unknown.
+        RuntimeError: megatron.training lacks names that this package relies on.
     """
-    from megatron.pipeline.patches import (
-        datasets_utils,
-        training_arguments,
-        training_cpu,
-        training_initialize,
-        training_training,
-        training_utils,
-    )
+    from megatron.pipeline.patches import datasets_utils, training_cpu
 
+    patches = [import_module(f"{__name__}.{name}") for name in _TRAINING]
     datasets_utils.install()
     training_cpu.install()
-    for patch in (training_arguments, training_utils, training_initialize, training_training):
+    for patch in patches:
         patch.install(hooks)

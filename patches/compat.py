@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from types import ModuleType
@@ -79,9 +79,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "RouterGatingLinearFunction.forward": Name("reads te_general_gemm, which is defined with Transformer Engine only"),
         "get_moe_layer_wise_logging_tracker": Name("auxiliary losses that an earlier model left"),
     },
-    "megatron.core.transformer.moe.token_dispatcher": {
-        "maybe_move_tensor_to_cpu": Name("CPU backend: replaced"),
-    },
+    "megatron.core.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": Name("CPU backend: replaced")},
     "megatron.core.transformer.multi_token_prediction": {
         "MTPLossLoggingHelper.tracker": Name("losses of multi-token prediction, for logs"),
     },
@@ -107,12 +105,8 @@ NAMES: dict[str, dict[str, Name]] = {
         "clear_embedding_activation_buffer": Name("deferred embedding gradients"),
         "finish_embedding_wgrad_compute": Name("deferred embedding gradients"),
     },
-    "megatron.core.process_groups_config": {
-        "ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19"),
-    },
-    "megatron.core.optimizer_param_scheduler": {
-        "get_canonical_lr_for_logging": Name("the learning rate, for logs", "0.16-0.19"),
-    },
+    "megatron.core.process_groups_config": {"ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19")},
+    "megatron.core.optimizer_param_scheduler": {"get_canonical_lr_for_logging": Name("the learning rate, for logs", "0.16-0.19")},
     "megatron.core.optimizer.optimizer": {
         "MegatronOptimizer.get_main_grads_for_grad_norm": Name("post-validation: one part of a step", "0.14-0.18"),
         "MegatronOptimizer.get_grad_stats_parallel_group": Name("post-validation: the ranks that share a norm"),
@@ -148,9 +142,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.datasets.gpt_dataset": {
         "MockGPTLowLevelDataset.__getitem__": Name("--mock-data: wrapped in releases before 0.16"),
     },
-    "megatron.core.datasets.utils": {
-        "compile_helpers": Name("replaced where pip has compiled the helpers"),
-    },
+    "megatron.core.datasets.utils": {"compile_helpers": Name("replaced where pip has compiled the helpers")},
     "megatron.training.arguments": {
         "add_megatron_arguments": Name("wrapped: adds our flags"),
         "core_transformer_config_from_args": Name("wrapped: the placement cuts the model"),
@@ -172,9 +164,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.14-0.17"),
         "is_first_or_last_pipeline_stage": Name("wrapped: which ranks read data", "0.15-0.19", required=False),
     },
-    "megatron.legacy.fused_kernels": {
-        "load": Name("CPU backend: replaced", "0.14-0.16"),
-    },
+    "megatron.legacy.fused_kernels": {"load": Name("CPU backend: replaced", "0.14-0.16")},
 }
 
 _ORDER = "relies on the order of megatron-core's own schedules"
@@ -299,6 +289,19 @@ def importers(module: ModuleType, name: str) -> list[Any]:
     original = getattr(module, name)
     loaded = [other for path, other in sys.modules.items() if path.startswith("megatron.")]
     return [other for other in loaded if vars(other).get(name) is original]
+
+
+def wrap(modules: Iterable[Any], name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a function in modules that have it by one that calls ``replacement`` with the original and all arguments."""
+    modules = list(modules)
+    original = getattr(modules[0], name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return replacement(original, *args, **options)
+
+    for owner in modules:
+        setattr(owner, name, wrapped)
 
 
 @contextmanager

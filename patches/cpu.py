@@ -53,11 +53,7 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Redirect megatron.core to the CPU if there is no GPU; do nothing otherwise, or when it is done already.
-
-    Raises:
-        RuntimeError: one of the symbols below is unknown.
-    """
+    """Redirect megatron.core to the CPU if there is no GPU; do nothing otherwise, or when it is done already."""
     if torch.cuda.is_available() or getattr(torch.Tensor.cuda, "__module__", None) == __name__:
         return
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -66,12 +62,17 @@ def install() -> None:
     for name in _LATE_MODULES:
         importlib.import_module(name)
     view = view_of_torch()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = view  # type: ignore[attr-defined]
+    give_view(view, "megatron.core")
     _one_random_generator(view)
     _tensor_methods()
     _numbers_of_tokens()
+
+
+def give_view(view: types.ModuleType, *packages: str) -> None:
+    """Put a view of torch in the place of torch, in all loaded modules of some packages."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(packages) and getattr(module, "torch", None) is torch:
+            module.torch = view  # type: ignore[attr-defined]
 
 
 def view_of_torch() -> types.ModuleType:
@@ -88,29 +89,20 @@ def view_of_torch() -> types.ModuleType:
 def _cpu_view_of_cuda() -> types.ModuleType:
     """``torch.cuda`` for one device that is the CPU: work is done when the call returns, so streams and events are empty."""
     cuda = _Module("torch.cuda", torch.cuda)
-    replacements: dict[str, Any] = {
-        "current_device": lambda: _CPU,
-        "device_count": lambda: 1,
-        "set_device": _nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": _Stream,
-        "default_stream": _Stream,
-        "set_stream": _nothing,
-        "stream": lambda _stream: contextlib.nullcontext(),
-        "is_current_stream_capturing": lambda: False,
-        "memory_allocated": lambda *_: 0,
-        "memory_reserved": lambda *_: 0,
-        "memory_stats": lambda *_: {},
-        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
-        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
-        "manual_seed": torch.manual_seed,
-        "manual_seed_all": torch.manual_seed,
-    }
-    for name, value in replacements.items():
-        setattr(cuda, name, value)
+    vars(cuda).update(
+        dict.fromkeys(("set_device", "synchronize", "empty_cache", "set_stream"), _nothing),
+        **dict.fromkeys(("Stream", "current_stream", "default_stream"), _Stream),
+        **dict.fromkeys(("memory_allocated", "memory_reserved"), lambda *_: 0),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.manual_seed),
+        current_device=lambda: _CPU,
+        device_count=lambda: 1,
+        Event=_Event,
+        stream=lambda _stream: contextlib.nullcontext(),
+        is_current_stream_capturing=lambda: False,
+        memory_stats=lambda *_: {},
+        get_rng_state=lambda *_, **__: torch.get_rng_state(),
+        set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
     return cuda
 
 
@@ -183,33 +175,19 @@ class _Module(types.ModuleType):
 class _Stream:
     """A stream whose work is always done."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, _stream: Any) -> None: ...
-
-    def wait_event(self, _event: Any) -> None: ...
+    __init__ = __exit__ = wait_stream = wait_event = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
 
-    def synchronize(self) -> None: ...
-
     def __enter__(self) -> _Stream:
         return self
-
-    def __exit__(self, *_: Any) -> None: ...
 
 
 class _Event:
     """An event that has always happened."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def record(self, *_: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
+    __init__ = record = wait = synchronize = _nothing
 
     def query(self) -> bool:
         return True

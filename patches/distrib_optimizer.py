@@ -35,11 +35,7 @@ class SavedWrongError(ValueError):
 
 
 def install() -> None:
-    """Wrap the four, once.
-
-    Raises:
-        RuntimeError: a symbol is unknown, or upstream's function cannot be tried.
-    """
+    """Wrap the four, once."""
     module = compat.module("megatron.core.optimizer.distrib_optimizer")
     optimizer = module.DistributedOptimizer
     if optimizer.sharded_state_dict.__module__ == __name__:

@@ -32,7 +32,7 @@ class Hooks(Protocol):
     def build(self, original: Callable[..., Any], training: Any, provider: Callable[..., Any], *rest: Any, **options: Any) -> Any:
         """Build this rank's chunks; ``training`` is the module ``megatron.training.training``."""
 
-    def needs_data(self, original: Callable[..., bool], chunk: int | None) -> bool:
+    def needs_data(self, original: Callable[..., bool], vp_stage: int | None) -> bool:
         """Whether a chunk reads microbatches."""
 
     def train(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:

@@ -42,11 +42,7 @@ def mark_boundary_weights(model: Any) -> None:
 
 @contextmanager
 def boundary_weights_marked() -> Iterator[None]:
-    """While this context is open, models are built with ``mark_boundary_weights`` in place of upstream's method.
-
-    Raises:
-        RuntimeError: one of upstream's symbols is unknown.
-    """
+    """While this context is open, models are built with ``mark_boundary_weights`` in place of upstream's method."""
     module = compat.module("megatron.core.models.common.language_module.language_module")
     original = module.LanguageModule.setup_embeddings_and_output_layer
     module.LanguageModule.setup_embeddings_and_output_layer = mark_boundary_weights

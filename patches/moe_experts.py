@@ -13,11 +13,7 @@ from megatron.pipeline.patches import compat
 
 
 def install() -> None:
-    """Replace the grouped product, once.
-
-    Raises:
-        RuntimeError: one of upstream's symbols is unknown.
-    """
+    """Replace the grouped product, once."""
     experts = compat.module("megatron.core.transformer.moe.experts")
     from megatron.pipeline.backward import grouped_experts, weight_tasks
 

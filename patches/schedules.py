@@ -10,8 +10,7 @@ and yet draws dropout masks, for the embedding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
@@ -26,16 +25,6 @@ _FUNCTIONS = (
 _STEPS = ("forward_step", "backward_step")
 _UPSTREAM = compat.module("megatron.core.pipeline_parallel.schedules")
 _ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
-
-
-class Recorder(Protocol):
-    """What measures the passes of one iteration (``record/recorder.py``)."""
-
-    def measure(self, work: Pass) -> AbstractContextManager[object]:
-        """A context around one pass."""
-
-    def end(self) -> None:
-        """The iteration is over."""
 
 
 _TELL_LAYERS = _UPSTREAM.set_current_microbatch
@@ -63,17 +52,17 @@ def restore() -> None:
         setattr(_UPSTREAM, name, original)
 
 
-def record(begin: Callable[[Any], Recorder]) -> None:
+def record(begin: Callable[[Any], Any]) -> None:
     """Measure the iterations that upstream's own schedules train.
 
     Args:
-        begin: called with the model when such an iteration starts; returns what records it.
+        begin: called with the model when such an iteration starts; returns the ``Recorder`` of it.
     """
     for name in _FUNCTIONS:
         setattr(_UPSTREAM, name, _recorded(_ORIGINAL[name], begin))
 
 
-def _recorded(forward_backward: Callable[..., Any], begin: Callable[[Any], Recorder]) -> Callable[..., Any]:
+def _recorded(forward_backward: Callable[..., Any], begin: Callable[[Any], Any]) -> Callable[..., Any]:
     forward_step, backward_step = (_ORIGINAL[name] for name in _STEPS)
 
     def recorded(**kwargs: Any) -> Any:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 from argparse import ArgumentParser
 from typing import Any
 
@@ -15,25 +14,13 @@ from megatron.pipeline.patches.hooks import Hooks
 
 
 def install(hooks: Hooks) -> None:
-    """Wrap both.
-
-    Raises:
-        RuntimeError: a symbol is unknown.
-    """
+    """Wrap both."""
     arguments = compat.module("megatron.training.arguments")
-    add, configure = arguments.add_megatron_arguments, arguments.core_transformer_config_from_args
 
-    @functools.wraps(add)
-    def with_ours(parser: ArgumentParser) -> ArgumentParser:
-        parser = add(parser)
-        hooks.add_flags(parser)
+    def add(original: Any, parser: ArgumentParser) -> ArgumentParser:
+        hooks.add_flags(parser := original(parser))
         return parser
 
-    arguments.add_megatron_arguments = with_ours  # type: ignore[attr-defined]
-
-    @functools.wraps(configure)
-    def cut(args: Any, *rest: Any, **options: Any) -> Any:
-        return hooks.configure(configure, args, *rest, **options)
-
-    for module in compat.importers(arguments, "core_transformer_config_from_args"):
-        module.core_transformer_config_from_args = cut  # type: ignore[attr-defined]
+    compat.wrap([arguments], "add_megatron_arguments", add)
+    name = "core_transformer_config_from_args"
+    compat.wrap(compat.importers(arguments, name), name, hooks.configure)

@@ -9,7 +9,6 @@ Where no GPU is available (and only there)
 from __future__ import annotations
 
 import importlib
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,7 @@ from megatron.pipeline.patches import compat, cpu
 
 
 def install() -> None:
-    """Redirect megatron.training to the CPU if there is no GPU; do nothing otherwise.
-
-    Raises:
-        RuntimeError: a symbol is unknown.
-    """
+    """Redirect megatron.training to the CPU if there is no GPU; do nothing otherwise."""
     if torch.cuda.is_available():
         return
     view: Any = cpu.view_of_torch()
@@ -31,6 +26,4 @@ def install() -> None:
     kernels = compat.module("megatron.legacy.fused_kernels")
     kernels.load = lambda _args: None  # type: ignore[attr-defined]
     importlib.import_module("megatron.training")
-    for name, module in list(sys.modules.items()):
-        if name.startswith(("megatron.training", "megatron.legacy")) and getattr(module, "torch", None) is torch:
-            module.torch = view  # type: ignore[attr-defined]
+    cpu.give_view(view, "megatron.training", "megatron.legacy")

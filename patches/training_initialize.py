@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from megatron.pipeline.patches import compat
@@ -14,23 +13,13 @@ from megatron.pipeline.patches.hooks import Hooks
 
 
 def install(hooks: Hooks) -> None:
-    """Wrap both.
-
-    Raises:
-        RuntimeError: a symbol is unknown.
-    """
+    """Wrap both."""
     initialize = compat.module("megatron.training.initialize")
-    validate, complete = initialize.validate_args, initialize.set_global_variables
 
-    @functools.wraps(validate)
-    def validated(args: Any, *rest: Any, **options: Any) -> Any:
-        return hooks.validate(validate, args, *rest, **options)
-
-    @functools.wraps(complete)
-    def completed(args: Any, *rest: Any, **options: Any) -> Any:
-        result = complete(args, *rest, **options)
+    def complete(original: Any, args: Any, *rest: Any, **options: Any) -> Any:
+        result = original(args, *rest, **options)
         hooks.plan(args)
         return result
 
-    initialize.validate_args = validated  # type: ignore[attr-defined]
-    initialize.set_global_variables = completed  # type: ignore[attr-defined]
+    compat.wrap([initialize], "validate_args", hooks.validate)
+    compat.wrap([initialize], "set_global_variables", complete)

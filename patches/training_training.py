@@ -7,7 +7,6 @@ last stage; after it, ``finalize_model_grads`` knows where the ends of the model
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from megatron.pipeline.patches import compat
@@ -15,26 +14,15 @@ from megatron.pipeline.patches.hooks import Hooks
 
 
 def install(hooks: Hooks) -> None:
-    """Wrap them.
-
-    Raises:
-        RuntimeError: a symbol is unknown.
-    """
+    """Wrap them."""
     training: Any = compat.module("megatron.training.training")
-    get_model, train, train_step = training.get_model, training.train, training.train_step
 
-    @functools.wraps(get_model)
-    def built(provider: Any, *rest: Any, **options: Any) -> Any:
-        return hooks.build(get_model, training, provider, *rest, **options)
+    def build(original: Any, *rest: Any, **options: Any) -> Any:
+        return hooks.build(original, training, *rest, **options)
 
-    @functools.wraps(train)
-    def trained(*rest: Any, **options: Any) -> Any:
-        return hooks.train(train, *rest, **options)
+    def step(original: Any, *rest: Any, **options: Any) -> Any:
+        return hooks.step(original, training, *rest, **options)
 
-    @functools.wraps(train_step)
-    def stepped(*rest: Any, **options: Any) -> Any:
-        return hooks.step(train_step, training, *rest, **options)
-
-    for module in compat.importers(training, "get_model"):
-        module.get_model = built  # type: ignore[attr-defined]
-    training.train, training.train_step = trained, stepped
+    compat.wrap(compat.importers(training, "get_model"), "get_model", build)
+    compat.wrap([training], "train", hooks.train)
+    compat.wrap([training], "train_step", step)

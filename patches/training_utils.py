@@ -8,7 +8,6 @@ all of the batch is broadcast, not the part that the first stage uses.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -17,16 +16,10 @@ from megatron.pipeline.patches.hooks import Hooks
 
 
 def install(hooks: Hooks) -> None:
-    """Wrap both.
-
-    Raises:
-        RuntimeError: a symbol is unknown.
-    """
+    """Wrap both."""
     utils: Any = compat.module("megatron.training.utils")
-    get_batch, is_end = utils.get_batch_on_this_tp_rank, getattr(utils, "is_first_or_last_pipeline_stage", None)
 
-    @functools.wraps(get_batch)
-    def batch(data: Any, *rest: Any, **options: Any) -> Any:
+    def batch(get_batch: Any, data: Any, *rest: Any, **options: Any) -> Any:
         if not hooks.shares_whole_batches:
             return get_batch(data, *rest, **options)
         if "mtp_on_this_rank" in inspect.signature(get_batch).parameters:
@@ -38,14 +31,8 @@ def install(hooks: Hooks) -> None:
         finally:
             args.pipeline_model_parallel_size = size
 
-    for module in compat.importers(utils, "get_batch_on_this_tp_rank"):
-        module.get_batch_on_this_tp_rank = batch  # type: ignore[attr-defined]
-    if is_end is None:
-        return
-
-    @functools.wraps(is_end)
-    def needs_data(vp_stage: int | None) -> bool:
-        return hooks.needs_data(is_end, vp_stage)
-
-    for module in compat.importers(utils, "is_first_or_last_pipeline_stage"):
-        module.is_first_or_last_pipeline_stage = needs_data  # type: ignore[attr-defined]
+    name = "get_batch_on_this_tp_rank"
+    compat.wrap(compat.importers(utils, name), name, batch)
+    name = "is_first_or_last_pipeline_stage"
+    if hasattr(utils, name):
+        compat.wrap(compat.importers(utils, name), name, hooks.needs_data)

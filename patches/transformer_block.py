@@ -27,11 +27,7 @@ class _NoLayer:
 
 
 def install() -> None:
-    """Replace the method, once.
-
-    Raises:
-        RuntimeError: one of upstream's symbols is unknown.
-    """
+    """Replace the method, once."""
     block = compat.module("megatron.core.transformer.transformer_block").TransformerBlock
     original = block._get_layer
     if original.__module__ == __name__:

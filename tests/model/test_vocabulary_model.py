@@ -159,8 +159,9 @@ def over_tensor_parallel_ranks(sequence_parallel: bool) -> list[float]:
     patches.install()
     from megatron.core import parallel_state
 
-    from megatron.pipeline.model.vocabulary.input import EmbeddingShard, complete_embedding
-    from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
+    from megatron.pipeline.dist.sequence import complete
+    from megatron.pipeline.model.vocabulary.input import EmbeddingShard
+    from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
     from megatron.pipeline.model.vocabulary.output import OutputShard
 
     parallel_state.initialize_model_parallel(2)
@@ -183,13 +184,13 @@ def over_tensor_parallel_ranks(sequence_parallel: bool) -> list[float]:
         torch.distributed.all_gather_into_tensor(gathered, part.statistics[None])
         statistics = Statistics(gathered, case.loss, shape, case.shards.total_counted)
         if one_barrier:
-            gradient = complete_gradient(part.input_gradient(statistics), group, sequence_parallel)
+            gradient = complete(part.input_gradient(statistics), group, sequence_parallel)
             gradient = weigh(gradient, case.weights, rank % parts, parts)
             part.backward(statistics, case.weights, False)
         else:
             gradient = part.backward(statistics, case.weights, True)
             assert gradient is not None
-            gradient = complete_gradient(gradient, group, sequence_parallel)
+            gradient = complete(gradient, group, sequence_parallel)
         rows = case.shards.own(rank)
         expected = by_weight[rows.start : rows.stop]
         differences += [(statistics.losses - losses).abs().max(), (gradient - own(by_hidden)).abs().max()]
@@ -198,7 +199,7 @@ def over_tensor_parallel_ranks(sequence_parallel: bool) -> list[float]:
     table: Any = case.parameter(rank)
     embedding = EmbeddingShard(table, case.shards, rank, group, sequence_parallel)
     embedding.register_wgrad_accumulation_and_reduce_hooks(lambda: None)
-    output = complete_embedding(embedding(case.labels), group, sequence_parallel)
+    output = complete(embedding(case.labels), group, sequence_parallel)
     looked_up = case.weight[case.labels]
     differences.append((output - (own(looked_up.transpose(0, 1)) if sequence_parallel else looked_up)).abs().max())
     embedding.backward(case.labels, own(case.hidden) if sequence_parallel else case.hidden.transpose(0, 1))

@@ -8,6 +8,7 @@ expert gives the same result, more slowly, on any device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,29 +60,27 @@ def patched_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+@dataclass(eq=False)
 class GroupedWeightGradient:
     """The weight gradient of a layer's experts for one microbatch, still to be computed."""
 
-    def __init__(
-        self, weight: torch.nn.Parameter, tokens: torch.Tensor, grad_output: torch.Tensor, tokens_per_expert: torch.Tensor
-    ) -> None:
-        self._weight = weight
-        self._tokens = tokens
-        self._grad_output = grad_output
-        self._tokens_per_expert = tokens_per_expert
+    weight: torch.nn.Parameter
+    tokens: torch.Tensor
+    grad_output: torch.Tensor
+    tokens_per_expert: torch.Tensor
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
-        return self._tokens, self._grad_output
+        return self.tokens, self.grad_output
 
     def prefetch(self) -> None:
         """Nothing to fetch: the tokens are here since the forward sent them to their experts."""
 
     def run(self) -> None:
         """Add the gradient to the weight's and notify DDP."""
-        gradient = _product(self._tokens, self._grad_output, self._tokens_per_expert, trans_a=True).view_as(self._weight)
-        self._weight.grad = gradient if self._weight.grad is None else self._weight.grad + gradient
-        weight_tasks.notify(self._weight)
+        gradient = _product(self.tokens, self.grad_output, self.tokens_per_expert, trans_a=True).view_as(self.weight)
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+        weight_tasks.notify(self.weight)
 
 
 class _GroupedProduct(torch.autograd.Function):

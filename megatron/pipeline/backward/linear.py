@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,46 +23,32 @@ except ImportError:
     fused_weight_gradient_mlp_cuda = None
 
 
+@dataclass(eq=False)
 class WeightGradient:
     """The weight gradient of one linear for one microbatch, still to be computed. Holds what it needs, nothing else.
 
     Under sequence parallelism the input is kept as this rank's shard; ``prefetch`` starts gathering the rest.
     """
 
-    def __init__(
-        self,
-        weight: torch.nn.Parameter,
-        input: torch.Tensor,
-        grad_output: torch.Tensor,
-        gather_group: torch.distributed.ProcessGroup | None,
-    ) -> None:
-        self._weight = weight
-        self._input = input
-        self._grad_output = grad_output
-        self._gather_group = gather_group
-        self._gathered: torch.Tensor | None = None
-        self._gathering: sequence.Waitable | None = None
+    weight: torch.nn.Parameter
+    input: torch.Tensor
+    grad_output: torch.Tensor
+    gather_group: torch.distributed.ProcessGroup | None
+    _gathering: sequence.Started | None = field(default=None, init=False)
 
     @property
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._input, self._grad_output
+        return self.input, self.grad_output
 
     def prefetch(self) -> None:
-        if self._gather_group is None or self._gathering is not None:
-            return
-        self._gathered, self._gathering = sequence.gather(self._input, self._gather_group)
+        self._gathering = self._gathering or sequence.gather(self.input, self.gather_group)
 
     def run(self) -> None:
         """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and notify DDP."""
-        self.prefetch()
-        total_input = self._input
-        if self._gathering is not None:
-            self._gathering.wait()
-            assert self._gathered is not None
-            total_input = self._gathered
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self._grad_output, total_input)
-        accumulate(self._weight, grad_output, total_input)
-        weight_tasks.notify(self._weight)
+        total_input, gathering = self._gathering or sequence.gather(self.input, self.gather_group)
+        gathering.wait()
+        accumulate(self.weight, *prepare_input_tensors_for_wgrad_compute(self.grad_output, total_input))
+        weight_tasks.notify(self.weight)
 
 
 def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
@@ -82,12 +69,8 @@ def accumulate(weight: torch.nn.Parameter, grad_output: torch.Tensor, total_inpu
         main_grad.add_(grad_output.t().matmul(total_input))
     # Otherwise one kernel that accumulates in main_grad's precision, in place.
     elif fused_weight_gradient_mlp_cuda is not None:
-        fused = (
-            fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-            if main_grad.dtype == torch.float32
-            else fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16
-        )
-        fused(total_input, grad_output, main_grad)
+        bits = 32 if main_grad.dtype == torch.float32 else 16
+        getattr(fused_weight_gradient_mlp_cuda, f"wgrad_gemm_accum_fp{bits}")(total_input, grad_output, main_grad)
     elif main_grad.dtype == grad_output.dtype:
         main_grad.addmm_(grad_output.t(), total_input)
     else:

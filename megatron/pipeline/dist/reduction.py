@@ -29,7 +29,7 @@ class Reduction:
             # The current stream is full of forwards that run ahead: it must not wait, and a read in it would come after them.
             while not self._work.is_completed():
                 time.sleep(1e-5)
-            with side_stream(self._numbers.device):
-                return self._numbers.tolist()
-        self._work.wait()
-        return self._numbers.tolist()
+        else:
+            self._work.wait()
+        with side_stream(self._numbers.device):
+            return self._numbers.tolist()

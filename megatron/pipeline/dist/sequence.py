@@ -35,3 +35,10 @@ def reduce_scatter(whole: torch.Tensor, group: torch.distributed.ProcessGroup | 
         return whole, _Done()
     part = whole.new_empty((whole.size(0) // group.size(), *whole.shape[1:]))
     return part, torch.distributed.reduce_scatter_tensor(part, whole.contiguous(), group=group, async_op=True)
+
+
+def complete(part: torch.Tensor, group: torch.distributed.ProcessGroup | None, reduced: bool) -> torch.Tensor:
+    """Add up, in place, what the ranks of a group have; ``reduced``: a ``reduce_scatter`` has done so."""
+    if group is not None and group.size() > 1 and not reduced:
+        torch.distributed.all_reduce(part, group=group)
+    return part

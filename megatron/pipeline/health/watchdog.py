@@ -153,7 +153,9 @@ class Watchdog:
         self._heartbeat.close()  # the rank that keeps the store may be gone before the next exchange
         _print(trace)
         looks = 0
-        if self._rank != self._first_heard():
+        silent = self._seen.silent(_SILENT_LOOKS * self._interval)
+        heard = (rank for rank in range(torch.distributed.get_world_size()) if rank not in silent)
+        if self._rank != next(heard, self._rank):  # the lowest rank that is not silent prints first
             time.sleep(_GRACE * self._interval)
             looks = _GRACE
         speaks = self._heartbeat.claim()
@@ -165,11 +167,6 @@ class Watchdog:
         for child in multiprocessing.active_children():  # megatron-core's checkpoint writer keeps one
             child.kill()
         os._exit(1)
-
-    def _first_heard(self) -> int:
-        """The lowest rank that is not silent."""
-        silent = self._seen.silent(_SILENT_LOOKS * self._interval)
-        return next((rank for rank in range(torch.distributed.get_world_size()) if rank not in silent), self._rank)
 
 
 def in_words(error: BaseException) -> str:

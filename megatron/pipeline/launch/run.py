@@ -203,13 +203,13 @@ class Run:
 
     # the data
 
-    def needs_data(self, original: Callable[..., bool], chunk: int | None) -> bool:
+    def needs_data(self, original: Callable[..., bool], vp_stage: int | None) -> bool:
         """Whether a chunk reads microbatches."""
         pipeline = self._placed
         if pipeline is None:
-            return original(chunk)
-        stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), chunk or 0)
-        return stage.first or stage.last or (self._shards_vocabulary and not chunk)
+            return original(vp_stage)
+        stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), vp_stage or 0)
+        return stage.first or stage.last or (self._shards_vocabulary and not vp_stage)
 
     @property
     def shares_whole_batches(self) -> bool:

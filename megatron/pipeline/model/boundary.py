@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,13 +22,6 @@ from megatron.pipeline.model.adapter import adapter_of
 from megatron.pipeline.schedule.core.placement import Placement
 
 __all__ = ["BoundaryModules"]
-
-
-class _Alone:
-    """A group of one rank, in place of the groups in which upstream would look for copies of embeddings."""
-
-    def size(self) -> int:
-        return 1
 
 
 class BoundaryModules:
@@ -61,7 +55,7 @@ class BoundaryModules:
     ) -> None:
         """megatron-core's function of that name, with its arguments. It calls megatron-core's for all other gradients."""
         groups = copy.copy(pg_collection)
-        groups.embd = groups.pos_embd = _Alone()
+        groups.embd = groups.pos_embd = SimpleNamespace(size=lambda: 1)  # where upstream would look for copies of embeddings
         finalize_model_grads(chunks, None, pg_collection=groups, force_all_reduce=force_all_reduce)
         copies = self._copies(chunks)
         attribute_of = compat.get("megatron.core.distributed.finalize_model_grads", "_get_main_grad_attr")

@@ -14,20 +14,20 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.pipeline.model import seeding
 
 
-class SeededExperts(SequentialMLP):
-    """Local experts, one after another, that differ between expert-parallel ranks also when they are drawn on the CPU."""
+class _ByExpertRank:
+    """Local experts that differ between expert-parallel ranks also when they are drawn on the CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with _numbers_of_this_expert_rank():
             super().__init__(*args, **kwargs)
 
 
-class SeededGroupedExperts(GroupedMLP):
-    """Local experts in one grouped product, seeded like ``SeededExperts``."""
+class SeededExperts(_ByExpertRank, SequentialMLP):
+    """Local experts, one after another."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with _numbers_of_this_expert_rank():
-            super().__init__(*args, **kwargs)
+
+class SeededGroupedExperts(_ByExpertRank, GroupedMLP):
+    """Local experts in one grouped product."""
 
 
 class SeededPredictionLayer(MultiTokenPredictionLayer):

@@ -20,7 +20,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -111,7 +112,16 @@ class Slices:
 
     def iterator(self, work: Pass, source: Iterator[Any] | None) -> Iterator[Any] | None:
         """The data for a forward: what the microbatch's first slice reads from ``source``, for every one of its slices."""
-        return source if self.splits == 1 or source is None else _Replay(source, self._slice(work))
+        if self.splits == 1 or source is None:
+            return source
+        current = self._slice(work)
+        data = current.microbatch.data
+        if current.part == 0:
+            return noting(source, data)
+        again = iter(tuple(data))
+        if current.part == self.splits - 1:
+            data.clear()
+        return again
 
     def completes(self, work: Pass) -> bool:
         """Whether a forward is its microbatch's last: then its report and number of tokens are the microbatch's."""
@@ -127,6 +137,7 @@ def _modules(model: torch.nn.Module, kind: str) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, getattr(adapter_of(model), kind))]
 
 
+@dataclass
 class _Microbatch:
     """State that the slices of one microbatch on one chunk share.
 
@@ -136,21 +147,18 @@ class _Microbatch:
         remembered: the keys and the values, by attention module.
     """
 
-    def __init__(self) -> None:
-        self.data: list[Any] = []
-        self.losses: list[torch.Tensor] = []
-        self.remembered: dict[torch.nn.Module, tuple[_Remembered, _Remembered]] = {}
+    data: list[Any] = field(default_factory=list)
+    losses: list[torch.Tensor] = field(default_factory=list)
+    remembered: dict[torch.nn.Module, tuple[_Remembered, _Remembered]] = field(default_factory=dict)
 
 
+@dataclass
 class _Slice:
     """One slice of a microbatch: what the modules do differently for it. The methods are hooks of torch's modules."""
 
-    def __init__(self, microbatch: _Microbatch, part: int, splits: int) -> None:
-        self.microbatch, self.part, self.splits = microbatch, part, splits
-
-    @property
-    def is_last(self) -> bool:
-        return self.part == self.splits - 1
+    microbatch: _Microbatch
+    part: int
+    splits: int
 
     def cut_inputs(self, model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Before the model: whole tensors in, the slice's part of them on.
@@ -211,25 +219,12 @@ class _Slice:
         return slice(self.part * length, (self.part + 1) * length)
 
 
-class _Replay:
-    """Iterates over what the first slice read, and on, remembering it for the slices that follow."""
-
-    def __init__(self, source: Iterator[Any], reader: _Slice) -> None:
-        self._source = source
-        self._data = reader.microbatch.data
-        self._reads_anew = reader.part == 0
-        self._again = iter(tuple(self._data))
-        if reader.is_last:
-            self._data.clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if not self._reads_anew:
-            return next(self._again)
-        self._data.append(next(self._source))
-        return self._data[-1]
+def noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
+    """The items, each noted as it is read. All that is asked of them is what is next: Megatron-LM's can do no more."""
+    with suppress(StopIteration):
+        while True:
+            noted.append(next(items))
+            yield noted[-1]
 
 
 class _Remembered:

@@ -72,9 +72,8 @@ def _matrices(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     if isinstance(module, (VocabParallelEmbedding, torch.nn.Embedding)):
         return []
     weights = [weight for weight in module.parameters(recurse=False) if weight.requires_grad and weight.dim() > 1]
-    return [
-        weight for weight in weights if not weight_tasks.is_prepared(weight)
-    ]  # shards of the vocabulary have passes of their own
+    # Shards of the vocabulary, which are prepared, have passes of their own.
+    return [weight for weight in weights if not weight_tasks.is_prepared(weight)]
 
 
 def _why_fused(module: torch.nn.Module, weights: list[torch.nn.Parameter], shared: bool) -> str | None:

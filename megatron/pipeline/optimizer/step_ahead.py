@@ -111,7 +111,7 @@ class StepAhead:
 
     def _roll_back(self) -> None:
         assert self._snapshot is not None, "snapshot_of makes one where a step can be rolled back"
-        for chunk in _gathering(self._parts):
+        for chunk in _distributed_chunks(self._parts, gathering=True):
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 if group.param_gather_handle is not None:  # it still writes parameters
                     group.param_gather_handle.wait()
@@ -125,10 +125,8 @@ class StepAhead:
         for part in self._parts:
             if isinstance(part, MixedPrecisionOptimizer) and not part.is_stub_optimizer:
                 part._copy_main_params_to_model_params()
-        for part in self._parts:
-            if isinstance(part, DistributedOptimizer) and not part.ddp_config.overlap_param_gather:
-                for chunk in part.model_chunks:
-                    chunk.start_param_sync()
+        for chunk in _distributed_chunks(self._parts, gathering=False):
+            chunk.start_param_sync()
 
 
 def _prepare(part: Any) -> Reduction | None:
@@ -171,11 +169,9 @@ def _scaler(part: Any) -> Any:
     return getattr(part, "grad_scaler", None)
 
 
-def _gathering(parts: Iterable[Any]) -> list[Any]:
-    """The model chunks whose parameters arrive during forwards."""
+def _distributed_chunks(parts: Iterable[Any], gathering: bool) -> list[Any]:
+    """The model chunks of distributed optimizers whose parameters arrive during forwards, or of those whose do not."""
+    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
     return [
-        chunk
-        for part in parts
-        if isinstance(part, DistributedOptimizer) and part.ddp_config.overlap_param_gather
-        for chunk in part.model_chunks
+        chunk for part in distributed if bool(part.ddp_config.overlap_param_gather) is gathering for chunk in part.model_chunks
     ]

@@ -45,7 +45,7 @@ class ActivationMeter:
 
     def saving(self) -> AbstractContextManager[None]:
         """A context in which what autograd saves is counted, until it is freed."""
-        return torch.autograd.graph.saved_tensors_hooks(self.hold, _unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.hold, lambda held: held.tensor)
 
     def hold(self, tensor: torch.Tensor) -> CountedTensor:
         """Count a tensor until the returned object dies."""
@@ -81,7 +81,3 @@ class CountedTensor:
     def __del__(self) -> None:
         if self._meter is not None:
             self._meter._release(self.tensor, self._key)
-
-
-def _unpack(held: CountedTensor) -> torch.Tensor:
-    return held.tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -68,18 +68,14 @@ class Report:
 
 
 class PendingReport:
-    """A report that is being gathered. ``wait`` may be called at any time, more than once, or never."""
+    """A report that is being gathered.
+
+    Attributes:
+        wait: returns the report, once the iteration has ended on all ranks. Call it at any time, more than once, or never.
+    """
 
     def __init__(self, receive: Callable[[], Report]) -> None:
-        self._receive = receive
-
-    def wait(self) -> Report:
-        """The report, once the iteration has ended on all ranks."""
-        return self._report
-
-    @cached_property
-    def _report(self) -> Report:
-        return self._receive()
+        self.wait: Callable[[], Report] = cache(receive)
 
 
 class RecordFormat:

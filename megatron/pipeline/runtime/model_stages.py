@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from megatron.pipeline.model.slices import Slices
+from megatron.pipeline.model.slices import Slices, noting
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.p2p import Tensors
@@ -137,12 +138,11 @@ class ModelStages:
 
 def most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
     """For every chunk, the most microbatches between their F and their B: what partial recomputation cycles through."""
-    most: dict[int, int] = {}
-    current: dict[int, int] = {}
+    most, current = Counter[int](), Counter[int]()
     for work in passes:
         if work.kind is Kind.F:
-            current[work.chunk] = current.get(work.chunk, 0) + 1
-            most[work.chunk] = max(most.get(work.chunk, 0), current[work.chunk])
+            current[work.chunk] += 1
+            most |= current
         elif work.kind.sends_gradient:
             current[work.chunk] -= 1
     return most
@@ -151,11 +151,3 @@ def most_in_flight(passes: Sequence[Pass]) -> dict[int, int]:
 def per_chunk(function: Any, chunk: int) -> Callable[..., Any]:
     """Upstream gives one function, or a list with one for every chunk."""
     return function[chunk] if isinstance(function, (list, tuple)) else function
-
-
-def noting(items: Iterator[Any], noted: list[Any]) -> Iterator[Any]:
-    """The items, each noted as it is read. All that is asked of them is what is next: Megatron-LM's can do no more."""
-    with suppress(StopIteration):
-        while True:
-            noted.append(next(items))
-            yield noted[-1]

@@ -150,8 +150,8 @@ class Transport:
         requests: list[Any] = []
         group = self._channels.group(self._channels.rank, peer)
         present = [tensor.contiguous() for tensor in tensors if tensor is not None]
-        for tensor in present:
-            if self._channels.shapes is not None:
+        if self._channels.shapes is not None:
+            for tensor in present:
                 requests.append(torch.distributed.isend(_header(tensor), self._channels.ranks[peer], group=self._channels.shapes))
         for tensor in present:
             self._start(torch.distributed.isend, tensor, peer, group, requests)
@@ -222,9 +222,8 @@ class Transport:
     def _start(self, operation: Any, tensor: torch.Tensor, peer: int, group: Any, requests: list[Any]) -> None:
         """Start an operation, or keep it for ``start``; either way its request ends up in the list."""
         if self._batched:
-            self._together.append(
-                (torch.distributed.P2POp(operation, tensor.detach(), self._channels.ranks[peer], group), requests)
-            )
+            posted = torch.distributed.P2POp(operation, tensor.detach(), self._channels.ranks[peer], group)
+            self._together.append((posted, requests))
         else:
             # What isend and irecv come to after checks that would take a fifth of the time that the host spends on a message.
             post = group.send if operation is torch.distributed.isend else group.recv

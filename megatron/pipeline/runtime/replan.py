@@ -87,14 +87,14 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         pipeline.adopt(costs, None if error else limit, after)
     except ValueError as wrong:
         error = str(wrong)
-    old = _measured(pipeline, recent)
+    old, limited = _measured(pipeline, recent), pipeline.settings.host_limit is not None
     if error:
         yield [*lines, f" WARNING: {pipeline.name} is not planned again, and goes on as it is: {error}", f" {old}"]
         return
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
         + _change(before[m], schedule, costs, limit, pipeline.objective)
-        + (f"; {_moves(pipeline, schedule, costs)}" if pipeline.offload else "")
+        + (f"; {in_words(schedule, costs, in_bytes=True, limited=limited)}" if pipeline.offload else "")
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
@@ -170,10 +170,6 @@ def _copies_in_words(costs: Costs) -> str:
         f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
         f"as a tenth slower, k = {costs.k():.3g}"
     )
-
-
-def _moves(pipeline: Pipeline, schedule: Schedule, costs: Costs) -> str:
-    return in_words(schedule, costs, in_bytes=True, limited=pipeline.settings.host_limit is not None)
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:

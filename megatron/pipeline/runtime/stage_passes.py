@@ -60,13 +60,8 @@ class StagePasses:
     @property
     def handlers(self) -> Handlers:
         """For the executor."""
-        passes = {
-            Kind.F: self.forward,
-            Kind.R: self.recompute,
-            Kind.B: self.backward,
-            Kind.BW: self.backward,
-            Kind.W: self.weight,
-        }
+        backward = dict.fromkeys((Kind.B, Kind.BW), self.backward)
+        passes = {Kind.F: self.forward, Kind.R: self.recompute, **backward, Kind.W: self.weight}
         handlers = Handlers(passes, release=self._stages.release, abandon=(self._graphs.clear,))
         if self._offloaded is None:
             return handlers

@@ -16,16 +16,17 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.dist import sequence
 from megatron.pipeline.dist.device import side_stream
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.model.adapter import signature
-from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding, complete_embedding
-from megatron.pipeline.model.vocabulary.loss import Statistics, complete_gradient, weigh
+from megatron.pipeline.model.slices import noting
+from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
+from megatron.pipeline.model.vocabulary.loss import Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.record.memory import hold
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.model_stages import noting
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -143,27 +144,25 @@ class VocabularyPasses:
 
     def run(self, work: Pass, *_: Any) -> dict[int, Tensors]:
         """Run one pass of the shard. It makes no messages: collectives carry its results."""
+        if work.kind is Kind.IF:
+            self._microbatches[work.microbatch] = self._read()
+        one = self._microbatches[work.microbatch]
         match work.kind:
             case Kind.IF:
-                read = self._microbatches[work.microbatch] = self._read()
-                read.embedding = self._shard.embedding(read.tokens)
+                one.embedding = self._shard.embedding(one.tokens)
             case Kind.S:
-                one = self._microbatches[work.microbatch]
                 assert one.output is not None, "its broadcast has been waited for, or it was made here"
                 early = self._one_barrier and not self._call.forward_only
                 one.part = self._shard.output(one.output, one.labels, with_gradient=early)
                 one.held, one.output = hold(one.part.held), None
             case Kind.T:
-                one = self._microbatches[work.microbatch]
                 assert one.part is not None and one.weights is not None and one.statistics is not None
-                late = not self._one_barrier
-                gradient = one.part.backward(one.statistics, one.weights, with_gradient=late)
-                if late:
+                gradient = one.part.backward(one.statistics, one.weights, with_gradient=not self._one_barrier)
+                if not self._one_barrier:
                     one.gradient = gradient
                 one.part, one.held = None, []
                 self._end(work.microbatch)
             case Kind.IB:
-                one = self._microbatches[work.microbatch]
                 assert one.embedding_gradient is not None
                 self._shard.embedding.backward(one.tokens, one.embedding_gradient)
                 one.embedding_gradient, one.caught = None, []
@@ -207,7 +206,7 @@ class VocabularyPasses:
         match collective.exchange:
             case Exchange.EMBEDDING:
                 if self._first and one.embedding is not None:
-                    complete_embedding(one.embedding, self._tensor, self._scatters)
+                    sequence.complete(one.embedding, self._tensor, reduced=self._scatters)
                 else:
                     one.embedding = None
             case Exchange.STATISTICS:
@@ -251,7 +250,7 @@ class VocabularyPasses:
         """What the last stage's backward starts from."""
         one = self._microbatches[microbatch]
         assert one.gradient is not None
-        gradient = complete_gradient(one.gradient, self._tensor, self._config.sequence_parallel)
+        gradient = sequence.complete(one.gradient, self._tensor, reduced=self._config.sequence_parallel)
         if self._one_barrier:
             self._compute_losses(one)
             assert one.weights is not None
@@ -301,8 +300,8 @@ class VocabularyPasses:
     def _join_statistics(self, one: _Microbatch) -> Statistics:
         assert one.gathered is not None
         shard = self._shard
-        batch, sequence = one.labels.shape
-        return Statistics(one.gathered, shard.loss, (batch, sequence), shard.shards.total_counted)
+        batch, length = one.labels.shape
+        return Statistics(one.gathered, shard.loss, (batch, length), shard.shards.total_counted)
 
     def _gradient_ready(self, one: _Microbatch, microbatch: int) -> AbstractContextManager[Any]:
         """Make this shard's part of the gradient by the last stage's output; returns a context in which it has been computed.
@@ -335,15 +334,15 @@ class VocabularyPasses:
         return self._shard.embedding.sequence_group is not None
 
     def _blank_output(self, one: _Microbatch) -> torch.Tensor:
-        batch, sequence = one.labels.shape
+        batch, length = one.labels.shape
         parts = self._tensor.size() if self._config.sequence_parallel else 1
         weight = self._shard.output.weight
-        return weight.new_empty((sequence // parts, batch, weight.size(1)))
+        return weight.new_empty((length // parts, batch, weight.size(1)))
 
     def _blank_embedding(self, one: _Microbatch) -> torch.Tensor:
-        batch, sequence = one.tokens.shape
+        batch, length = one.tokens.shape
         weight = self._shard.embedding.weight
-        shape = (sequence // self._tensor.size(), batch) if self._scatters else (batch, sequence)
+        shape = (length // self._tensor.size(), batch) if self._scatters else (batch, length)
         return weight.new_empty((*shape, weight.size(1)))
 
     def _end(self, microbatch: int) -> None:

@@ -53,7 +53,7 @@ class EmbeddingShard(torch.nn.Module):
         Returns:
             [b, s, h] to be summed over all shards, or with ``reduce_scatter`` [s / t, b, h] to be summed over the pipeline.
         """
-        rows, own = self._locate(tokens)
+        rows, own = locate(tokens, self.shards, self.index)
         part = torch.nn.functional.embedding(rows, self.weight).masked_fill_(~own[..., None], 0)
         if self.sequence_group is None:
             return part
@@ -76,7 +76,7 @@ class EmbeddingShard(torch.nn.Module):
             gradient, gathering = gather(gradient, self.sequence_group)
             gathering.wait()
             gradient = gradient.transpose(0, 1)
-        rows, own = self._locate(tokens)
+        rows, own = locate(tokens, self.shards, self.index)
         weight = self.weight
         total = gradient_of(weight)
         added_to = self.tied.of_input(total) if self.tied else total
@@ -87,15 +87,12 @@ class EmbeddingShard(torch.nn.Module):
             self.tied.added(total)
         weight_tasks.notify(weight)
 
-    def _locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return locate(tokens, self.shards, self.index)
-
 
 class ReceivedEmbedding(torch.nn.Module):
     """Stands for the word embeddings on the first stage: returns what the shards have made of the tokens.
 
     Attributes:
-        tensor: for the next forward, which takes it: the sum of all shards' IF, in the shape that ``complete_embedding``
+        tensor: for the next forward, which takes it: the sum of all shards' IF, in the shape that IF
             returned. Its gradient is what IB needs.
     """
 
@@ -106,21 +103,6 @@ class ReceivedEmbedding(torch.nn.Module):
         if tensor is None:
             raise RuntimeError("the first stage runs its forward before the embeddings of the microbatch have arrived")
         return tensor
-
-
-def complete_embedding(
-    embedding: torch.Tensor, tp_group: torch.distributed.ProcessGroup | None, reduce_scattered: bool
-) -> torch.Tensor:
-    """Add up, in place, what IF of the tensor-parallel ranks have, on the first stage.
-
-    Args:
-        embedding: in the shape IF returns, summed over the pipeline's ranks.
-        tp_group: of the first stage.
-        reduce_scattered: IF has summed them, as ``EmbeddingShard`` does with ``reduce_scatter``.
-    """
-    if tp_group is not None and tp_group.size() > 1 and not reduce_scattered:
-        torch.distributed.all_reduce(embedding, group=tp_group)
-    return embedding
 
 
 def locate(tokens: torch.Tensor, shards: Shards, index: int) -> tuple[torch.Tensor, torch.Tensor]:

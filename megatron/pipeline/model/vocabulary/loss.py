@@ -98,18 +98,3 @@ def weigh(gradient: torch.Tensor, weights: torch.Tensor, tp_rank: int = 0, tp_si
     """
     own = weights.t().chunk(tp_size)[tp_rank].float() / enlarged(gradient.dtype)
     return (gradient * own[..., None]).to(gradient.dtype)
-
-
-def complete_gradient(
-    gradient: torch.Tensor, tp_group: torch.distributed.ProcessGroup | None, sequence_parallel: bool
-) -> torch.Tensor:
-    """Add up, in place, what S or T of the tensor-parallel ranks have; under sequence parallelism they have done so.
-
-    Args:
-        gradient: [s, b, h], or [s / t, b, h] under sequence parallelism, summed over the pipeline's ranks.
-        tp_group: of the last stage.
-        sequence_parallel: as in the model's config.
-    """
-    if tp_group is not None and tp_group.size() > 1 and not sequence_parallel:
-        torch.distributed.all_reduce(gradient, group=tp_group)
-    return gradient

@@ -38,12 +38,8 @@ class VocabularyShard(torch.nn.Module):
 
     def __init__(self, shards: Shards, index: int, loss: LossSettings, embedding: EmbeddingShard, output: OutputShard) -> None:
         super().__init__()
-        self.shards = shards
-        self.index = index
-        self.loss = loss
-        self.embedding = embedding
-        self.output = output
-        self.tied = output.tied
+        self.shards, self.index, self.loss = shards, index, loss
+        self.embedding, self.output, self.tied = embedding, output, output.tied
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

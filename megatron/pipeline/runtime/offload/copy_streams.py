@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -41,13 +42,9 @@ class CopyStreams(Protocol):
         """Accept no more copies; cancel those that have not begun, where that is possible."""
 
 
-def copy_streams_for(
-    device: torch.device, bandwidth_to_host: float | None = None, bandwidth_to_device: float | None = None
-) -> CudaCopyStreams | ThreadCopyStreams:
-    """The streams of a device. Bandwidths, in bytes a second, are those that a CPU imitates; a GPU has its own."""
-    if device.type == "cuda":
-        return CudaCopyStreams(device)
-    return ThreadCopyStreams(bandwidth_to_host, bandwidth_to_device)
+def copy_streams_for(device: torch.device, bandwidth: float | None = None) -> CudaCopyStreams | ThreadCopyStreams:
+    """The streams of a device. The bandwidth of each direction, in bytes a second, is what a CPU imitates; a GPU has its own."""
+    return CudaCopyStreams(device) if device.type == "cuda" else ThreadCopyStreams(bandwidth, bandwidth)
 
 
 class CudaCopyStreams:
@@ -86,13 +83,13 @@ class CudaCopyStreams:
         return _StreamTicket(self.device, (start, end))
 
 
+@dataclass
 class _StreamTicket:
-    def __init__(self, device: torch.device, times: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
-        self._device = device
-        self.times = times
+    device: torch.device
+    times: tuple[torch.cuda.Event, torch.cuda.Event]
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.times[1])
+        torch.cuda.current_stream(self.device).wait_event(self.times[1])
 
 
 class ThreadCopyStreams:
@@ -148,9 +145,7 @@ class _Direction:
         self._name = name
         self._bandwidth = bandwidth
         self._fastest = 0.0  # bytes a second that this machine has copied
-        self._jobs: SimpleQueue[tuple[list[tuple[torch.Tensor, torch.Tensor]], Future[tuple[float, float]]] | None] = (
-            SimpleQueue()
-        )
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -43,7 +43,7 @@ class Offloading:
 
     @cached_property
     def copy_streams(self) -> CopyStreams:
-        return copy_streams_for(self._device, self.settings.bandwidth, self.settings.bandwidth)
+        return copy_streams_for(self._device, self.settings.bandwidth)
 
     @cached_property
     def pool(self) -> HostPool:
