@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from megatron.pipeline.flags.flag_types import (
@@ -54,10 +54,22 @@ class Role(Enum):
 
 def neutral(*roles: Role) -> dict[str, Any]:
     """The values with which the flags of some roles do nothing, by name: their defaults, and megatron-core's own schedule."""
+    values = {name: action.default for name, action in _actions().items() if vars(action)["role"] in roles}
+    return values | ({"pipeline_schedule": STOCK} if Role.SCHEDULE in roles else {})
+
+
+def given(args: argparse.Namespace, *names: str) -> list[str]:
+    """The flags of those names whose values are not the defaults."""
+    actions = _actions()
+    return [actions[name].option_strings[0] for name in names if getattr(args, name) != actions[name].default]
+
+
+@cache
+def _actions() -> dict[str, argparse.Action]:
+    """All flags, by name."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
-    values = {action.dest: action.default for action in parser._actions if vars(action).get("role") in roles}
-    return values | ({"pipeline_schedule": STOCK} if Role.SCHEDULE in roles else {})
+    return {action.dest: action for action in parser._actions}
 
 
 def flag_of(name: str) -> str:
