@@ -59,7 +59,9 @@ def with_config(
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a fork's flag
             contradicts another one.
     """
-    config = _config_path(argv)
+    finder = _Parser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    config = finder.parse_known_args(argv)[0].config
     tokens, lines = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
@@ -117,13 +119,6 @@ def _parser() -> _Parser:
     return parser
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-    finder = _Parser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    path: str | None = finder.parse_known_args(argv)[0].config
-    return path
-
-
 def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
@@ -174,13 +169,10 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
     if key in _NOT_NEEDED:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
     closest = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    hint = f"did you mean {known[closest[0]]}?" if closest else f"--help lists all flags{_elsewhere(parser)}"
-    return f"unknown flag {name}; {hint}"
-
-
-def _elsewhere(parser: argparse.ArgumentParser) -> str:
-    """Where to find the other flags of Megatron-LM."""
-    return ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
+    if closest:
+        return f"unknown flag {name}; did you mean {known[closest[0]]}?"
+    elsewhere = ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
+    return f"unknown flag {name}; --help lists all flags{elsewhere}"
 
 
 def _key(name: str) -> str:

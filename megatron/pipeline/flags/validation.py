@@ -109,11 +109,7 @@ def _check_post_validation(args: Namespace) -> None:
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
-    tensor, pipeline, context = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
+    tensor, pipeline, context = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     model = tensor * pipeline * context
     if world_size % model:
         raise ValueError(

@@ -15,11 +15,7 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_num_microbatches,
-    update_num_microbatches,
-)
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches, update_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
