@@ -30,8 +30,7 @@ TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "Se
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add all groups of flags to a parser."""
-    add_new_flags(parser)
-    _add(parser, _MEGATRON)
+    _add(parser, _NEW | _MEGATRON)
 
 
 def add_new_flags(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +137,7 @@ _NEW = {
         files("--pipeline-costs-cache",
             "file for the costs that --pipeline-costs profile measures; pipeline_costs.json in the directory of --save, else "
             "of --pipeline-trace, if not given", str, metavar="FILE"),
-        add("--pipeline-timeout",
-            "end all ranks when no pass ends for this long; 300, or half the distributed timeout if less",
+        add("--pipeline-timeout", "end all ranks when no pass ends for this long; 300, or half the distributed timeout if less",
             pass_seconds, metavar="SECONDS"),
         add("--pipeline-p2p",
             "start the sends and receives between two passes one by one, or together", ["single", "batched"], "single"),
@@ -249,8 +247,7 @@ _MEGATRON = {
         layout("--expert-model-parallel-size", "ranks that share the experts of a layer", positive_int, 1),
         layout("--expert-tensor-parallel-size",
             "ranks that share each expert; --tensor-model-parallel-size when not given", positive_int),
-        add("--moe-layer-freq",
-            "experts in every Nth layer, or a list with 1 (experts) or 0 for every layer: '([0]+[1]*3)*2'",
+        add("--moe-layer-freq", "experts in every Nth layer, or a list with 1 (experts) or 0 for every layer: '([0]+[1]*3)*2'",
             layer_pattern, 1, metavar="N"),
         add("--moe-ffn-hidden-size", "width of an expert; --ffn-hidden-size when not given", positive_int),
         add("--moe-shared-expert-intermediate-size", "width of the experts that see every token", positive_int),
@@ -262,8 +259,7 @@ _MEGATRON = {
         add("--moe-router-num-groups", "groups of experts for --moe-router-group-topk", positive_int),
         add("--moe-router-group-topk", "groups of experts that a token may choose from", positive_int),
         add("--moe-router-topk-scaling-factor", "factor of the chosen scores", positive_float),
-        add("--moe-router-load-balancing-type",
-            "how tokens are spread over experts; several auxiliary losses add up",
+        add("--moe-router-load-balancing-type", "how tokens are spread over experts; several auxiliary losses add up",
             ["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"], ["aux_loss"], nargs="+"),
         add("--moe-aux-loss-coeff", "weight of each auxiliary loss", not_negative, [0.0], nargs="+"),
         add("--moe-z-loss-coeff", "weight of the loss that keeps the router's logits small", positive_float),
@@ -325,8 +321,7 @@ _MEGATRON = {
         memory("--recompute-granularity", "whole layers, or --recompute-modules", ["full", "selective"]),
         memory("--recompute-method", "which layers, with --recompute-granularity full", ["uniform", "block"]),
         memory("--recompute-num-layers", "layers per unit (uniform) or per chunk (block)", positive_int),
-        memory("--recompute-modules",
-            "what --recompute-granularity selective covers; core_attn",
+        memory("--recompute-modules", "what --recompute-granularity selective covers; core_attn",
             ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], nargs="*"),
     ],
     "fused kernels": [

@@ -335,20 +335,17 @@ def _check_timeouts(args: Namespace) -> None:
 
 def _check_outputs(args: Namespace) -> None:
     """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
-    for flag, file in (("--metrics", args.metrics), ("--pipeline-costs-cache", args.pipeline_costs_cache)):
+    files = {"--metrics": args.metrics, "--pipeline-costs-cache": args.pipeline_costs_cache}
+    for flag, file in files.items():
         if file and Path(file).is_dir():
             raise ValueError(f"{flag} {file} is a directory: name a file")
     if args.pipeline_costs_cache and args.pipeline_costs != PROFILE:
         raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
-    metrics, costs = (str(Path(file).parent) if file else None for file in (args.metrics, args.pipeline_costs_cache))
-    for flag, directory in (
-        ("--save", args.save),
-        ("--metrics", metrics),
-        ("--pipeline-costs-cache", costs),
-        ("--tensorboard-dir", args.tensorboard_dir),
-        ("--pipeline-trace", args.pipeline_trace),
-        ("--data-cache-path", args.data_cache_path),
-    ):
+    directories = {
+        flag_of(name): getattr(args, name) for name in ("save", "tensorboard_dir", "pipeline_trace", "data_cache_path")
+    }
+    directories |= {flag: str(Path(file).parent) for flag, file in files.items() if file}
+    for flag, directory in directories.items():
         if directory is None:
             continue
         try:

@@ -85,7 +85,9 @@ def save(args: Namespace, training: Training) -> Path:
             dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
-            write_text(unfinished / SUMMARY, json.dumps(_summary(args, training), indent=2))
+            progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
+            summary = progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
+            write_text(unfinished / SUMMARY, json.dumps(summary, indent=2))
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
         torch.distributed.barrier()
@@ -174,11 +176,6 @@ def _gathered_parameters(args: Namespace, training: Training) -> Iterator[None]:
     if args.overlap_param_gather:
         for chunk in training.chunks:
             chunk.enable_forward_pre_hook()
-
-
-def _summary(args: Namespace, training: Training) -> dict[str, Any]:
-    progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
-    return progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
 
 
 def _common_state(args: Namespace, training: Training) -> dict[str, Any]:
