@@ -132,18 +132,15 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    known = {
-        _key(option): (option, action)
-        for option, action in (_FORKS | parser._option_string_actions).items()
-        if _key(option) != "config"
-    }
+    known = {_key(option): (option, action) for option, action in (_FORKS | parser._option_string_actions).items()}
     tokens: list[str] = []
-    for key, value in content.items():
-        if _key(str(key)) not in known:
-            raise ValueError(f"--config {path}: {_unknown(str(key), parser)}")
+    for name, value in content.items():
+        key = _key(str(name))
+        if key not in known or key == "config":
+            raise ValueError(f"--config {path}: {_unknown(str(name), parser)}")
         near = Path(path).parent / str(value)  # mpipe tune writes the costs next to the configuration
-        is_near = _key(str(key)) == "pipeline-costs" and near.is_file()
-        tokens += _tokens(path, *known[_key(str(key))], near if is_near else value)
+        is_near = key == "pipeline-costs" and near.is_file()
+        tokens += _tokens(path, *known[key], near if is_near else value)
     return tokens
 
 
@@ -168,8 +165,7 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
     known, key = {_key(option): option for option in parser._option_string_actions}, _key(name.split("=", maxsplit=1)[0])
     if key in _NOT_NEEDED:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
-    closest = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    if closest:
+    if closest := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return f"unknown flag {name}; did you mean {known[closest[0]]}?"
     elsewhere = ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
     return f"unknown flag {name}; --help lists all flags{elsewhere}"

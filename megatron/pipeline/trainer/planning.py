@@ -164,10 +164,9 @@ def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
         )
     if pipeline.costs is None or (pipeline.costs.vocabulary != VocabularyCosts()) == bool(spread):
         return
+    problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
     if spread:
         problem = f"no costs of a spread vocabulary, and --vocab-parallel is {spread}"
-    else:
-        problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
     raise ValueError(
         f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
     )
@@ -206,8 +205,8 @@ def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
     """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
     if args.pipeline_costs != PROFILE:
         return None
-    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
-    steps = replan(pipeline, partial(_memory_limit, args.pipeline_memory_limit, ranks, most), partial(_write_costs, args))
+    limit = partial(_memory_limit, args.pipeline_memory_limit, args.pipeline_model_parallel_size, max(microbatch_counts(args)))
+    steps = replan(pipeline, limit, partial(_write_costs, args))
     next(steps)
     return steps
 
