@@ -59,7 +59,9 @@ def with_config(
         ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a fork's flag
             contradicts another one.
     """
-    config = _config_path(argv)
+    finder = _Parser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    config = finder.parse_known_args(argv)[0].config
     tokens, lines = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
     if os.environ.get("RANK", "0") == "0":
         for line in lines:
@@ -117,13 +119,6 @@ def _parser() -> _Parser:
     return parser
 
 
-def _config_path(argv: Sequence[str]) -> str | None:
-    finder = _Parser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
-    path: str | None = finder.parse_known_args(argv)[0].config
-    return path
-
-
 def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
@@ -137,18 +132,15 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    known = {
-        _key(option): (option, action)
-        for option, action in (_FORKS | parser._option_string_actions).items()
-        if _key(option) != "config"
-    }
+    known = {_key(option): (option, action) for option, action in (_FORKS | parser._option_string_actions).items()}
     tokens: list[str] = []
-    for key, value in content.items():
-        if _key(str(key)) not in known:
-            raise ValueError(f"--config {path}: {_unknown(str(key), parser)}")
+    for name, value in content.items():
+        key = _key(str(name))
+        if key not in known or key == "config":
+            raise ValueError(f"--config {path}: {_unknown(str(name), parser)}")
         near = Path(path).parent / str(value)  # mpipe tune writes the costs next to the configuration
-        is_near = _key(str(key)) == "pipeline-costs" and near.is_file()
-        tokens += _tokens(path, *known[_key(str(key))], near if is_near else value)
+        is_near = key == "pipeline-costs" and near.is_file()
+        tokens += _tokens(path, *known[key], near if is_near else value)
     return tokens
 
 
@@ -173,14 +165,10 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
     known, key = {_key(option): option for option in parser._option_string_actions}, _key(name.split("=", maxsplit=1)[0])
     if key in _NOT_NEEDED:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
-    closest = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    hint = f"did you mean {known[closest[0]]}?" if closest else f"--help lists all flags{_elsewhere(parser)}"
-    return f"unknown flag {name}; {hint}"
-
-
-def _elsewhere(parser: argparse.ArgumentParser) -> str:
-    """Where to find the other flags of Megatron-LM."""
-    return ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
+    if closest := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
+        return f"unknown flag {name}; did you mean {known[closest[0]]}?"
+    elsewhere = ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
+    return f"unknown flag {name}; --help lists all flags{elsewhere}"
 
 
 def _key(name: str) -> str:

@@ -32,8 +32,8 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
     """
     cuda = torch.cuda.is_available()
     interleaved = placement.chunks > 1
-    values = _shared_fields(args, TransformerConfig)
-    values |= {
+    gradient_fusion = args.gradient_accumulation_fusion and cuda and _installed("fused_weight_gradient_mlp_cuda")
+    values = _shared_fields(args, TransformerConfig) | {
         "params_dtype": params_dtype(args),
         "pipeline_dtype": params_dtype(args),
         "virtual_pipeline_model_parallel_size": placement.chunks if interleaved else None,
@@ -59,9 +59,7 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
         "bias_dropout_fusion": args.bias_dropout_fusion and cuda,
         "apply_rope_fusion": args.apply_rope_fusion and cuda and _installed("transformer_engine"),
         "persist_layer_norm": not args.no_persist_layer_norm and cuda and args.transformer_impl == "transformer_engine",
-        "gradient_accumulation_fusion": args.gradient_accumulation_fusion
-        and cuda
-        and _installed("fused_weight_gradient_mlp_cuda"),
+        "gradient_accumulation_fusion": gradient_fusion,
     }
     return TransformerConfig(**values)
 

@@ -6,67 +6,38 @@ import argparse
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 MEMORY_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}
 
 
-def _number(
-    text: str,
-    kind: type[int] | type[float],
-    wanted: str,
-    low: float,
-    high: float = float("inf"),
-    *,
-    open_end: bool = False,
-) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
-    if not low <= value <= high or (open_end and value == low):
-        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
-    return value
+def _number(kind: type[int] | type[float], wanted: str, low: float, high: float = math.inf) -> Callable[[str], Any]:
+    """What reads a number from ``low`` to ``high``."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text}")
+        return value
+
+    return read
 
 
-def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
-    return int(_number(text, int, "a whole number of at least 1", 1))
+_ABOVE_0 = math.nextafter(0, 1)
+_YEAR = 366 * 24 * 60  # minutes
 
-
-def whole(text: str) -> int:
-    """A whole number of at least 0."""
-    return int(_number(text, int, "a whole number of at least 0", 0))
-
-
-def positive_float(text: str) -> float:
-    """A number above 0."""
-    return float(_number(text, float, "a number above 0", 0, open_end=True))
-
-
-def not_negative(text: str) -> float:
-    """A number of at least 0."""
-    return float(_number(text, float, "a number of at least 0", 0, sys.float_info.max))
-
-
-def minutes(text: str) -> float:
-    """Minutes, at most a year's."""
-    return float(_number(text, float, "a number of minutes above 0, of at most a year", 0, 366 * 24 * 60, open_end=True))
-
-
-def pass_seconds(text: str) -> float:
-    """Seconds of at least 5."""
-    return float(_number(text, float, "a number of seconds of at least 5", 5))
-
-
-def probability(text: str) -> float:
-    """A number from 0 to 1."""
-    return float(_number(text, float, "a number from 0 to 1", 0, 1))
-
-
-def share_below_one(text: str) -> float:
-    """A number of at least 0 and below 1."""
-    return float(_number(text, float, "a number of at least 0 and below 1", 0, math.nextafter(1, 0)))
+positive_int = _number(int, "a whole number of at least 1", 1)
+whole = _number(int, "a whole number of at least 0", 0)
+positive_float = _number(float, "a number above 0", _ABOVE_0)
+not_negative = _number(float, "a number of at least 0", 0, sys.float_info.max)
+minutes = _number(float, "a number of minutes above 0, of at most a year", _ABOVE_0, _YEAR)
+pass_seconds = _number(float, "a number of seconds of at least 5", 5)
+probability = _number(float, "a number from 0 to 1", 0, 1)
+share_below_one = _number(float, "a number of at least 0 and below 1", 0, math.nextafter(1, 0))
 
 
 def memory_size(text: str) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron.pipeline.flags.flags import PROFILE, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
 from megatron.pipeline.flags.validation_experts import check_experts, check_prediction
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
@@ -71,15 +71,7 @@ def batch_sizes(args: Namespace) -> list[int]:
 
 
 def _check_required(args: Namespace) -> None:
-    required = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "seq_length",
-        "micro_batch_size",
-        "train_iters",
-        "lr",
-    )
+    required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
     missing = [flag_of(name) for name in required if getattr(args, name) is None]
     if missing:
         raise ValueError(f"missing {', '.join(missing)}: give them on the command line or in the --config file")
@@ -104,9 +96,9 @@ def _check_platform(args: Namespace) -> None:
 
 
 def _check_post_validation(args: Namespace) -> None:
-    given = [flag_of(name) for name in ("post_validation_when", "post_validation_copy") if getattr(args, name) is not None]
-    if given and not args.post_validation:
-        raise ValueError(f"{given[0]} says how --post-validation works, which is not given: give it, or leave {given[0]} out")
+    details = given(args, "post_validation_when", "post_validation_copy")
+    if details and not args.post_validation:
+        raise ValueError(f"{details[0]} says how --post-validation works, which is not given: give it, or leave {details[0]} out")
     args.post_validation_when = args.post_validation_when or "measured"
     args.post_validation_copy = args.post_validation_copy or "device"
     if args.post_validation and args.pipeline_schedule == STOCK:
@@ -117,11 +109,7 @@ def _check_post_validation(args: Namespace) -> None:
 
 
 def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
-    tensor, pipeline, context = (
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.context_parallel_size,
-    )
+    tensor, pipeline, context = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     model = tensor * pipeline * context
     if world_size % model:
         raise ValueError(
@@ -145,17 +133,9 @@ def chunks_per_rank(args: Namespace) -> int | None:
     """
     layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     ranks = args.pipeline_model_parallel_size
-    given = [
-        f"--{name}"
-        for name, value in (
-            ("num-layers-per-virtual-pipeline-stage", layers),
-            ("num-virtual-stages-per-pipeline-rank", chunks),
-            ("pipeline-model-parallel-layout", args.pipeline_model_parallel_layout),
-        )
-        if value
-    ]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} each say how many chunks a rank has: give one")
+    several = given(args, *CHUNK_FLAGS)
+    if len(several) > 1:
+        raise ValueError(f"{' and '.join(several)} each say how many chunks a rank has: give one")
     if args.pipeline_model_parallel_layout:
         return _chunks_of_layout(args.pipeline_model_parallel_layout, ranks)
     if layers is None:
@@ -197,17 +177,14 @@ def _check_model(args: Namespace) -> None:
     groups = args.num_query_groups if args.group_query_attention else heads
     if heads % groups:
         raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")
-    for name, size in (
-        ("--num-attention-heads", heads),
-        ("--num-query-groups", groups),
-        ("--ffn-hidden-size", args.ffn_hidden_size),
-    ):
+    cut = {"--num-attention-heads": heads, "--num-query-groups": groups, "--ffn-hidden-size": args.ffn_hidden_size}
+    for flag, size in cut.items():
         if size % tensor:
-            raise ValueError(f"{name} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
+            raise ValueError(f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}")
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.max_position_embeddings < args.seq_length:
         raise ValueError(f"--max-position-embeddings {args.max_position_embeddings} is less than --seq-length {args.seq_length}")
-    parts = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    parts = tensor if args.sequence_parallel else 1
     parts *= 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     if args.seq_length % parts:
         raise ValueError(
@@ -358,20 +335,17 @@ def _check_timeouts(args: Namespace) -> None:
 
 def _check_outputs(args: Namespace) -> None:
     """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
-    for flag, file in (("--metrics", args.metrics), ("--pipeline-costs-cache", args.pipeline_costs_cache)):
+    files = {"--metrics": args.metrics, "--pipeline-costs-cache": args.pipeline_costs_cache}
+    for flag, file in files.items():
         if file and Path(file).is_dir():
             raise ValueError(f"{flag} {file} is a directory: name a file")
     if args.pipeline_costs_cache and args.pipeline_costs != PROFILE:
         raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
-    metrics, costs = (str(Path(file).parent) if file else None for file in (args.metrics, args.pipeline_costs_cache))
-    for flag, directory in (
-        ("--save", args.save),
-        ("--metrics", metrics),
-        ("--pipeline-costs-cache", costs),
-        ("--tensorboard-dir", args.tensorboard_dir),
-        ("--pipeline-trace", args.pipeline_trace),
-        ("--data-cache-path", args.data_cache_path),
-    ):
+    directories = {
+        flag_of(name): getattr(args, name) for name in ("save", "tensorboard_dir", "pipeline_trace", "data_cache_path")
+    }
+    directories |= {flag: str(Path(file).parent) for flag, file in files.items() if file}
+    for flag, directory in directories.items():
         if directory is None:
             continue
         try:
@@ -385,6 +359,6 @@ def _check_outputs(args: Namespace) -> None:
 def _check_checkpoints(args: Namespace) -> None:
     if args.save_interval and not args.save:
         raise ValueError(f"--save-interval {args.save_interval} needs --save DIR")
-    for flag, given in (("--finetune", args.finetune), ("--exit-on-missing-checkpoint", args.exit_on_missing_checkpoint)):
-        if given and not args.load:
-            raise ValueError(f"{flag} needs --load DIR")
+    loading = given(args, "finetune", "exit_on_missing_checkpoint")
+    if loading and not args.load:
+        raise ValueError(f"{loading[0]} needs --load DIR")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron.pipeline.flags.flags import given
+
 
 def check_experts(args: Namespace, world_size: int) -> None:
     """Check the experts' flags; sets ``moe_ffn_hidden_size`` and ``expert_tensor_parallel_size`` where they were left open.
@@ -13,15 +15,9 @@ def check_experts(args: Namespace, world_size: int) -> None:
     """
     experts, parallel = args.num_experts, args.expert_model_parallel_size
     if experts is None:
-        given = {
-            "--expert-model-parallel-size": parallel > 1,
-            "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
-            "--moe-ffn-hidden-size": args.moe_ffn_hidden_size,
-            "--moe-shared-expert-intermediate-size": args.moe_shared_expert_intermediate_size,
-            "--moe-grouped-gemm": args.moe_grouped_gemm,
-        }
-        if any(given.values()):
-            raise ValueError(f"{', '.join(flag for flag in given if given[flag])} without experts: give --num-experts")
+        sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
+        if flags := given(args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm"):
+            raise ValueError(f"{', '.join(flags)} without experts: give --num-experts")
         return
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
     tensor = args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import torch
 
-from megatron.pipeline.flags.flags import PROFILE
+from megatron.pipeline.flags.flags import PROFILE, given
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
@@ -16,14 +16,8 @@ def check_offload(args: Namespace) -> None:
     Raises:
         ValueError: another flag contradicts it, or makes it impossible; says what to change.
     """
-    given = {
-        "--offload-profile": args.offload_profile,
-        "--offload-host-memory": args.offload_host_memory is not None,
-        "--offload-min-size": args.offload_min_size is not None,
-        "--offload-cpu-bandwidth": args.offload_cpu_bandwidth is not None,
-        "--no-offload-numa-binding": not args.offload_numa_binding,
-    }
-    named = [flag for flag in given if given[flag]]
+    details = ("profile", "host_memory", "min_size", "cpu_bandwidth", "numa_binding")
+    named = given(args, *(f"offload_{name}" for name in details))
     if args.offload == OFF and named and not args.pipeline_schedule.startswith("file:"):  # a file may have copies of its own
         raise ValueError(
             f"{' and '.join(named)}: there is nothing to offload: give --offload full or selective, or leave "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from megatron.pipeline.flags.flags import given
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
@@ -22,17 +23,10 @@ def check_vocabulary(args: Namespace) -> None:
 
 
 def _check_alone(args: Namespace) -> None:
-    given = {
-        "--vocab-logits-limit": args.vocab_logits_limit is not None,
-        "--vocab-mask-padding": args.vocab_mask_padding,
-        "--label-smoothing": args.label_smoothing,
-        "--z-loss": args.z_loss,
-    }
-    alone = [flag for flag in given if given[flag]]
-    if alone:
+    if alone := " and ".join(given(args, "vocab_logits_limit", "vocab_mask_padding", "label_smoothing", "z_loss")):
         raise ValueError(
-            f"{' and '.join(alone)}: only the output layer of --vocab-parallel can do that, megatron-core's own cannot: give "
-            f"--vocab-parallel 2, or leave {' and '.join(alone)} out"
+            f"{alone}: only the output layer of --vocab-parallel can do that, megatron-core's own cannot: give "
+            f"--vocab-parallel 2, or leave {alone} out"
         )
 
 
@@ -68,18 +62,12 @@ def _check_redistribution(args: Namespace) -> None:
             "--layer-redistribution moves layers between pipeline ranks, and --pipeline-model-parallel-size is 1: raise it, or "
             "leave --layer-redistribution out"
         )
-    others = {
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
-        "--num-layers-per-virtual-pipeline-stage": args.num_layers_per_virtual_pipeline_stage,
-        "--num-layers-in-first-pipeline-stage": args.decoder_first_pipeline_num_layers,
-        "--num-layers-in-last-pipeline-stage": args.decoder_last_pipeline_num_layers,
-        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
-    }
-    given = [flag for flag in others if others[flag]]
-    if given:
+    layouts = ("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage")
+    ends = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    counted = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    if others := given(args, *layouts, *ends, *counted):
         raise ValueError(
-            f"--layer-redistribution chooses the number of layers of every stage, and {' and '.join(given)} would fix some: "
-            f"leave out {'them' if len(given) > 1 else given[0]}, or --layer-redistribution"
-            + ("; --num-virtual-stages-per-pipeline-rank gives the number of chunks" if "per-virtual" in "".join(given) else "")
+            f"--layer-redistribution chooses the number of layers of every stage, and {' and '.join(others)} would fix some: "
+            f"leave out {'them' if len(others) > 1 else others[0]}, or --layer-redistribution"
+            + ("; --num-virtual-stages-per-pipeline-rank gives the number of chunks" if "per-virtual" in "".join(others) else "")
         )

@@ -48,24 +48,16 @@ def prepare(options: Sequence[str], tokens: Sequence[str], core: str = CHECKOUT)
     if options:
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError("No module named 'torch'", name="torch")  # as its import would
-        return partial(_under_torchrun, [*options, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *options]
+        return partial(os.execv, sys.executable, [*torchrun, "-m", "megatron.pipeline.cli", "launch", "--core", core, *tokens])
     if "RANK" not in os.environ:
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(free_port()),
-        }
+        world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+        os.environ |= world | {"MASTER_PORT": str(free_port())}
     script = script.resolve()
     _find(script.parent, core)
     sys.argv = [str(script), *flags]
     install()
     return partial(runpy.run_path, str(script), run_name="__main__")
-
-
-def _under_torchrun(arguments: Sequence[str]) -> None:
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *arguments])
 
 
 def _find(folder: Path, core: str) -> None:

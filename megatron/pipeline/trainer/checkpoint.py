@@ -41,11 +41,7 @@ from megatron.pipeline.trainer.run_log import training_flops
 from megatron.pipeline.trainer.state import Training
 
 # What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.
-_FORM = {
-    "distrib_optim_sharding_type": RESHARDABLE,
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
+_FORM = {"distrib_optim_sharding_type": RESHARDABLE, "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
 
 def check_release(args: Namespace, placement: Placement) -> None:
@@ -79,7 +75,8 @@ def save(args: Namespace, training: Training) -> Path:
     unfinished = final.with_name(final.name + UNFINISHED)
     try:
         if torch.distributed.get_rank() == 0:
-            _remove_leftovers(root)
+            for leftover in root.glob(f"iter_*{UNFINISHED}"):
+                shutil.rmtree(leftover)
             unfinished.mkdir(parents=True)
         torch.distributed.barrier()
         with _gathered_parameters(args, training):
@@ -88,7 +85,9 @@ def save(args: Namespace, training: Training) -> Path:
             dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
         torch.distributed.barrier()
         if torch.distributed.get_rank() == 0:
-            write_text(unfinished / SUMMARY, json.dumps(_summary(args, training), indent=2))
+            progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
+            summary = progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
+            write_text(unfinished / SUMMARY, json.dumps(summary, indent=2))
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
         torch.distributed.barrier()
@@ -179,11 +178,6 @@ def _gathered_parameters(args: Namespace, training: Training) -> Iterator[None]:
             chunk.enable_forward_pre_hook()
 
 
-def _summary(args: Namespace, training: Training) -> dict[str, Any]:
-    progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
-    return progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
-
-
 def _common_state(args: Namespace, training: Training) -> dict[str, Any]:
     """What is no tensor, by the names that Megatron-LM looks for; most flags have its names already."""
     arguments = vars(args) | {
@@ -199,11 +193,6 @@ def _common_state(args: Namespace, training: Training) -> dict[str, Any]:
         "num_floating_point_operations_so_far": training_flops(args, training.consumed_samples),
     }
     return state if args.no_save_optim else state | {"opt_param_scheduler": training.scheduler.state_dict()}
-
-
-def _remove_leftovers(root: Path) -> None:
-    for path in root.glob(f"iter_*{UNFINISHED}"):
-        shutil.rmtree(path)
 
 
 def _put_in_place(unfinished: Path, final: Path) -> None:

@@ -111,8 +111,7 @@ def _find(root: Path) -> Path | None:
 
 def _newest(root: Path) -> Path | None:
     """The newest complete checkpoint of a directory without a tracker; None if nothing there looks like one."""
-    complete = _complete(root)
-    if complete:
+    if complete := _complete(root):
         return complete[max(complete)]
     damaged = [path for path in (*sorted(root.glob("iter_*")), root / _RELEASE) if path.exists() and path.suffix != UNFINISHED]
     if damaged:

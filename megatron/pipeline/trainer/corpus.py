@@ -113,22 +113,19 @@ def write_dataset(
     dtype = DType.optimal_dtype(build_tokenizer(tokenizer_args).vocab_size)
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        builders = [IndexedDatasetBuilder(get_bin_path(one) + UNFINISHED, dtype=dtype) for one in prefixes]
+        builders = {one: IndexedDatasetBuilder(get_bin_path(one) + UNFINISHED, dtype=dtype) for one in prefixes}
     except OSError as error:
         raise ValueError(f"cannot write {prefix}: {error.strerror}: {error.filename}") from None
-    counts = {one: [0, 0] for one in prefixes}
     for encoded, size in _encode_all(documents, tokenizer_args, append_eod, workers):
-        for builder, one, tokens in zip(builders, prefixes, encoded, strict=True):
-            if len(tokens):
+        for builder, tokens in zip(builders.values(), encoded, strict=True):
+            if tokens:
                 builder.add_document(numpy.asarray(tokens, dtype=dtype), [len(tokens)])
-                counts[one][0] += 1
-                counts[one][1] += len(tokens)
         progress(size)
-    if not all(tokens for _, tokens in counts.values()):
+    if not all(builder.sequence_lengths for builder in builders.values()):
         raise ValueError(f"no text found in the input, which is empty or blank: nothing was written to {prefix}")
-    for builder, one in zip(builders, prefixes, strict=True):
+    for one, builder in builders.items():
         _finish(builder, Path(get_bin_path(one)), Path(get_idx_path(one)))
-    return {one: (documents, tokens) for one, (documents, tokens) in counts.items()}
+    return {one: (len(builder.sequence_lengths), sum(builder.sequence_lengths)) for one, builder in builders.items()}
 
 
 def _finish(builder: IndexedDatasetBuilder, data: Path, index: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -105,22 +105,16 @@ class Samples:
         if not exists:
             yield None
             return
-        streams = [_stream(self._loader(dataset, consumed)) if needed else None for needed in self._needed]
-        try:
-            yield list(streams)
-        finally:
-            for stream in streams:
-                if stream is not None:
-                    stream.close()
+        with ExitStack() as stack:
+
+            def stream() -> Iterator[Batch]:
+                return stack.enter_context(closing(_stream(self._loader(dataset, consumed))))
+
+            yield [stream() if needed else None for needed in self._needed]
 
     def _loader(self, dataset: Any, consumed: int) -> torch.utils.data.DataLoader[Batch]:
-        sampler = SequentialSampler(
-            len(dataset),
-            consumed,
-            self._args.micro_batch_size,
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
-        )
+        rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        sampler = SequentialSampler(len(dataset), consumed, self._args.micro_batch_size, rank, ranks)
         return torch.utils.data.DataLoader(
             dataset,
             batch_sampler=sampler,
@@ -223,10 +217,8 @@ def _build(args: Namespace, tokenizer: Any, sizes: list[int], needed: bool) -> l
         for number, source in enumerate(blend_per_split(args)):
             exists[number] &= source is not None and all(split_has_tokens(p, args.split, number) for p in source[0])
             # megatron-core would search forever for samples in an empty split.
-            if not exists[number] and per_split:
-                config.blend_per_split[number] = None
-            elif not exists[number]:
-                config.split_matrix[number] = None
+            if not exists[number]:
+                (config.blend_per_split if per_split else config.split_matrix)[number] = None
     kind = MockGPTDataset if args.mock_data else GPTDataset
     # The builder's caches are written by rank 0 for all others, so it always builds.
     built_here = needed or torch.distributed.get_rank() == 0

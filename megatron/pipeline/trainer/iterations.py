@@ -15,11 +15,7 @@ from functools import partial
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_num_microbatches,
-    update_num_microbatches,
-)
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_num_microbatches, update_num_microbatches
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -176,7 +172,7 @@ class Iterations:
             iteration=self._training.iteration,
             consumed_samples=self._training.consumed_samples,
             batch=done.batch,
-            loss=_mean(done.loss),
+            loss=_quotient(*done.loss.wait()) if done.loss else float("nan"),
             grad_norm=None if norm is None else float(norm),
             learning_rate=get_canonical_lr_for_logging(self._training.optimizer.param_groups) or 0.0,
             loss_scale=float(self._training.optimizer.get_loss_scale()),
@@ -262,10 +258,6 @@ def _start_total(reports: list[dict[str, torch.Tensor]]) -> Reduction:
     total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return Reduction(total, torch.distributed.ReduceOp.SUM, group)
-
-
-def _mean(total: Reduction | None) -> float:
-    return _quotient(*total.wait()) if total else float("nan")
 
 
 def _quotient(loss: float, tokens: float) -> float:

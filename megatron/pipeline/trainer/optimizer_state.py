@@ -14,6 +14,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.pipeline.patches.torch_optimizers import WITH_STEPS, allocate_state
 
+from megatron.pipeline.flags.flags import flag_of
 from megatron.pipeline.optimizer.step_ahead import parts_of
 
 _OPTIMIZER, _DISTRIBUTED, _SIXTEEN_BITS = "--optimizer", "--use-distributed-optimizer", "--bf16 or --fp16"
@@ -60,8 +61,7 @@ def kind_of_state(state: dict[Any, Any]) -> dict[str, Any]:
 def wanted_kind(args: Namespace) -> dict[str, Any]:
     """The flags that ``kind_of_state`` has."""
     names = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "use_distributed_optimizer")
-    flags = {"--" + name.replace("_", "-"): getattr(args, name) for name in names}
-    return flags | {_SIXTEEN_BITS: args.bf16 or args.fp16}
+    return {flag_of(name): getattr(args, name) for name in names} | {_SIXTEEN_BITS: args.bf16 or args.fp16}
 
 
 def has_state(args: Namespace, tensors: Iterable[str]) -> bool:

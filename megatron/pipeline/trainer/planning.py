@@ -12,7 +12,7 @@ from textwrap import indent
 
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
@@ -60,8 +60,8 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
             f"{HOST_MIB.at_least(error.least)} or more, as sizes are rounded up: raise it, or leave --offload out"
         ) from None
     except ChunksDoNotFit as error:
-        flag = next(name for name in CHUNK_FLAGS if getattr(args, name))
-        raise ValueError(f"{error} by --{flag.replace('_', '-')} {getattr(args, flag)}: leave that flag out") from None
+        name = next(name for name in CHUNK_FLAGS if getattr(args, name))
+        raise ValueError(f"{error} by {flag_of(name)} {getattr(args, name)}: leave that flag out") from None
     except LimitTooLow as error:
         text, name = args.pipeline_memory_limit, args.pipeline_schedule
         if text is None:
@@ -93,12 +93,11 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         best, table = _best(args, costs)
         request = replace(request, schedule=best.name, chunks=best.chunks)
         notes.append(table)
-    pipeline = Pipeline(
-        request,
-        Posting(args.pipeline_p2p),
-        profiles or (bool(args.metrics or args.tensorboard_dir or args.pipeline_trace) if measure is None else measure),
-        _offload_settings(args),
-    )
+    if measure is None:
+        measure = bool(args.metrics or args.tensorboard_dir or args.pipeline_trace)
+    bandwidth, smallest = args.offload_cpu_bandwidth, SMALLEST if args.offload_min_size is None else args.offload_min_size
+    settings = Settings(args.offload_host_memory, smallest, bandwidth and bandwidth * 1e9)
+    pipeline = Pipeline(request, Posting(args.pipeline_p2p), profiles or measure, settings)
     pipeline.notes += notes
     placement, ranks = pipeline.placement, request.ranks
     if pipeline.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
@@ -165,19 +164,12 @@ def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
         )
     if pipeline.costs is None or (pipeline.costs.vocabulary != VocabularyCosts()) == bool(spread):
         return
+    problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
     if spread:
         problem = f"no costs of a spread vocabulary, and --vocab-parallel is {spread}"
-    else:
-        problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
     raise ValueError(
         f"--pipeline-costs {args.pipeline_costs} has {problem}: measure them under these flags with --pipeline-costs {PROFILE}"
     )
-
-
-def _offload_settings(args: Namespace) -> Settings:
-    bandwidth = args.offload_cpu_bandwidth
-    smallest = SMALLEST if args.offload_min_size is None else args.offload_min_size
-    return Settings(args.offload_host_memory, smallest, bandwidth and bandwidth * 1e9)
 
 
 def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
@@ -192,11 +184,9 @@ def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
     if pipeline.costs and not (pipeline.costs.copies.to_host and pipeline.costs.copies.to_device):
         raise ValueError(
             f"--pipeline-costs {args.pipeline_costs} does not say what copies to host memory take, which --offload has to know: "
-            f"measure it under these flags with --offload-profile, or add it, such as {_EXAMPLE}"
+            "measure it under these flags with --offload-profile, or add it, such as "
+            '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
         )
-
-
-_EXAMPLE = '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
 
 
 def _check_name(name: str) -> None:
@@ -215,26 +205,24 @@ def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
     """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
     if args.pipeline_costs != PROFILE:
         return None
-    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
-    steps = replan(pipeline, partial(_memory_limit, args.pipeline_memory_limit, ranks, most), partial(_write_costs, args))
+    limit = partial(_memory_limit, args.pipeline_memory_limit, args.pipeline_model_parallel_size, max(microbatch_counts(args)))
+    steps = replan(pipeline, limit, partial(_write_costs, args))
     next(steps)
     return steps
 
 
 def _write_costs(args: Namespace, text: str) -> Path | None:
     """Write measured costs where ``--pipeline-costs FILE`` and ``mpipe --costs FILE`` can read them."""
-    path = args.pipeline_costs_cache
-    if path is None:
-        directory = args.save or args.pipeline_trace
-        if directory is None:
-            return None
-        path = Path(directory) / "pipeline_costs.json"
+    directory = args.save or args.pipeline_trace
+    if args.pipeline_costs_cache is None and directory is None:
+        return None
+    path = Path(args.pipeline_costs_cache or Path(directory) / "pipeline_costs.json")
     try:
-        write_text(Path(path), text)
+        write_text(path, text)
     except OSError as error:
         logger.warning("WARNING: the costs could not be written to %s (%s); training goes on", path, error.strerror)
         return None
-    return Path(path)
+    return path
 
 
 _PLANNED_ONLY = [name for name, family in families.FAMILIES.items() if family.placement(4, family.chunks).replicas > 1]

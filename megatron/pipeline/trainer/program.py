@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.num_microbatches_calculator import (
-    destroy_num_microbatches_calculator,
-    init_num_microbatches_calculator,
-)
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator, init_num_microbatches_calculator
 from megatron.core.timers import Timers
 
 from megatron.pipeline.dist.device import this_device
@@ -104,11 +101,8 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         loaded = checkpoint.load(args, training)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
-            for line in first_words(args, pipeline, loaded):
+            for line in [*first_words(args, pipeline, loaded), *(plan_in_words(args, pipeline) if log.writes else ())]:
                 log.line(line)
-            if log.writes:
-                for line in plan_in_words(args, pipeline):
-                    log.line(line)
             train(args, training, samples, pipeline, log, timers)
             torch.distributed.barrier()  # what other ranks write is there
             if log.writes:
@@ -141,10 +135,7 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     torch.distributed.init_process_group(
-        args.distributed_backend,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        args.distributed_backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=args.distributed_timeout_minutes)
     )
     yield
     torch.distributed.destroy_process_group()

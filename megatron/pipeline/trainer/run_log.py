@@ -36,8 +36,22 @@ class Log:
         self.last_loss: float | None = None
 
     def __enter__(self) -> Log:
-        if self.writes:
-            self._open()
+        args = self._args
+        if not self.writes:
+            return self
+        if args.metrics:
+            self._metrics = Metrics(args.metrics, args.seq_length)
+        if args.tensorboard_dir:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(args.tensorboard_dir)
+        console = Console()
+        if console.is_terminal:
+            loss = TextColumn("loss {task.fields[loss]}")
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
+            self._progress = Progress(*columns, console=console)
+            self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
+            self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -96,22 +110,6 @@ class Log:
         self.line(f" {split} loss at iteration {iteration} | lm loss value: {loss!r} | lm loss PPL: {perplexity:.6E} |")
         if self._board:
             self._board.add_scalar(f"lm loss {split}", loss, iteration)
-
-    def _open(self) -> None:
-        args = self._args
-        if args.metrics:
-            self._metrics = Metrics(args.metrics, args.seq_length)
-        if args.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(args.tensorboard_dir)
-        console = Console()
-        if console.is_terminal:
-            loss = TextColumn("loss {task.fields[loss]}")
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console)
-            self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
-            self._progress.start()
 
     def _log_line(self, step: Step, measured: Measured | None) -> str:
         """The last iteration's loss and norm in full, and times over all iterations since the last line."""

@@ -13,13 +13,8 @@ from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags.flags import TOKENIZERS
 
-_LIBRARIES = {
-    "NullTokenizer": "null",
-    "HuggingFaceTokenizer": "huggingface",
-    "SentencePieceTokenizer": "sentencepiece",
-    "TikTokenizer": "tiktoken",
-}
-_PACKAGES = {"huggingface": "transformers", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}
+# megatron-core's name for each, which is that of its package but for huggingface's.
+_LIBRARIES = dict(zip(TOKENIZERS[1:], ("null", "huggingface", "sentencepiece", "tiktoken"), strict=True))
 
 
 class ByteLevelTokenizer:
@@ -74,8 +69,9 @@ def build_tokenizer(args: Namespace) -> Any:
         raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model PATH")
     if library != "huggingface" and not Path(args.tokenizer_model).is_file():
         raise ValueError(f"--tokenizer-model {args.tokenizer_model}: no such file")
-    if importlib.util.find_spec(_PACKAGES[library]) is None:
-        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs a package: pip install {_PACKAGES[library]}")
+    package = "transformers" if library == "huggingface" else library
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs a package: pip install {package}")
     try:
         return MegatronTokenizer.from_pretrained(args.tokenizer_model, metadata_path={"library": library})
     except Exception as error:  # each library has its own errors, assertions among them, for a file it cannot read

@@ -78,15 +78,16 @@ def _verb(message: Message | Collective | Pass, stages: Sequence[int]) -> str:
 def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
     """The record of the last iteration that was written, and its timeline; None if there is none."""
     paths = _written(directory)
-    if not paths:
-        return None
-    text = paths[-1].read_text()
-    return json.loads(text), Timeline.from_json(text)
+    return _read(paths[-1]) if paths else None
 
 
 def read_trace(directory: str, iteration: int) -> tuple[dict[str, Any], Timeline]:
     """The record of an iteration whose trace was written, and its timeline."""
-    text = _path(directory, iteration).read_text()
+    return _read(_path(directory, iteration))
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Timeline]:
+    text = path.read_text()
     return json.loads(text), Timeline.from_json(text)
 
 
@@ -109,7 +110,14 @@ def draw_last_trace(directory: str) -> Path | None:
     costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
     planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
     try:
-        _draw(record, timeline, planned, measured, path)
+        draw(
+            {planned: Timeline.from_json(json.dumps(record["planned"])), measured: timeline},
+            path,
+            memory={planned: _mebibytes(record["planned"]["memory"]), measured: _mebibytes(record["memory"])},
+            unit="s",
+            memory_unit="MiB",
+            waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
+        )
     except OSError as error:
         logger.warning("WARNING: no picture in %s (%s)", path, error.strerror)
         return None
@@ -131,17 +139,6 @@ def draw_consecutive(directory: str) -> Path | None:
         logger.warning("WARNING: no picture in %s (%s)", path, error)
         return None
     return path
-
-
-def _draw(record: dict[str, Any], timeline: Timeline, planned: str, measured: str, path: Path) -> None:
-    draw(
-        {planned: Timeline.from_json(json.dumps(record["planned"])), measured: timeline},
-        path,
-        memory={planned: _mebibytes(record["planned"]["memory"]), measured: _mebibytes(record["memory"])},
-        unit="s",
-        memory_unit="MiB",
-        waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
-    )
 
 
 def _mebibytes(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
