@@ -212,14 +212,7 @@ class Ours:
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
         plan = planning.Request(
-            family,
-            ranks,
-            microbatches,
-            costs,
-            memory_limit=limit,
-            objective=objective,
-            vocabulary=vocabulary,
-            offload=mode,
+            family, ranks, microbatches, costs, memory_limit=limit, objective=objective, vocabulary=vocabulary, offload=mode
         ).plan()
         self.schedule = plan.schedule
         self._iteration = partial(

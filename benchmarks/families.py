@@ -29,11 +29,8 @@ from megatron.pipeline.view import draw
 
 RANKS, MICROBATCHES = 8, 32
 COSTS = ((1, 1, 1, 0), (1, 1.2, 0.8, 0.05))  # F, B, W, hop
-DRAWN_WITHIN = {
-    "zb-auto": 5.0,
-    "v-auto": 2.5,
-    "auto": 3.0,
-}  # microbatches, where a plan at the family's own memory looks like another's
+# Microbatches, where a plan at the family's own memory looks like another's.
+DRAWN_WITHIN = {"zb-auto": 5.0, "v-auto": 2.5, "auto": 3.0}
 COLOURS = 128  # a picture has few: with a palette it takes a third of the space
 
 

@@ -31,12 +31,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from common import in_rounds, one_rank
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -47,7 +48,7 @@ from megatron.core.transformer.spec_utils import build_module
 from rich.console import Console
 from rich.table import Table
 
-from megatron.pipeline import patches, planning
+from megatron.pipeline import planning
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.model.split_linear import split_weights
 from megatron.pipeline.record.cost_profile import measured_costs
@@ -288,12 +289,7 @@ def measure(replay: Replay, offloading: Offloading, costs: Costs, rounds: int) -
     plain = replay.rows[OFF]
     for offloaded in Offload:
         replay.use(offloaded, offload(plain, costs, offloaded), costs)
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    for turn in range(WARM + rounds):
-        for mode, times in seconds.items():
-            took = replay.seconds(mode, offloading)
-            if turn >= WARM:
-                times.append(took)
+    seconds = in_rounds({mode: partial(replay.seconds, mode, offloading) for mode in MODES}, rounds, WARM)
     found = {}
     for mode, times in seconds.items():
         offloading.pool.most_in_use = 0
@@ -399,16 +395,12 @@ def main() -> None:
     if schedule.placement.replicas > 1 or schedule.splits > 1:
         parser.error(f"{options.schedule} holds the model twice or cuts microbatches into slices: take another schedule")
 
-    patches.install()
-    torch.set_num_threads(1)
     if cuda:
         torch.cuda.set_device(0)
     device, dtype = this_device(), torch.bfloat16 if cuda else torch.float32
     console = Console(width=150)
     console.print(numa.bind(device), highlight=False)
-    torch.distributed.init_process_group("nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    one_rank("nccl" if cuda else "gloo")
     for hidden, seq in itertools.product(options.hidden, options.seq):
         # One after another: nothing of a configuration is left when the next one begins.
         for line in configuration(schedule, hidden, seq, device, dtype, options):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from common import markdown
 from exact_offload import least_peak
 
 from megatron.pipeline import planning
@@ -32,13 +33,6 @@ Row: TypeAlias = dict[str, Any]
 
 def with_k(k: float, placement: Placement) -> Costs:
     return replace(uniform(placement), copies=CopyCosts(1.5 * k, 1.5 * k))
-
-
-def table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
-    print(f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|", sep="\n")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-    print()
 
 
 # --- against the least there is ---------------------------------------------------------------------------------------
@@ -61,26 +55,11 @@ def gaps(quick: bool) -> list[Row]:
                 )
     print("### Peaks against the least that any choice and placing of copies reaches\n")
     keys = ["p", "v", "m", "mode", "k", "before", "ours", "least", "above", "ranks", "open", "ours s", "least s"]
-    columns = [
-        "",
-        "p",
-        "v",
-        "m",
-        "mode",
-        "k",
-        "without",
-        "planned",
-        "least",
-        "above it",
-        "ranks above",
-        "not proven",
-        "s",
-        "s of CP-SAT",
-    ]
-    table(
-        columns,
-        ((f"`{row['name']}`", *(f"{row[key]:g}" if isinstance(row[key], float) else row[key] for key in keys)) for row in rows),
+    columns = ["", "p", "v", "m", "mode", "k", "without", "planned", "least", "above it", "ranks above", "not proven", "s"]
+    lines = (
+        (f"`{row['name']}`", *(f"{row[key]:g}" if isinstance(row[key], float) else row[key] for key in keys)) for row in rows
     )
+    print(markdown([*columns, "s of CP-SAT"], lines))
     print(
         f"{sum(row['above'] == 0 for row in rows)} of {len(rows)} plans hold the least on their fullest rank; "
         f"{sum(row['ranks'] for row in rows)} of {sum(row['p'] for row in rows)} ranks hold more than the least, "
@@ -168,24 +147,7 @@ def _reached(name: str, p: int, v: int, m: int, ks: Sequence[float], limit: floa
 
 
 def _print(rows: Sequence[Row]) -> None:
-    columns = [
-        "",
-        "limit",
-        "p",
-        "v",
-        "m",
-        "k",
-        "mode",
-        "without",
-        "left",
-        "of p*v",
-        "moved",
-        "host",
-        "span",
-        "to without",
-        "base s",
-        "s",
-    ]
+    columns = ["", "limit", "p", "v", "m", "k", "mode", "without", "left", "of p*v", "moved", "host", "span", "to without"]
     lines = (
         (
             f"`{row['name']}`", row["limit"] or "", row["p"], row["v"], row["m"], row["k"], row["mode"], f"{row['before']:g}",
@@ -194,7 +156,7 @@ def _print(rows: Sequence[Row]) -> None:
         )
         for row in rows
     )  # fmt: skip
-    table(columns, lines)
+    print(markdown([*columns, "base s", "s"], lines))
 
 
 def main() -> None:

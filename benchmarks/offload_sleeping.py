@@ -22,14 +22,14 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common import add_flags, in_rounds, print_table
 from contenders import Megatron, Ours, start
-from rich.console import Console
-from rich.table import Table
 from sleep_stages import iteration
 from sleeping import Sleeper
 
@@ -176,10 +176,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES, metavar="NAME[@MEMORY]", help="see Ours in contenders.py")
     parser.add_argument("--k", nargs="*", type=float, default=(0.5, 1.0, 2.0))
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", nargs=3, type=float, default=(40, 40, 40), metavar=("F", "B", "W"))
     parser.add_argument("--kib", type=int, default=1024, help="that a rank keeps of a microbatch")
-    parser.add_argument("--rounds", type=int, default=5)
+    add_flags(parser.add_argument)
     options = parser.parse_args()
 
     sleeper, megatron = start(options.microbatches, options.milliseconds)
@@ -189,12 +187,9 @@ def main() -> None:
         contenders.append(bench.contender(name))
         contenders += [bench.contender(name, k, mode) for k in options.k for mode in Offload]
 
-    for turn in range(options.rounds + 1):
-        for one in contenders:
-            measured = iteration(one.ours, sleeper)
-            if turn > 0:  # the first round connects the ranks
-                one.seconds.append(measured)
-    for one in contenders:
+    found = in_rounds({number: partial(iteration, one.ours, sleeper) for number, one in enumerate(contenders)}, options.rounds)
+    for one, seconds in zip(contenders, found.values(), strict=True):
+        one.seconds = seconds
         one.record()
 
     if torch.distributed.get_rank() == 0:
@@ -203,29 +198,13 @@ def main() -> None:
             f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, {options.kib} KiB a microbatch and rank,\n"
             f"median of {options.rounds} rounds, hop {1e3 * megatron.times.hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
         )
-        Console(width=150).print(_table(title, contenders))
+        _print(title, contenders)
     torch.distributed.destroy_process_group()
 
 
-def _table(title: str, contenders: Sequence[Contender]) -> Table:
-    table = Table(title=title)
-    for column in ("schedule", "offload"):
-        table.add_column(column)
-    for column in (
-        "k",
-        "moved",
-        "ms",
-        "best",
-        "simulated ms",
-        "ms / simulated",
-        "to off",
-        "best to off",
-        "peak KiB",
-        "planned",
-        "apart",
-    ):
-        table.add_column(column, justify="right")
-    plain = contenders[0]
+def _print(title: str, contenders: Sequence[Contender]) -> None:
+    columns = ["schedule", "offload", "k", "moved", "ms", "best", "simulated ms", "ms / simulated", "to off", "best to off"]
+    rows, plain = [], contenders[0]
     for one in contenders:
         if one.mode is None:
             plain = one
@@ -234,9 +213,9 @@ def _table(title: str, contenders: Sequence[Contender]) -> Table:
         simulated = simulate(schedule, one.costs).makespan
         planned = activation_peaks(schedule, one.costs)
         apart = max((peak / plan - 1 for peak, plan in zip(one.peaks, planned, strict=True)), key=abs)
-        table.add_row(
+        cells = [
             one.ours.name,
-            one.mode or "off",
+            str(one.mode or "off"),
             "" if one.k is None else f"{one.k:g}",
             f"{sum(moved(schedule, one.costs)) / allocated:.1%}",
             f"{1e3 * statistics.median(one.seconds):.1f}",
@@ -248,8 +227,9 @@ def _table(title: str, contenders: Sequence[Contender]) -> Table:
             f"{max(one.peaks) / 1024:.0f}",
             f"{max(planned) / 1024:.0f}",
             f"{apart:+.2%}",
-        )
-    return table
+        ]
+        rows.append(cells)
+    print_table(title, [*columns, "peak KiB", "planned", "apart"], rows, left=2, width=150)
 
 
 if __name__ == "__main__":

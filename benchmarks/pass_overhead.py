@@ -21,10 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import contenders
 import torch
+from common import print_table
 from contenders import Megatron, Ours, Times
 from megatron.core.pipeline_parallel import schedules
-from rich.console import Console
-from rich.table import Table
 from sleeping import Sleeper
 
 from megatron.pipeline import patches
@@ -118,14 +117,10 @@ def main() -> None:
     torch.distributed.all_gather_object(everyone, mine)
     if torch.distributed.get_rank() == 0:
         worst = max(everyone, key=lambda parts: parts[EXECUTOR])
-        table = Table(title=f"{options.schedule}, {len(everyone)} ranks, {options.microbatches} microbatches: us per pass")
-        table.add_column("part")
-        table.add_column("worst rank", justify="right")
-        table.add_column("mean of ranks", justify="right")
-        for part in (EXECUTOR, BACKEND, STEPS, STAGES):
-            mean = statistics.mean(parts[part] for parts in everyone)
-            table.add_row(part, f"{worst[part]:.0f}", f"{mean:.0f}")
-        Console(width=100).print(table)
+        title = f"{options.schedule}, {len(everyone)} ranks, {options.microbatches} microbatches: us per pass"
+        means = {part: statistics.mean(parts[part] for parts in everyone) for part in (EXECUTOR, BACKEND, STEPS, STAGES)}
+        rows = [[part, f"{worst[part]:.0f}", f"{mean:.0f}"] for part, mean in means.items()]
+        print_table(title, ("part", "worst rank", "mean of ranks"), rows, width=100)
     torch.distributed.destroy_process_group()
 
 

@@ -18,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -62,14 +62,6 @@ def main() -> None:
         print(f"\n<!-- {part.__name__}: {time.perf_counter() - begin:.0f} seconds -->\n", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a Markdown table; all but the first column are numbers."""
-    print(f"| {' | '.join(columns)} |\n|---|{'---:|' * (len(columns) - 1)}")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row))} |")
-    print(flush=True)
 
 
 def gap(value: float, bound: float) -> float:
@@ -142,7 +134,7 @@ def greedy_and_ours(quick: bool) -> list[Row]:
 
     kinds = [summary(f"`{name}`", [row for row in rows if row["name"] == name]) for name in ("zb-auto", "v-auto")]
     columns = ("", "instances", "shorter", "equal", "longer", "at the bound", "greedy's gap", "our gap", "our largest", "removed")
-    table(columns, [*kinds, summary("all", rows)])
+    print(markdown(columns, [*kinds, summary("all", rows)]))
     return rows
 
 
@@ -176,7 +168,7 @@ def named_memories(quick: bool) -> list[Row]:
         where = f"p={worst['p']} m={worst['m']} {worst['costs']}"
         numbers = (f"{100 * near:.0f} %", percent(statistics.fmean(gaps)), percent(max(gaps)))
         lines.append((f"`{name}`", stages, len(chosen), *numbers, where))
-    table(("memory of", "stages", "instances", "gap at most 1 %", "mean gap", "largest gap", "where"), lines)
+    print(markdown(("memory of", "stages", "instances", "gap at most 1 %", "mean gap", "largest gap", "where"), lines))
     return rows
 
 
@@ -226,7 +218,7 @@ def speed(quick: bool) -> list[Row]:
         for row in rows
     ]  # fmt: skip
     columns = ("", "p", "m", "v", "passes", "plan, s", "verify, s", "both, s", "programs made and verified, s", "MiB", "gap")
-    table(columns, lines)
+    print(markdown(columns, lines))
     if not quick:
         with tempfile.TemporaryDirectory() as empty:
             compiled = in_new_process("zb-auto", 4, 9, 1, NUMBA_CACHE_DIR=empty)["warm-up"]
@@ -267,7 +259,7 @@ def robustness(quick: bool) -> list[Row]:
     columns = ["", "costs", "nominal"]
     columns += [f"{what}, {jitter:.0%}" for jitter in jitters for what in ("mean", "95th percentile", "planned for it")]
     keys = ["nominal", *(f"{what} {jitter}" for jitter in jitters for what in ("mean", "95 %", "prepared"))]
-    table(columns, ((f"`{row['name']}`", row["costs"], *(f"{row[key]:.1f}" for key in keys)) for row in rows))
+    print(markdown(columns, ((f"`{row['name']}`", row["costs"], *(f"{row[key]:.1f}" for key in keys)) for row in rows)))
     return rows
 
 
@@ -297,7 +289,7 @@ def optima(quick: bool) -> list[Row]:
         )
         for row in rows
     ]  # fmt: skip
-    table(("", "p", "m", "limit", "F/B/W", "ours", "optimum", "above it at most", "lower bound"), lines)
+    print(markdown(("", "p", "m", "limit", "F/B/W", "ours", "optimum", "above it at most", "lower bound"), lines))
     return rows
 
 

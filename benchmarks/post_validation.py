@@ -23,11 +23,10 @@ from dataclasses import dataclass
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common import add_flags, in_rounds, print_table
 from contenders import Megatron, Ours, Times, start
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
-from rich.console import Console
-from rich.table import Table
 from sleeping import Sleeper
 
 from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
@@ -118,22 +117,15 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES, metavar="NAME[@MEMORY]", help="see Ours in contenders.py")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", nargs=3, type=float, default=(40, 40, 40), metavar=("F", "B", "W"))
     parser.add_argument("--iterations", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
+    add_flags(parser.add_argument, rounds=3)
     parser.add_argument("--picture", metavar="FILE", help="draw three iterations of the last schedule's last run, both ways")
     options = parser.parse_args()
 
     sleeper, megatron = start(options.microbatches, options.milliseconds)
     times = megatron.times
     runs = [Run(name, ahead, megatron, sleeper, options.iterations) for name in options.schedules for ahead in (False, True)]
-    found: list[list[Measured]] = [[] for _ in runs]
-    for turn in range(options.rounds + 1):
-        for run, measured in zip(runs, found, strict=True):
-            seconds = run.measure()
-            if turn:  # the first round connects the ranks
-                measured.append(seconds)
+    found = list(in_rounds({run: run.measure for run in runs}, options.rounds).values())
 
     if torch.distributed.get_rank() == 0:
         title = (
@@ -141,25 +133,15 @@ def main() -> None:
             f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, {options.iterations} iterations, "
             f"median of {options.rounds} rounds, hop {1000 * times.hop:.2f} ms"
         )
-        Console(width=130).print(_table(title, runs, found, times, options.iterations))
+        _print(title, runs, found, times, options.iterations)
         if options.picture:
             _draw(runs[-2:], options.picture)
     torch.distributed.destroy_process_group()
 
 
-def _table(title: str, runs: list[Run], found: list[list[Measured]], times: Times, iterations: int) -> Table:
-    table = Table(title=title)
-    table.add_column("schedule")
-    table.add_column("optimizer")
-    for column in (
-        "simulated ms",
-        "ms per iteration",
-        "measured / simulated",
-        "with hops",
-        "run / (N periods + fill)",
-        "speed-up",
-    ):
-        table.add_column(column, justify="right")
+def _print(title: str, runs: list[Run], found: list[list[Measured]], times: Times, iterations: int) -> None:
+    columns = ["schedule", "optimizer", "simulated ms", "ms per iteration", "measured / simulated", "with hops"]
+    rows = []
     for place, (run, measured) in enumerate(zip(runs, found, strict=True)):
         period, once = run.expected(times)
         seconds = statistics.median(one.period for one in measured)
@@ -168,8 +150,8 @@ def _table(title: str, runs: list[Run], found: list[list[Measured]], times: Time
         kind = "post-validation" if run.ahead else "synchronous"
         with_hops, _ = run.expected(times, hop=True)
         ratios = (seconds / period, seconds / with_hops, total, waiting / seconds)
-        table.add_row(run.name, kind, f"{1e3 * period:.1f}", f"{1e3 * seconds:.1f}", *(f"{ratio:.4f}" for ratio in ratios))
-    return table
+        rows.append([run.name, kind, f"{1e3 * period:.1f}", f"{1e3 * seconds:.1f}", *(f"{ratio:.4f}" for ratio in ratios)])
+    print_table(title, [*columns, "run / (N periods + fill)", "speed-up"], rows, left=2)
 
 
 def _draw(runs: list[Run], path: str) -> None:

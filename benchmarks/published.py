@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from common import markdown
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, K, Method, Source
 
 from megatron.pipeline import planning
@@ -254,7 +255,7 @@ def _grids(source: Source, found: Sequence[Cell], head: str, shown: Callable[[Ce
             [f"`{method}`", *(shown(cell) for cell in found if cell.method == method and cell.column in columns)]
             for method in source.methods
         ]
-        grids.append(_markdown([f"{head}, {group}", *(name.split(", ")[1] for name in columns)], rows))
+        grids.append(markdown([f"{head}, {group}", *(name.split(", ")[1] for name in columns)], rows))
     return grids
 
 
@@ -268,7 +269,7 @@ def _fit(found: Sequence[Cell]) -> str:
                 [f"`{name}`", f"{device.efficiency:g}", source, str(len(logs))]
                 + [f"{error:+.1%}" for error in (math.expm1(statistics.mean(logs)), min(errors), max(errors))]
             )
-    return _markdown(["device", "efficiency", "throughputs of", "cells", "mean deviation", "least", "most"], rows)
+    return markdown(["device", "efficiency", "throughputs of", "cells", "mean deviation", "least", "most"], rows)
 
 
 def _k() -> str:
@@ -277,12 +278,7 @@ def _k() -> str:
         [str(hidden), *(f"{mine:.2f} / {its:.2f}" for mine, its in zip(row, published, strict=True))]
         for hidden, row, published in zip(HIDDEN_SIZES, grid, K, strict=True)
     ]
-    return _markdown(["k on an A100, by hidden size and sequence length", *map(str, SEQUENCE_LENGTHS)], rows)
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(line)} |\n" for line in (head, *rows)]
-    return "".join([lines[0], f"|---|{'---:|' * (len(head) - 1)}\n", *lines[1:]])
+    return markdown(["k on an A100, by hidden size and sequence length", *map(str, SEQUENCE_LENGTHS)], rows)
 
 
 def worst(found: Sequence[Cell], error: Callable[[Cell], float] = lambda cell: cell.relative_error) -> Cell:

@@ -18,13 +18,13 @@ import argparse
 import gc
 import os
 import statistics
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common import add_flags, in_rounds, print_table
 from contenders import Contender, Ours, Stock, Times, Torch, start
-from rich.console import Console
-from rich.table import Table
 from sleeping import Interval, Sleeper
 
 from megatron.pipeline.schedule.core.costs import uniform
@@ -83,9 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see Ours in contenders.py")
     parser.add_argument("--torchs", nargs="*", default=TORCHS, metavar="NAME", help="schedules of torch.distributed.pipelining")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", nargs=3, type=float, default=(40, 40, 40), metavar=("F", "B", "W"))
-    parser.add_argument("--rounds", type=int, default=5)
+    add_flags(parser.add_argument)
     parser.add_argument("--stock", nargs="*", type=int, default=(1, 2), metavar="CHUNKS", help="of megatron-core's schedules")
     parser.add_argument("--picture", metavar="FILE", help="draw the fastest round of each schedule, .png or .svg")
     options = parser.parse_args()
@@ -96,34 +94,28 @@ def main() -> None:
     contenders += [Torch(name, times, options.microbatches, sleeper) for name in options.torchs]
     contenders += [Ours(name, megatron) for name in options.ours]
 
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    fastest: dict[str, Timeline] = {}
-    for turn in range(options.rounds + 1):
-        for contender in contenders:
-            measured = iteration(contender, sleeper)
-            if turn > 0:  # the first round connects the ranks
-                seconds[contender.name].append(measured)
-                if options.picture and measured == min(seconds[contender.name]):
-                    fastest[contender.name] = timeline_of(contender.schedule, sleeper.passes)
+    def run(contender: Contender) -> tuple[float, Timeline | None]:
+        measured = iteration(contender, sleeper)
+        return measured, timeline_of(contender.schedule, sleeper.passes) if options.picture else None
 
+    found = in_rounds({contender.name: partial(run, contender) for contender in contenders}, options.rounds)
     if torch.distributed.get_rank() == 0:
         title = (
             f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches, "
             f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, median of {options.rounds} rounds, "
             f"hop {1000 * times.hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
         )
-        Console(width=130).print(_table(title, contenders, seconds, times))
+        seconds = {name: [measured for measured, _ in rounds] for name, rounds in found.items()}
+        _print(title, contenders, seconds, times)
         if options.picture:
-            draw_fastest(contenders, fastest, options.picture)
+            fastest = {name: min(rounds, key=lambda one: one[0])[1] for name, rounds in found.items()}
+            draw_fastest(contenders, {name: timeline for name, timeline in fastest.items() if timeline}, options.picture)
     torch.distributed.destroy_process_group()
 
 
-def _table(title: str, contenders: list[Contender], seconds: dict[str, list[float]], times: Times) -> Table:
-    table = Table(title=title)
+def _print(title: str, contenders: list[Contender], seconds: dict[str, list[float]], times: Times) -> None:
     columns = ("measured ms", "best", "simulated ms", "measured / simulated", "with hops", "speed-up over stock 1f1b")
-    table.add_column("schedule")
-    for column in columns:
-        table.add_column(column, justify="right")
+    rows = []
     stock = statistics.median(seconds[contenders[0].name])
     for contender in contenders:
         measured = statistics.median(seconds[contender.name])
@@ -131,8 +123,8 @@ def _table(title: str, contenders: list[Contender], seconds: dict[str, list[floa
         simulated, with_hops = (simulate(contender.schedule, times.of(placement, hop)).makespan for hop in (False, True))
         numbers = (1000 * measured, 1000 * min(seconds[contender.name]), 1000 * simulated)
         ratios = (measured / simulated, measured / with_hops, stock / measured)
-        table.add_row(contender.name, *(f"{number:.1f}" for number in numbers), *(f"{ratio:.4f}" for ratio in ratios))
-    return table
+        rows.append([contender.name, *(f"{number:.1f}" for number in numbers), *(f"{ratio:.4f}" for ratio in ratios)])
+    print_table(title, ("schedule", *columns), rows)
 
 
 if __name__ == "__main__":

@@ -20,15 +20,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from common import in_rounds, one_rank, print_table
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from rich.console import Console
-from rich.table import Table
 
-from megatron.pipeline import patches
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.model.split_linear import split_weights
 
@@ -108,28 +105,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
 
-    patches.install()
-    torch.set_num_threads(1)
     cuda = torch.cuda.is_available()
-    torch.distributed.init_process_group("nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    one_rank("nccl" if cuda else "gloo")
     upstream, ours = build(options, split=False), build(options, split=True)
 
-    rounds = []
-    for turn in range(options.rounds + 3):
+    def once() -> tuple[float, ...]:
         fused, _ = backward(upstream, options, split=False)
         whole, _ = backward(ours, options, split=False)
-        b, w = backward(ours, options, split=True)
-        if turn >= 3:  # the first rounds warm up
-            rounds.append((fused, whole, b, w))
+        return fused, whole, *backward(ours, options, split=True)
 
-    table = Table(
-        title=f"{options.layers} linears of {options.hidden} x {options.hidden}, {options.tokens} tokens, {options.dtype}, "
+    rounds = in_rounds({"all": once}, options.rounds, warm_up=3)["all"]
+    title = (
+        f"{options.layers} linears of {options.hidden} x {options.hidden}, {options.tokens} tokens, {options.dtype}, "
         f"{torch.cuda.get_device_name() if cuda else 'CPU, one thread'}, {options.rounds} rounds"
     )
-    for column in ("backward", "median ms", "ratio to upstream fused (median of rounds)"):
-        table.add_column(column, justify="right" if column != "backward" else "left")
+    rows = []
     for name, chosen in (
         ("upstream fused", lambda r: r[0]),
         ("ours fused (BW)", lambda r: r[1]),
@@ -138,8 +128,8 @@ def main() -> None:
         ("ours B + W", lambda r: r[2] + r[3]),
     ):
         ratio = statistics.median(chosen(r) / r[0] for r in rounds)
-        table.add_row(name, f"{1000 * statistics.median(map(chosen, rounds)):.2f}", f"{ratio:.3f}")
-    Console(width=110).print(table)
+        rows.append([name, f"{1000 * statistics.median(map(chosen, rounds)):.2f}", f"{ratio:.3f}"])
+    print_table(title, ("backward", "median ms", "ratio to upstream fused (median of rounds)"), rows, width=110)
     torch.distributed.destroy_process_group()
 
 

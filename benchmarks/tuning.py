@@ -57,17 +57,11 @@ def cell(result: Result | None) -> str:
     """One training in a table."""
     if result is None:
         return "nothing fits"
-    args = result.candidate.args
-    sizes = (
-        ("TP", args.tensor_model_parallel_size),
-        ("CP", args.context_parallel_size),
-        ("PP", args.pipeline_model_parallel_size),
-        ("DP", args.data_parallel_size),
-    )
-    layout = " ".join(f"{name}{size}" for name, size in sizes if size > 1)
+    sizes = result.candidate.sizes
+    layout = " ".join(f"{name.upper()}{sizes[name]}" for name in ("tp", "cp", "pp", "dp") if sizes[name] > 1)
     what = ", ".join([chosen(result), *extras(result)])
     return (
-        f"{layout} b{args.micro_batch_size}, {what}: {result.tokens_per_second:.0f} tokens/s, "
+        f"{layout} b{result.candidate.args.micro_batch_size}, {what}: {result.tokens_per_second:.0f} tokens/s, "
         f"{result.mfu:.1%}, {result.fullest.total / GIB:.0f} GiB"
     )
 

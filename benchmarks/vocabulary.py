@@ -18,13 +18,13 @@ import os
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common import add_flags, in_rounds, print_table
 from contenders import Megatron, Ours, start
-from rich.console import Console
-from rich.table import Table
 from sleep_stages import iteration
 from sleeping import HIDDEN, Sleeper
 
@@ -98,11 +98,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="*", default=["1f1b"], metavar="NAME")
     parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
-    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4, help="of a rank, where all have the same")
-    parser.add_argument("--milliseconds", nargs=3, type=float, default=(20, 20, 20), metavar=("F", "B", "W"), help="of a layer")
     parser.add_argument("--output", type=float, default=2.4, help="forward and backward of the output layer, in layers")
-    parser.add_argument("--rounds", type=int, default=5)
+    add_flags(parser.add_argument, (20, 20, 20), of="of a layer")
     options = parser.parse_args()
 
     sleeper, megatron = start(options.microbatches, options.milliseconds)
@@ -111,13 +109,8 @@ def main() -> None:
     model = Model(options.layers, options.output, (forward, backward, weight), megatron.times.hop, exchange)
     names = [(name, method) for name in options.schedules for method in options.methods]
     contenders = [contender(name, method, megatron, model) for name, method in names]
-
-    seconds: list[list[float]] = [[] for _ in names]
-    for turn in range(options.rounds + 1):
-        for (one, _), found in zip(contenders, seconds, strict=True):
-            measured = iteration(one, sleeper)
-            if turn > 0:  # the first round connects the ranks
-                found.append(measured)
+    runs = {number: partial(iteration, one, sleeper) for number, (one, _) in enumerate(contenders)}
+    seconds = list(in_rounds(runs, options.rounds).values())
 
     if torch.distributed.get_rank() == 0:
         title = (
@@ -126,23 +119,13 @@ def main() -> None:
             f"median of {options.rounds} rounds, hop {1e3 * megatron.times.hop:.2f} ms, collective {1e3 * exchange:.2f} ms, "
             f"load {os.getloadavg()[0]:.1f}"
         )
-        Console(width=130).print(_table(title, names, contenders, seconds))
+        _print(title, names, contenders, seconds)
     torch.distributed.destroy_process_group()
 
 
-def _table(title: str, names: list[tuple[str, str]], contenders: list[tuple[Ours, Costs]], seconds: list[list[float]]) -> Table:
-    table = Table(title=title)
-    table.add_column("schedule")
-    table.add_column("vocabulary")
-    for column in (
-        "measured ms",
-        "best",
-        "simulated ms",
-        "measured / simulated",
-        "with hops",
-        f"speed-up over {' '.join(names[0])}",
-    ):
-        table.add_column(column, justify="right")
+def _print(title: str, names: list[tuple[str, str]], contenders: list[tuple[Ours, Costs]], seconds: list[list[float]]) -> None:
+    columns = ["schedule", "vocabulary", "measured ms", "best", "simulated ms", "measured / simulated", "with hops"]
+    rows = []
     base = statistics.median(seconds[0])
     for (name, method), (one, costs), found in zip(names, contenders, seconds, strict=True):
         measured = statistics.median(found)
@@ -150,8 +133,8 @@ def _table(title: str, names: list[tuple[str, str]], contenders: list[tuple[Ours
         simulated, with_hops = (simulate(one.schedule, these).makespan for these in (free, costs))
         numbers = (1e3 * measured, 1e3 * min(found), 1e3 * simulated)
         ratios = (measured / simulated, measured / with_hops, base / measured)
-        table.add_row(name, method, *(f"{number:.1f}" for number in numbers), *(f"{ratio:.4f}" for ratio in ratios))
-    return table
+        rows.append([name, method, *(f"{number:.1f}" for number in numbers), *(f"{ratio:.4f}" for ratio in ratios)])
+    print_table(title, [*columns, f"speed-up over {' '.join(names[0])}"], rows, left=2)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
+from common import in_rounds, one_rank, print_table
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from rich.console import Console
-from rich.table import Table
 
-from megatron.pipeline import patches
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
@@ -119,11 +117,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
 
-    patches.install()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("nccl" if cuda else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    one_rank("nccl" if cuda else "gloo")
     shards = Shards.of(options.vocabulary, options.vocabulary, options.shards)
     limit = None if options.logits_limit is None else int(options.logits_limit * 2**20)
     layer = OutputShard(weight_of(shards.rows, options), shards, 0, LossSettings(), logits_limit=limit)
@@ -147,26 +141,19 @@ def main() -> None:
             whole, batch, lambda logits, labels: fused_vocab_parallel_cross_entropy(logits, labels, group)
         )
 
-    rounds: dict[str, list[Measured]] = {name: [] for name in ways}
-    for turn in range(options.rounds + 3):
-        for name, run in ways.items():
-            measured = run()
-            if turn >= 3:  # the first rounds warm up
-                rounds[name].append(measured)
-
-    table = Table(
-        title=f"{options.vocabulary} x {options.hidden}, {options.tokens} tokens, {options.dtype}, 1 of {options.shards} shards, "
+    rounds = in_rounds(ways, options.rounds, warm_up=3)
+    title = (
+        f"{options.vocabulary} x {options.hidden}, {options.tokens} tokens, {options.dtype}, 1 of {options.shards} shards, "
         f"{torch.cuda.get_device_name() if cuda else 'CPU, one thread'}, {options.rounds} rounds"
     )
-    for column in ("layer", "median ms of its parts", "ms", "all shards to dense", "MiB"):
-        table.add_column(column, justify="left" if column.startswith(("layer", "median")) else "right")
+    rows = []
     for name, runs in rounds.items():
         parts = ", ".join(f"{part} {1000 * statistics.median(run.seconds[part] for run in runs):.2f}" for part in runs[0].seconds)
         times = options.shards if name.startswith("shard") else 1
         ratio = statistics.median(times * run.total / base.total for run, base in zip(runs, rounds["dense"], strict=True))
         memory = f"{max(run.bytes for run in runs) / 2**20:.0f}" if cuda else "-"
-        table.add_row(name, parts, f"{1000 * statistics.median(run.total for run in runs):.2f}", f"{ratio:.3f}", memory)
-    Console(width=150).print(table)
+        rows.append([name, parts, f"{1000 * statistics.median(run.total for run in runs):.2f}", f"{ratio:.3f}", memory])
+    print_table(title, ("layer", "median ms of its parts", "ms", "all shards to dense", "MiB"), rows, left=2, width=150)
     torch.distributed.destroy_process_group()
 
 

@@ -20,10 +20,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from common import print_table
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from rich.console import Console
-from rich.table import Table
 
 from megatron.pipeline import patches
 from megatron.pipeline.flags.arguments import parse
@@ -154,29 +153,21 @@ def main() -> None:
     patches.install()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    table = Table(
-        title=f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches of {options.seq} tokens, "
+    title = (
+        f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches of {options.seq} tokens, "
         f"{options.layers} layers a rank of hidden size {options.hidden}, {options.vocabulary} rows; MiB of each rank"
     )
-    for column in ("schedule", "vocabulary", "parameters", "most / least", "without", "activations", "expected", "apart by"):
-        table.add_column(column)
+    columns = ("schedule", "vocabulary", "parameters", "most / least", "without", "activations", "expected", "apart by")
+    rows = []
     shape = Shape(options)
     for schedule in options.schedules:
         for method in options.methods:
             found = held(shape, schedule, method, options.microbatches)
             apart = max(abs(real / expected - 1) for real, expected in zip(found.activations, found.expected, strict=True))
-            table.add_row(
-                schedule,
-                method,
-                _row(found.parameters),
-                _spread(found.parameters),
-                _spread(found.without),
-                _row(found.activations),
-                _row(found.expected),
-                f"{100 * apart:.2f}%",
-            )
+            parameters = _row(found.parameters), _spread(found.parameters), _spread(found.without)
+            rows.append([schedule, method, *parameters, _row(found.activations), _row(found.expected), f"{100 * apart:.2f}%"])
     if torch.distributed.get_rank() == 0:
-        Console(width=150).print(table)
+        print_table(title, columns, rows, left=8, width=150)
     torch.distributed.destroy_process_group()
 
 

@@ -282,14 +282,9 @@ def _table(prediction: Prediction) -> str:
 
 
 def _name(args: Namespace) -> str:
-    """The name of a schedule with its options."""
-    return " ".join([args.pipeline_schedule, *_extras(args)])
-
-
-def _extras(args: Namespace) -> list[str]:
-    """The flags that change a schedule."""
+    """The name of a schedule, with the flags that change it."""
     values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
-    return [f"{flag} {value}" for flag, value in values.items() if value != OFF]
+    return " ".join([args.pipeline_schedule, *(f"{flag} {value}" for flag, value in values.items() if value != OFF)])
 
 
 def gpu_memory(text: str) -> float:

@@ -25,51 +25,36 @@ def above_bound(objective: str) -> str:
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
-    # Costs of every stage, from a file, may count memory in another unit.
-    unit = unit_of("stage_costs" not in data)
+    # Costs of every stage, from a file, may count memory in any unit.
+    unit = "" if "stage_costs" in data else " microbatches"
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
     held = max(data["offload"]["peak_without"] if "offload" in data else peaks)
     makespan = data["objective"] == "makespan"
     bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
-    rows = [
-        (
-            "makespan",
-            f"{data['makespan']:g}",
-            f"bubble {data['makespan_bubble_rate']:.1%}, from the first pass of all to the last of all",
-        ),
-        ("span", f"{data['span']:g}", f"bubble {data['bubble_rate']:.1%}, from a rank's first pass to its last"),
-        (
-            "lower bound",
-            f"{bound:g}",
-            f"no order {within(held, unit)} has a shorter {data['objective']} on this placement; this one is {above:z.1%} above",
-        ),
-    ]
+    kind = data["objective"]
+    rows: list[tuple[str, str, str]] = []
+
+    def add(name: str, value: Any, meaning: str) -> None:
+        rows.append((name, f"{value:g}", meaning))
+
+    all_ranks = "from the first pass of all to the last of all"
+    add("makespan", data["makespan"], f"bubble {data['makespan_bubble_rate']:.1%}, {all_ranks}")
+    add("span", data["span"], f"bubble {data['bubble_rate']:.1%}, from a rank's first pass to its last")
+    order = f"no order {within(held, unit)} has a shorter {kind} on this placement"
+    add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     if "jitter" in data:
-        kind = data["objective"]
-        rows.append(
-            ("expected", f"{data[f'expected_{kind}']:g}", f"{kind} on average where pass times vary by {data['jitter']:.0%}")
-        )
+        add("expected", data[f"expected_{kind}"], f"{kind} on average where pass times vary by {data['jitter']:.0%}")
     if exact and exact["proven"]:
         memory = "of any memory" if limit is None else within(limit, unit)
-        rows.append(
-            ("optimum", f"{exact['value']:g}", f"proven: no order {memory} is shorter; this one is {exact['gap']:z.1%} above")
-        )
+        add("optimum", exact["value"], f"proven: no order {memory} is shorter; this one is {exact['gap']:z.1%} above")
     elif exact:
-        rows.append(
-            ("best found", f"{exact['value']:g}", f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
-        )
-    rows.append(
-        (
-            "memory",
-            f"{max(peaks):g}",
-            f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}",
-        )
-    )
+        add("best found", exact["value"], f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
+    add("memory", max(peaks), f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}")
     if "offload" in data:
         rows += _offloaded(data, unit)
     if "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
-        rows.append(("limit", f"{limit:g}", f"{why} {data['sustaining_limit']:g}{unit}"))
+        add("limit", limit, f"{why} {data['sustaining_limit']:g}{unit}")
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
     spread = f", vocabulary spread ({data['vocab_parallel']})" if data.get("vocab_parallel") else ""
@@ -90,14 +75,10 @@ def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
     def listed(values: Sequence[float]) -> str:
         return " ".join(f"{value:.4g}" for value in values)
 
-    most, by_rank = amounts("peak_without")
+    (most, by_rank), moved = amounts("peak_without"), listed(offload["moved"])
     return [
         ("host memory", *amounts("host_peak")),
-        (
-            "moved",
-            f"{mean(offload['moved_share']):.1%}",
-            f"of all activations; by rank {listed(offload['moved'])}{unit} in an iteration",
-        ),
+        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{unit} in an iteration"),
         ("k", f"{offload['k']:.3g}", f"D2H and H2D of a rank's microbatch, over its F, B and W{mode}"),
         ("without", most, f"{by_rank}; the span is then {offload['span_without']:g}, and this one {longer:z.1%} longer"),
     ]
@@ -111,11 +92,6 @@ def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None
 def within(memory: float, unit: str) -> str:
     """``within 4 microbatches``: the words for a limit of memory."""
     return f"within {memory:g}{unit}" if unit else f"within a memory of {memory:g}"
-
-
-def unit_of(microbatches: bool) -> str:
-    """What follows an amount of memory: nothing where costs of every stage may count it in any unit."""
-    return " microbatches" if microbatches else ""
 
 
 def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:

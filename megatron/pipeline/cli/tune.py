@@ -22,7 +22,7 @@ from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.tune.iteration import Candidate, Cluster, Infeasible, Result
+from megatron.pipeline.tune.iteration import SIZES, Candidate, Cluster, Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search
@@ -56,12 +56,7 @@ def add(commands: Commands) -> None:
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
     flag("--gpus-per-node", type=count, default=8, metavar="N", help="of them on each node (8)")
     flag("--gpu", metavar="NAME|FILE", help=f"{', '.join(device.shipped())}, or a file that --measure has written")
-    flag(
-        "--gpu-memory",
-        type=gpu_memory,
-        metavar="X",
-        help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)",
-    )
+    flag("--gpu-memory", type=gpu_memory, metavar="X", help=f"GB of each that a training may take ({SHARE:.0%}% of what it has)")
     flag("--sequence-length", type=count, metavar="S", help="the same as --seq-length")
     flag("-o", "--output", metavar="DIR", help="directory for the trainings, the picture and the report (runs/tune)")
     flag("--json", action="store_true", help="print one JSON object")
@@ -99,7 +94,8 @@ def run(options: argparse.Namespace) -> None:
     cluster = _cluster(options)
     with quietly():
         base = base_flags(flags, cluster.device)
-        layouts = Layouts(base, cluster, _choices(options))
+        sizes = options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes
+        layouts = Layouts(base, cluster, Choices(*sizes, options.schedules))
         directory.mkdir(parents=True, exist_ok=True)  # fails before the search, if it does
         ours, stock = _searched(layouts, options)
         written = _write(directory, flags, cluster, ours, stock)
@@ -127,8 +123,9 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         with Progress("planning schedules") as progress:
             ours = search(layouts, False, BEST, options.processes, options.work, seconds, progress)
         if not ours.results and ours.left_out:
+            limit = f"--seconds {options.seconds}" if ours.stopped else f"--work {options.work}"
             raise ValueError(
-                f"nothing that fits was found with {_limit(ours, options)}, and {ours.left_out} trainings are left: give more, "
+                f"nothing that fits was found with {limit}, and {ours.left_out} trainings are left: give more, "
                 "or leave fewer to try with --tensor, --pipeline, --micro-batch-sizes and --schedules"
             )
         if not ours.results:
@@ -139,14 +136,9 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         raise SystemExit("mpipe tune: a process that plans has died, as when memory runs out; fewer: --processes 1") from None
 
 
-def _limit(found: SearchResult, options: argparse.Namespace) -> str:
-    """The flag that ended a search."""
-    return f"--seconds {options.seconds}" if found.stopped else f"--work {options.work}"
-
-
 def report(base: Namespace, cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Any]:
     """What ``--json`` says."""
-    shape = Shape.of(base_shape(base))
+    shape = Shape.of(Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({}))  # the same in any layout
     return {
         "gpus": cluster.gpus,
         "gpus_per_node": cluster.per_node,
@@ -170,14 +162,10 @@ def report(base: Namespace, cluster: Cluster, ours: SearchResult, stock: SearchR
 
 def row(result: Result) -> dict[str, Any]:
     """What the report says of one training."""
-    args, fullest = result.candidate.args, result.fullest
+    fullest = result.fullest
     return {
-        "tp": args.tensor_model_parallel_size,
-        "cp": args.context_parallel_size,
-        "ep": args.expert_model_parallel_size,
-        "pp": args.pipeline_model_parallel_size,
-        "dp": args.data_parallel_size,
-        "micro_batch_size": args.micro_batch_size,
+        **result.candidate.sizes,
+        "micro_batch_size": result.candidate.args.micro_batch_size,
         "microbatches": result.candidate.microbatches,
         "schedule": chosen(result),
         "with": extras(result),
@@ -197,11 +185,6 @@ def row(result: Result) -> dict[str, Any]:
         },
         "ranks": [asdict(rank) | {"total": rank.total} for rank in result.ranks],
     }
-
-
-def base_shape(base: Namespace) -> Namespace:
-    """The complete flags of a model, in any layout."""
-    return Layouts(base, Cluster(device.named("A100-80GB"), 1, 1)).changed({})
 
 
 def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
@@ -237,12 +220,6 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return Cluster(replace(gpu, memory=memory), gpus, per_node)
 
 
-def _choices(options: argparse.Namespace) -> Choices:
-    return Choices(
-        options.tensor, options.pipeline, options.context, options.expert, options.micro_batch_sizes, options.schedules
-    )
-
-
 def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> dict[str, Path]:
     """The files of the best trainings, by what they are."""
     results = dict(zip(_FILES, ours.best(), strict=False)) | dict(zip(("stock",), stock.best(1), strict=False))
@@ -272,9 +249,7 @@ def _training(result: Result) -> Training:
 
 
 def _layout(result: Result) -> str:
-    contents = row(result)
-    shown = ("pp",) if all(contents[name] == 1 for name in ("tp", "cp", "ep", "pp", "dp")) else ("tp", "cp", "ep", "pp", "dp")
-    return " ".join(f"{name.upper()}{contents[name]}" for name in shown if contents[name] > 1 or len(shown) == 1)
+    return " ".join(f"{name.upper()}{size}" for name, size in result.candidate.sizes.items() if size > 1) or "PP1"
 
 
 def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> str:
@@ -332,7 +307,7 @@ def _table(results: list[Result]) -> str:
         cells.append(
             [
                 str(number),
-                *(str(contents[name]) for name in ("tp", "cp", "ep", "pp", "dp", "micro_batch_size")),
+                *(str(contents[name]) for name in (*SIZES, "micro_batch_size")),
                 f"{result.tokens_per_second:.0f}",
                 f"{result.mfu:.1%}",
                 f"{result.seconds:.3g}",
@@ -365,7 +340,8 @@ def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
         reasons = "; ".join(f"{reason} ({times} times)" if times > 1 else reason for reason, times in found.refused[:3])
         return f"there is no layout of this model for {cluster.gpus} GPUs and a batch of {base.global_batch_size}: {reasons}"
     least = least_needed(layouts, found.misfits)
-    result = ", ".join(f"{flag} {value}" for flag, value in _sizes_of(least).items() if value != 1)
+    sizes = least.candidate.sizes
+    result = ", ".join(f"{name.upper()} {sizes[name]}" for name in ("tp", "cp", "pp", "dp") if sizes[name] != 1)
     size, needs = cluster.device.memory / GIB, least.needs / GIB
     changes = smallest_changes(layouts)
     would = f"; what would fit: {'; or '.join(changes)}" if changes else "; no number of GPUs up to 16 times as many would help"
@@ -374,16 +350,6 @@ def _fits_nowhere(layouts: Layouts, found: SearchResult) -> str:
         f"GiB, {needs - size:.1f} GiB more than the {size:.4g} that it may take ({result or 'one GPU'}; "
         f"{least.state / GIB:.1f} GiB of it are weights, gradients and optimizer state){would}"
     )
-
-
-def _sizes_of(misfit: Infeasible) -> dict[str, int]:
-    args = misfit.candidate.args
-    return {
-        "TP": args.tensor_model_parallel_size,
-        "CP": args.context_parallel_size,
-        "PP": args.pipeline_model_parallel_size,
-        "DP": args.data_parallel_size,
-    }
 
 
 def _verify(options: argparse.Namespace, written: dict[str, Path], results: list[Result]) -> None:

@@ -107,11 +107,7 @@ def layer_checkpoint(shape: Shape) -> float:
     held = shape.holding
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
     matrices = 3 if shape.gated else 2
-    cut = {
-        "mlp": matrices * (shape.ffn - routed),
-        "moe": matrices * routed + 2 * _dispatched(shape),
-        "moe_act": routed,
-    }
+    cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape), "moe_act": routed}
     gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
     if "layernorm" in held.recomputed:
         gone += 2 * hidden_bytes(shape)

@@ -10,14 +10,14 @@ published trainings.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.activations import Held
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links, hop_seconds, layer_communication
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape, Work
@@ -188,13 +188,5 @@ def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:
 
 
 def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
-    return StageCosts(
-        one.forward + other.forward,
-        one.backward + other.backward,
-        one.weight + other.weight,
-        one.activation + other.activation,
-        one.retained + other.retained,
-        fused=one.seconds(Kind.BW) + other.seconds(Kind.BW),
-        recompute=one.recompute + other.recompute,
-        checkpoint=one.checkpoint + other.checkpoint,
-    )
+    names = (field.name for field in fields(StageCosts) if field.name != "movable")  # all of it is
+    return StageCosts(**{name: one.value(name) + other.value(name) for name in names})

@@ -86,20 +86,18 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
     split = any(work.kind is Kind.W for row in schedule.passes for work in row)
     costs = estimate(shape, placement, layers, named(_ANY), schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
-    found = []
     all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
-    for rank, (stages, fixed, peak) in enumerate(zip(placement.stages, all_fixed, held, strict=True)):
-        found.append(
-            RankMemory(
-                layers=sum(layers[stage] for stage in stages),
-                parameters=fixed.count.total,
-                state=fixed.state,
-                activations=peak,
-                microbatches=microbatches[rank],
-                temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak),
-            )
+    return [
+        RankMemory(
+            layers=sum(layers[stage] for stage in stages),
+            parameters=fixed.count.total,
+            state=fixed.state,
+            activations=peak,
+            microbatches=held_then,
+            temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak),
         )
-    return found
+        for stages, fixed, peak, held_then in zip(placement.stages, all_fixed, held, microbatches, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

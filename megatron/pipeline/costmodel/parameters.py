@@ -9,7 +9,7 @@ from megatron.pipeline.costmodel.estimate import shards
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape import gpt
-from megatron.pipeline.shape.gpt import Experts, Holding, Shape
+from megatron.pipeline.shape.gpt import Holding, Shape
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,7 @@ class Parameters:
 
 
 def parameters(
-    shape: Shape,
-    placement: Placement,
-    layers: Sequence[int],
-    vocabulary: Vocabulary | None = None,
-    tied: bool = False,
+    shape: Shape, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None = None, tied: bool = False
 ) -> list[Parameters]:
     """What every pipeline rank has of a GPT of megatron-core; with tensor parallelism one of the ranks that share its layers.
 
@@ -89,7 +85,9 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
         return Parameters((cut + mlp_cut) // tensor + whole + mlp_whole)
     shared, shared_bias = _mlp(shape, experts.shared_ffn) if experts.shared_ffn else (0, 0)
     router = experts.count * (hidden + (1 if shape.biases else 0))
-    return Parameters((cut + shared) // tensor + whole + shared_bias + router, _expert_parameters(shape, experts))
+    expert_cut, expert_whole = _mlp(shape, experts.ffn)
+    routed = experts.count // experts.parallel * (expert_cut // experts.tensor + expert_whole)
+    return Parameters((cut + shared) // tensor + whole + shared_bias + router, routed)
 
 
 def total_parameters(shape: Shape, tied: bool) -> int:
@@ -121,8 +119,3 @@ def _mlp(shape: Shape, ffn: int) -> tuple[int, int]:
     before = 2 if shape.gated else 1
     shared = (before + 1) * shape.hidden * ffn
     return (shared + before * ffn, shape.hidden) if shape.biases else (shared, 0)
-
-
-def _expert_parameters(shape: Shape, experts: Experts) -> int:
-    cut, whole = _mlp(shape, experts.ffn)
-    return experts.count // experts.parallel * (cut // experts.tensor + whole)

@@ -68,10 +68,7 @@ def report(planned: Planned) -> dict[str, Any]:
 def row(planned: Planned) -> dict[str, Any]:
     """The fields of one schedule in the JSON of several."""
     fields = report(planned)
-    return {name: fields[name] for name in _OF_EACH if name in fields} | {
-        "label": str(planned.variant),
-        "memory": planned.peak,
-    }
+    return {name: fields[name] for name in _OF_EACH if name in fields} | {"label": str(planned.variant), "memory": planned.peak}
 
 
 def choice_fields(choice: Choice) -> dict[str, Any]:
@@ -207,16 +204,11 @@ def read_text(path: str) -> str:
 
 def is_schedule(path: str) -> bool:
     """Whether a file holds passes without times."""
-    return _is_table(path) or '"passes"' in read_text(path)
-
-
-def _is_table(path: str) -> bool:
-    """Whether a file holds passes as CSV."""
-    return Path(path).suffix.lower() == ".csv"
+    return Path(path).suffix.lower() == ".csv" or '"passes"' in read_text(path)
 
 
 def _planned(path: str, text: str, changes: Changes) -> Planned:
-    if _is_table(path):
+    if Path(path).suffix.lower() == ".csv":
         from megatron.pipeline.schedule.lower.torch_csv import from_csv
 
         schedule, file = from_csv(text, Path(path).stem), {}

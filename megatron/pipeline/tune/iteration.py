@@ -32,6 +32,13 @@ from megatron.pipeline.shape.gpt import Shape
 
 BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
 _BOUND = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
@@ -62,6 +69,11 @@ class Candidate:
     changes: Mapping[str, Any]
     variant: Variant
     layers: tuple[int, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Its layout: ranks of each kind of parallelism by ``SIZES``."""
+        return {name: getattr(self.args, flag) for name, flag in SIZES.items()}
 
     @property
     def is_stock(self) -> bool:
@@ -122,8 +134,7 @@ class Parts:
     @property
     def limit(self) -> str:
         """The name of the largest part other than ``kernels``."""
-        lost = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return max(lost, key=lambda name: lost[name])
+        return max((field.name for field in fields(self)[1:]), key=lambda name: float(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -229,22 +240,10 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
     family = families.named(candidate.variant.name)
     exposed = family.exposed_hops if waits else 0.0
-    split = not family.fused and not _fuses_again(args)
-    return estimate(
-        shape,
-        candidate.placement,
-        candidate.layers,
-        cluster.device,
-        candidate.vocabulary,
-        split,
-        links_of(cluster, args),
-        exposed,
-    )
-
-
-def _fuses_again(args: Namespace) -> bool:
-    """Whether W runs with B, which recomputes its inputs: see ``memory.recomputed``."""
-    return bool(args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block")
+    # W runs with B where that recomputes its inputs: see ``memory.recomputed``.
+    fuses = args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block"
+    split, links = not (family.fused or fuses), links_of(cluster, args)
+    return estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
 
 
 def links_of(cluster: Cluster, args: Namespace) -> Links:
@@ -350,7 +349,7 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
-    request = Request(
+    return Request(
         candidate.variant.name,
         candidate.placement.ranks,
         microbatches,
@@ -361,8 +360,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         group=candidate.variant.group,
         vocabulary=candidate.vocabulary,
         offload=candidate.offload,
-    )
-    return request.problem()
+    ).problem()
 
 
 def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
@@ -382,7 +380,7 @@ def _work(candidate: Candidate, costs: Costs) -> list[float]:
 def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float) -> Parts:
     shape, count = Shape.of(candidate.args), candidate.microbatches
     work = [seconds + count * costs.vocabulary.total for seconds in _work(candidate, costs)]
-    alone = layer_seconds(shape, cluster.device, Links.within(_without_links(cluster.device)))
+    alone = layer_seconds(shape, cluster.device, Links.within(cluster.device.with_links(1e30)))
     shared = layer_seconds(shape, cluster.device, links_of(cluster, candidate.args))
     layers = sum(candidate.layers) / candidate.placement.ranks
     messages = count * layers * (shared.total - alone.total)
@@ -390,18 +388,7 @@ def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Sched
     if shape.holding.recomputes:
         again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)
     mean, most = fmean(work), max(work)
-    return Parts(
-        kernels=mean - messages - again,
-        messages=messages,
-        recomputation=again,
-        inequality=most - mean,
-        bubble=max(0.0, pipeline - most),
-        between=between,
-    )
-
-
-def _without_links(device: Device) -> Device:
-    return device.with_links(1e30)
+    return Parts(mean - messages - again, messages, again, most - mean, max(0.0, pipeline - most), between)
 
 
 def _infeasible(candidate: Candidate, fixed: list[FixedMemory], activations: float) -> Infeasible:

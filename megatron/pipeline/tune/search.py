@@ -73,15 +73,8 @@ class SearchResult:
 
 def place(candidate: Candidate) -> Place:
     """The layout of a candidate."""
-    args = candidate.args
-    return (
-        args.context_parallel_size,
-        args.tensor_model_parallel_size,
-        args.expert_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.data_parallel_size,
-        args.micro_batch_size,
-    )
+    sizes = candidate.sizes
+    return (*(sizes[name] for name in ("cp", "tp", "ep", "pp", "dp")), candidate.args.micro_batch_size)
 
 
 class _Entry(NamedTuple):

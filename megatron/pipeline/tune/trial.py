@@ -50,12 +50,7 @@ class Trial:
 
 
 def run(
-    configs: Sequence[Path],
-    ranks: int,
-    iterations: int,
-    flags: Sequence[str] = (),
-    timeout: float = 600.0,
-    rounds: int = _ROUNDS,
+    configs: Sequence[Path], ranks: int, iterations: int, flags: Sequence[str] = (), timeout: float = 600.0, rounds: int = _ROUNDS
 ) -> list[Trial]:
     """Train a few iterations under each of these configurations.
 
@@ -85,7 +80,7 @@ def run(
         for index in order:
             if not any(one.failure for one in found[index]):
                 found[index].append(_train(program, texts[index], ranks, iterations, flags, timeout))
-    return [_best(trials) for trials in found]
+    return [next((one for one in trials if one.failure), None) or min(trials, key=lambda one: one.seconds) for trials in found]
 
 
 def script() -> Path:
@@ -132,11 +127,6 @@ def disagreement(names: Sequence[str], measured: Sequence[Trial]) -> str:
                 f"{high}): the same model on the same data should be within {TOLERANCE:g}"
             )
     return ""
-
-
-def _best(trials: Sequence[Trial]) -> Trial:
-    failed = [one for one in trials if one.failure]
-    return failed[0] if failed else min(trials, key=lambda one: one.seconds)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ that needs its result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -16,11 +16,12 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import transfers
 from megatron.pipeline.schedule.time.simulate import activation_profile
-from megatron.pipeline.view.style import lane_kinds
+from megatron.pipeline.view.style import lane_kinds, start_of
 
 __all__ = ["to_trace"]
 
 _Event = dict[str, Any]
+_Clock = Callable[[float], float]
 
 
 def to_trace(
@@ -56,7 +57,7 @@ def to_trace(
         raise ValueError(f"the unit of time must be a positive number of seconds, got {unit}")
     if schedule is not None:
         _check_same(timeline, schedule)
-    clock = _Clock(timeline, unit)
+    clock = _clock(timeline, unit)
     named = [_label(process, 0, "process_name", name=name or (schedule.name if schedule else "pipeline"))]
     for thread, label, place in _threads(timeline):
         named += [
@@ -79,15 +80,10 @@ def to_trace(
     return {"traceEvents": named + ordered, "displayTimeUnit": "ms"}
 
 
-class _Clock:
+def _clock(timeline: Timeline, unit: float) -> _Clock:
     """From the timeline's time to microseconds since its first pass."""
-
-    def __init__(self, timeline: Timeline, unit: float) -> None:
-        self._origin = min((rank[0].start for rank in timeline.ranks if rank), default=0)
-        self._microseconds = 1e6 * unit
-
-    def __call__(self, time: float) -> float:
-        return round(float(time - self._origin) * self._microseconds, 3)
+    begin = start_of(timeline)
+    return lambda time: round(float(time - begin) * (1e6 * unit), 3)
 
 
 def _label(process: int, thread: int, kind: str, **values: object) -> _Event:

@@ -133,10 +133,7 @@ def _table(title: str, ranks: Sequence[Sequence[Timed]], changes: Sequence[float
         ("B", [_KINDS.index(work.kind) for work in works]),
     )
     packed = b"".join(struct.pack(f"<{len(values)}{code}", *values) for code, values in columns)
-    return {
-        "counts": [len(rank) for rank in ranks],
-        "columns": base64.b64encode(zlib.compress(packed, level=9)).decode("ascii"),
-    }
+    return {"counts": [len(rank) for rank in ranks], "columns": base64.b64encode(zlib.compress(packed, level=9)).decode("ascii")}
 
 
 def _facts(entry: Entry) -> dict[str, str]:

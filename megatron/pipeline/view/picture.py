@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import COLOURS, INK, ink, lane_kinds, lanes, number, save, shade, typical_length
+from megatron.pipeline.view.style import COLOURS, INK, ink, lane_kinds, lanes, number, rgb, save, shade, start_of, typical_length
 
 if TYPE_CHECKING:
     import numpy
@@ -92,7 +92,7 @@ def draw(
         _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title))
         top -= rows[title] + _GAP
         if title in memory:
-            _curve(add(_CURVE), memory[title], _origin(timeline), peak, memory_unit)
+            _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
             top -= _CURVE + _GAP
     for axis in axes[:-1]:
         axis.tick_params(labelbottom=False, bottom=False)
@@ -175,7 +175,7 @@ def _panel(
 
 def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
     """One box per pass and per copy, on idle time."""
-    origin, chunks, bars = _origin(timeline), _chunks([timeline]), _bars(timeline)
+    origin, chunks, bars = start_of(timeline), _chunks([timeline]), _bars(timeline)
     for row, rank in enumerate(timeline.ranks):
         low, high = (row + edge for edge in bars[None])
         if idle:
@@ -231,7 +231,7 @@ def _columns(axes: Axes, timeline: Timeline) -> None:
     for row, rank in enumerate(timeline.ranks):
         for bar, passes in ({None: rank} | lanes(timeline, row)).items():
             top, bottom = (row * lines + round((edge + 0.5) * lines) for edge in bars[bar])
-            image[top:bottom] = _stacked(passes, _origin(timeline), _BINS / float(timeline.makespan), bottom - top)
+            image[top:bottom] = _stacked(passes, start_of(timeline), _BINS / float(timeline.makespan), bottom - top)
     extent = (0, float(timeline.makespan), ranks - 0.5, -0.5)
     axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest")
 
@@ -249,13 +249,13 @@ def _stacked(passes: Sequence[Timed], origin: float, per_time: float, lines: int
     # Lines count from the bottom: a line belongs to the first kind whose top lies above its middle.
     tops = numpy.cumsum(shares, axis=0) * lines
     middles = numpy.arange(lines)[::-1, None] + 0.5
-    palette = numpy.array([_rgb(colour) for colour in (*(COLOURS[kind] for kind in kinds), _IDLE)], dtype=numpy.uint8)
+    palette = numpy.array([rgb(colour) for colour in (*(COLOURS[kind] for kind in kinds), _IDLE)], dtype=numpy.uint8)
     return palette[(tops[:, None, :] <= middles[None]).sum(axis=0)]
 
 
 def _iterations(axes: Axes, consecutive: Consecutive, numbers: _Numbers) -> None:
     """Stairs down the ranks where each iteration begins, its number above them, and behind boxes two colours in turns."""
-    origin, ranks = _origin(consecutive.timeline), len(consecutive.timeline.ranks)
+    origin, ranks = start_of(consecutive.timeline), len(consecutive.timeline.ranks)
     begins = [[start - origin for start in one.starts] for one in consecutive.iterations]
     begins.append([end - origin for end in consecutive.iterations[-1].ends])
     edges = [row + side for row in range(ranks) for side in (-0.5, 0.5)]
@@ -286,14 +286,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
     axes.set_yticks([0, top], ["0", f"{top:.4g}"])
     axes.set_ylabel(f"memory ({unit})" if unit else "memory", fontsize=_FONT, color=INK)
     if len(profile) <= 8:
-        axes.legend(
-            ncols=len(profile),
-            loc="upper right",
-            fontsize=_FONT - 1,
-            frameon=False,
-            handlelength=1.2,
-            borderaxespad=0.1,
-        )
+        axes.legend(ncols=len(profile), loc="upper right", fontsize=_FONT - 1, frameon=False, handlelength=1.2, borderaxespad=0.1)
     else:
         note = f"from rank 0 (dark) to rank {len(profile) - 1} (light)"
         axes.text(1, 0.98, note, transform=axes.transAxes, ha="right", va="top", fontsize=_FONT - 1, color=INK)
@@ -357,10 +350,6 @@ def _plain(axes: Axes) -> None:
     axes.tick_params(length=0, labelsize=_FONT, colors=INK)
 
 
-def _rgb(colour: str) -> tuple[int, ...]:
-    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-
-
 def _chunks(timelines: Iterable[Timeline]) -> int:
     return 1 + max((timed.work.chunk for timeline in timelines for rank in timeline.ranks for timed in rank), default=0)
 
@@ -370,7 +359,3 @@ def _summary(timeline: Timeline) -> str:
     if timeline.makespan > timeline.span * 1.0005:
         text += f"   (makespan {timeline.makespan:.4g}, bubble {timeline.makespan_bubble_rate:.1%})"
     return text
-
-
-def _origin(timeline: Timeline) -> float:
-    return min((rank[0].start for rank in timeline.ranks if rank), default=0.0)

@@ -47,13 +47,17 @@ def save(figure: Figure, path: str | Path) -> None:
 def shade(colour: str, chunk: int, chunks: int) -> str:
     """The colour itself for chunk 0, lighter for every further chunk."""
     white = LIGHTEST * chunk / max(1, chunks - 1)
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
+    return "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in rgb(colour))
+
+
+def rgb(colour: str) -> tuple[int, ...]:
+    """Red, green and blue, each of 0 to 255."""
+    return tuple(bytes.fromhex(colour[1:]))
 
 
 def ink(colour: str) -> str:
     """What is legible on a colour: white where it is dark (WCAG's relative luminance below 0.18), nearly black elsewhere."""
-    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    parts = (part / 255 for part in rgb(colour))
     linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     luminance = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     return "#FFFFFF" if luminance < 0.18 else INK
@@ -82,6 +86,11 @@ def lane_kinds(timeline: Timeline) -> list[Kind]:
 def lanes(timeline: Timeline, rank: int) -> dict[Kind, list[Timed]]:
     """A rank's passes on lanes by their kind; empty where the timeline has none of any rank."""
     return {kind: [timed for timed in timeline.copies[rank] if timed.work.kind is kind] for kind in lane_kinds(timeline)}
+
+
+def start_of(timeline: Timeline) -> float:
+    """When the first pass of any rank starts."""
+    return min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
 
 
 def typical_length(timelines: Iterable[Timeline]) -> float:

@@ -16,10 +16,7 @@ from megatron.pipeline.view.style import lane_kinds, lanes, number, typical_leng
 
 # What fills a pass behind its name, so that its length shows.
 _FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "=", Kind.S: "s", Kind.T: "t", Kind.IF: ".", Kind.IB: ","}
-_LETTERS = {
-    Kind.D2H: ">",
-    Kind.H2D: "<",
-}  # of kinds that are not written as they are called: lines of their own say which they are
+_LETTERS = {Kind.D2H: ">", Kind.H2D: "<"}  # not written as they are called: lines of their own say which they are
 _IDLE = "."
 _CUT = " ... "
 _Texts: TypeAlias = Iterable[tuple[int, int, str, str]]  # first column, column behind the last, what stands there, what fills it

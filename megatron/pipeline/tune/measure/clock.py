@@ -58,3 +58,22 @@ def repeated(
     clock.settle()
     times = [[clock.between(*pair) for pair in pairwise(row)] for row in marks]
     return [which(part) for part in zip(*times, strict=True)]
+
+
+def seconds(
+    clock: Clock,
+    action: Callable[[], object],
+    iterations: int,
+    warm_up: int,
+    which: Callable[[Sequence[float]], float] = median,
+    chain: int = 1,
+) -> float:
+    """Seconds of an action, as a share of those of ``chain`` in a row; the other arguments as in ``repeated``."""
+
+    def parts() -> list[Any]:
+        start = clock.mark()
+        for _ in range(chain):
+            action()
+        return [start, clock.mark()]
+
+    return repeated(clock, parts, iterations, warm_up, which)[0] / chain

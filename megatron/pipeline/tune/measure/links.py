@@ -9,7 +9,7 @@ import torch
 
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.dist.groups import new_group
-from megatron.pipeline.tune.measure.clock import Clock, repeated
+from megatron.pipeline.tune.measure.clock import Clock, seconds
 from megatron.pipeline.tune.measure.fit import Sending, link
 
 _SIZES = {"cuda": (2**12, 2**20, 2**26), "cpu": (2**12, 2**18, 2**22)}  # bytes: latency shows in the first, bandwidth in the last
@@ -116,13 +116,7 @@ class _Probe:
         return {name: link([sent for key, sent in slowest.items() if key[0] == name]) for name in names}
 
     def _seconds(self, once: Callable[[], object]) -> float:
-        def parts() -> list[Any]:
-            start = self._clock.mark()
-            for _ in range(_CHAIN):
-                once()
-            return [start, self._clock.mark()]
-
-        return repeated(self._clock, parts, self._iterations, warm_up=1)[0] / _CHAIN
+        return seconds(self._clock, once, self._iterations, warm_up=1, chain=_CHAIN)
 
 
 def together(device: torch.device) -> None:

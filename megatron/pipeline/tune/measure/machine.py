@@ -7,13 +7,12 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
-from megatron.pipeline.tune.measure.clock import Clock, repeated
+from megatron.pipeline.tune.measure.clock import Clock, seconds
 
 _WIDTH = {"cuda": 8192, "cpu": 1024}  # of square matrices that are large enough for the best speed
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, more than caches hold
@@ -60,12 +59,5 @@ def name(device: torch.device, ranks: int) -> str:
 
 
 def _seconds(device: torch.device, action: Callable[[], object], iterations: int) -> float:
-    clock = Clock(device)
-
-    def parts() -> list[Any]:
-        start = clock.mark()
-        action()
-        return [start, clock.mark()]
-
-    # What the hardware can do: the best time.
-    return repeated(clock, parts, iterations, warm_up=2, which=min)[0]
+    """What the hardware can do: the best time."""
+    return seconds(Clock(device), action, iterations, warm_up=2, which=min)

@@ -11,7 +11,7 @@ from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.estimate import layer_size
 from megatron.pipeline.tune.measure import fit
-from megatron.pipeline.tune.measure.rank import Measurements, Timing
+from megatron.pipeline.tune.measure.rank import Measurements
 from megatron.pipeline.tune.measure.sizes import shape
 
 
@@ -64,7 +64,8 @@ def make(found: Measurements, args: Namespace, base: Device | None, command: str
     )
     if not found.timings:
         return bare
-    layers = [(shape(args, timing.size), _layer(args, timing)) for timing in found.timings]
+    shapes = [(shape(args, timing.size), timing.seconds) for timing in found.timings]
+    layers = [(each, MeasuredLayer(*layer_size(each), *times)) for each, times in shapes]  # type: ignore[arg-type, call-arg]
     return replace(bare, efficiency=fit.efficiency(bare, layers), layers=tuple(layer for _, layer in layers))
 
 
@@ -106,10 +107,6 @@ def merged(before: Device | None, now: Device, path: Path) -> Device:
     again = {_without_times(layer) for layer in now.layers}
     kept = tuple(layer for layer in before.layers if _without_times(layer) not in again)
     return replace(now, layers=kept + now.layers)
-
-
-def _layer(args: Namespace, timing: Timing) -> MeasuredLayer:
-    return MeasuredLayer(*layer_size(shape(args, timing.size)), *timing.seconds)  # type: ignore[arg-type, call-arg]
 
 
 def _without_times(layer: MeasuredLayer) -> MeasuredLayer:

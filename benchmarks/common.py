@@ -1,0 +1,66 @@
+"""What benchmarks share: flags, a world of one rank, rounds in which everything runs in turn, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+Name = TypeVar("Name", bound=Hashable)
+Result = TypeVar("Result")
+
+
+def add_flags(
+    add: Callable[..., object], milliseconds: tuple[float, float, float] = (40, 40, 40), rounds: int = 5, of: str | None = None
+) -> None:
+    """The flags of all benchmarks of sleeping stages; ``of`` says whose milliseconds these are."""
+    add("--microbatches", type=int, default=8)
+    add("--milliseconds", nargs=3, type=float, default=milliseconds, metavar=("F", "B", "W"), help=of)
+    add("--rounds", type=int, default=rounds)
+
+
+def one_rank(backend: str) -> None:
+    """Patched megatron-core on one thread, in a world of this process alone."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    from megatron.pipeline import patches
+
+    patches.install()
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def in_rounds(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 1) -> dict[Name, list[Result]]:
+    """What each run returns in every round, in which all run in turn: whatever disturbs the machine disturbs all of them.
+
+    Args:
+        warm_up: rounds before those, which do not count: they connect ranks, and fill caches.
+    """
+    found: dict[Name, list[Result]] = {name: [] for name in runs}
+    for turn in range(warm_up + rounds):
+        for name, run in runs.items():
+            result = run()
+            if turn >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, width: int = 130) -> None:
+    """A table for the terminal: its first ``left`` columns are words, the others numbers."""
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=width).print(table)
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table in Markdown, with a line break at its end; all but the first column are numbers."""
+    head = f"| {' | '.join(columns)} |\n|---|{'---:|' * (len(columns) - 1)}\n"
+    return head + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
