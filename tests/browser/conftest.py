@@ -1,4 +1,7 @@
-"""One server and one browser for all tests of the page."""
+"""One server and one browser for the tests of a module.
+
+playwright keeps an event loop running in the thread, so no test of another module may run before the browser is closed.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import pytest
 from served import serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     with serving() as (address, _):
         yield address
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     from browser.opened import CHROMIUM, playwright
 
