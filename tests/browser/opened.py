@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 import urllib.parse
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,13 @@ class Opened:
         """Wait until every schedule on the page is planned or refused."""
         expect(self.page.locator("#cards tr[aria-busy]").first).to_be_visible(timeout=TIMEOUT)
         expect(self.page.locator("#cards tr[aria-busy=true]")).to_have_count(0, timeout=TIMEOUT)
+
+    def shows(self, passes: list[list[str]]) -> None:
+        """Wait until the first schedule on the page is this one: a plan that is on its way may not have been asked for yet."""
+        deadline = time.monotonic() + TIMEOUT / 1000
+        while self.passes() != passes:
+            assert time.monotonic() < deadline, f"the page shows {self.passes()}, not {passes}"
+            self.page.wait_for_timeout(50)
 
     def passes(self, number: int = 0) -> list[list[str]]:
         """Every rank's passes, out of the columns that the timelines are painted from."""
