@@ -40,11 +40,11 @@ class Opened:
         expect(self.page.locator("#cards tr[aria-busy]").first).to_be_visible(timeout=TIMEOUT)
         expect(self.page.locator("#cards tr[aria-busy=true]")).to_have_count(0, timeout=TIMEOUT)
 
-    def shows(self, passes: list[list[str]]) -> None:
-        """Wait until the first schedule on the page is this one: a plan that is on its way may not have been asked for yet."""
+    def shows(self, passes: list[list[str]], number: int = 0) -> None:
+        """Wait until a schedule on the page is this one: a plan that is on its way may not have been asked for yet."""
         deadline = time.monotonic() + TIMEOUT / 1000
-        while self.passes() != passes:
-            assert time.monotonic() < deadline, f"the page shows {self.passes()}, not {passes}"
+        while self.passes(number) != passes:
+            assert time.monotonic() < deadline, f"the page shows {self.passes(number)}, not {passes}"
             self.page.wait_for_timeout(50)
 
     def passes(self, number: int = 0) -> list[list[str]]:
