@@ -22,7 +22,7 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
-RELEASES = ("0.14", "0.15", "0.16")  # scripts/check_core_versions.py trains with these
+RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
 _PIP = f"pip install 'megatron-core~={RELEASES[-1]}.0'"
 _TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
 
@@ -35,7 +35,8 @@ class Name(NamedTuple):
     Attributes:
         purpose: what this package uses it for.
         releases: the first and the last minor release that has it, of 0.14 to 0.19.
-        required: whether ``check`` refuses a release without it. ``older_releases.py`` has added what older ones lack.
+        required: whether ``check`` refuses a release without it, up to the last that has it. ``older_releases.py`` has added what
+            older ones lack.
     """
 
     purpose: str
@@ -71,6 +72,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "LanguageModule.shared_embedding_or_output_weight": Name("the tied weight of a stage"),
     },
     "megatron.core.transformer.moe.experts": {
+        "GroupedMLP": Name("local grouped experts, removed in 0.17", "0.14-0.16"),
         "GroupedMLP.forward": Name("grouped experts whose backward splits: wrapped", "0.14-0.16"),
         "gg.ops": Name("the package grouped_gemm as this module sees it: replaced", "0.14-0.16"),
         "gg.assert_grouped_gemm_is_available": Name("replaced", "0.14-0.16"),
@@ -102,13 +104,14 @@ NAMES: dict[str, dict[str, Name]] = {
         "get_tensor_shapes": Name("the shapes of messages"),
         "deallocate_output_tensor": Name("frees an output after it was sent"),
         "check_first_val_step": Name("whether FP8 weights are cached"),
+        "get_model_type": Name("patches/schedules.py: older releases' backward_step asks for it"),
         "clear_embedding_activation_buffer": Name("deferred embedding gradients"),
         "finish_embedding_wgrad_compute": Name("deferred embedding gradients"),
     },
     "megatron.core.process_groups_config": {"ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19")},
     "megatron.core.optimizer_param_scheduler": {"get_canonical_lr_for_logging": Name("the learning rate, for logs", "0.16-0.19")},
     "megatron.core.optimizer.optimizer": {
-        "MegatronOptimizer.get_main_grads_for_grad_norm": Name("post-validation: one part of a step", "0.14-0.18"),
+        "MegatronOptimizer.get_grads_for_grad_norm": Name("post-validation: one part of a step", "0.19-0.19"),
         "MegatronOptimizer.get_grad_stats_parallel_group": Name("post-validation: the ranks that share a norm"),
         "MixedPrecisionOptimizer.step_with_ready_grads": Name("post-validation: one part of a step"),
         "Float16OptimizerWithFloat16Params._copy_model_grads_to_main_grads": Name("post-validation: one part of a step"),
@@ -177,10 +180,12 @@ class Setting(NamedTuple):
     Attributes:
         reason: completes a sentence that starts with the setting's name.
         in_config: whether it is refused in a ``TransformerConfig``, too, and not only as a flag of Megatron-LM.
+        neutral: the number that switches it off, beside None, False and "none".
     """
 
     reason: str
     in_config: bool = False
+    neutral: int | None = None
 
 
 UNSUPPORTED: dict[str, Setting] = {
@@ -201,6 +206,16 @@ UNSUPPORTED: dict[str, Setting] = {
         "belongs to megatron-core's own interleaved schedule; ours have a fixed group: gis as many microbatches as ranks, gis-h "
         "half as many"
     ),
+    "moe_paged_stash": Setting(_ORDER, in_config=True),
+    "overlap_dispatch_backward_with_experts_wgrad": Setting(
+        "delays the experts' weight gradients on a stream of its own; W delays them as the schedule says", in_config=True
+    ),
+    "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
+    "expert_gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
+    "mlp_chunks_for_training": Setting(
+        "uses a weight several times in one layer, and W computes one gradient of a weight", in_config=True, neutral=1
+    ),
+    "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
     "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
     "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
 }
@@ -213,7 +228,7 @@ def unsupported(settings: Any, in_config: bool = False) -> tuple[str, str] | Non
         settings: Megatron-LM's flags before their validation, or with ``in_config`` a ``TransformerConfig``.
     """
     for name, setting in UNSUPPORTED.items():
-        if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none"):
+        if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none", setting.neutral):
             return name, setting.reason
     return None
 
@@ -228,7 +243,7 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
     """
     installed, missing, present = version(), [], []
     for path, rows in names.items():
-        required = {symbol: row.purpose for symbol, row in rows.items() if row.required}
+        required = {symbol: row.purpose for symbol, row in rows.items() if _required(row)}
         if not required or not path.startswith("megatron.core."):
             continue
         loaded = importlib.import_module(path)
@@ -271,9 +286,14 @@ def module(path: str) -> Any:
     """
     loaded = importlib.import_module(path)
     for symbol, row in NAMES[path].items():
-        if row.required and not _has(loaded, symbol):
+        if _required(row) and not _has(loaded, symbol):
             raise RuntimeError(f"megatron-core {version()} has no {path}.{symbol} ({row.purpose}); {_TESTED}")
     return loaded
+
+
+def optional(path: str, symbol: str) -> Any | None:
+    """A name of upstream that is in the table and that some releases lack; None where this one does."""
+    return get(path, symbol) if _has(importlib.import_module(path), symbol) else None
 
 
 def missing_module(path: str) -> str | None:
@@ -341,8 +361,18 @@ def version() -> str:
 
 def reduces_experts_right() -> bool:
     """Whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
-    major, minor = version().split(".")[:2]
-    return (int(major), int(minor)) >= (0, 19)
+    return _minor(version()) >= (0, 19)
+
+
+def _required(row: Name) -> bool:
+    """Whether the installed release is expected to have a name; one that the newest tested release has is expected of all later."""
+    last = row.releases.partition("-")[2]
+    return row.required and (last == RELEASES[-1] or _minor(version()) <= _minor(last))
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _has(loaded: ModuleType, symbol: str) -> bool:

@@ -4,6 +4,7 @@
 ``distributed.finalize_model_grads``: its ``pg_collection`` (0.15) is called ``grad_finalize_pgs`` in 0.14, whose schedules call
 ``config.finalize_model_grads_func`` so; ``force_all_reduce`` (0.16) is new.
 ``models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs`` (0.16): the specification of all layers, of which a stage takes some.
+``optimizer.MegatronOptimizer.get_grads_for_grad_norm`` (0.19) is called ``get_main_grads_for_grad_norm`` before.
 ``optimizer_param_scheduler.get_canonical_lr_for_logging`` (0.16.1): the learning rate of the groups without one of their own.
 ``datasets.gpt_dataset.MockGPTLowLevelDataset``: made tokens are of the vocabulary, as they are from 0.16 on.
 ``TransformerConfig``: settings of later features, as they are when these are not used.
@@ -36,11 +37,14 @@ def install() -> None:
     """
     from megatron.core import optimizer_param_scheduler, process_groups_config
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+    from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import TransformerConfig
 
     _add(process_groups_config, "ProcessGroupCollection", SimpleNamespace)
     _add(optimizer_param_scheduler, "get_canonical_lr_for_logging", _learning_rate)
+    if not hasattr(MegatronOptimizer, "get_grads_for_grad_norm"):
+        MegatronOptimizer.get_grads_for_grad_norm = MegatronOptimizer.get_main_grads_for_grad_norm
     all_layers = functools.partial(_all_layers, gpt_layer_specs.get_gpt_decoder_block_spec)
     _add(gpt_layer_specs, "get_gpt_decoder_layer_specs", all_layers)
     for name, value in _LATER_SETTINGS.items():

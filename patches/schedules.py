@@ -3,12 +3,14 @@
 The three ``forward_backward_*`` functions: ``get_forward_backward_func`` looks them up when it is called, so rebinding
 them reaches every caller, however it imported the getter. ``use`` puts another in, ``restore`` upstream's back.
 ``forward_step``, ``backward_step``: upstream's schedules look these up as well; ``record`` measures them, for comparison.
+``backward_step`` takes the type of the model up to 0.16: ``backward`` gives it where it is asked for.
 ``set_current_microbatch``: upstream sets the number on the layers of a chunk. Here the chunk gets it, too: it may have no layers
 and yet draws dropout masks, for the embedding.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +46,14 @@ def use(forward_backward: Callable[..., Any]) -> None:
     """Make ``get_forward_backward_func()`` return a function, for every pipeline size."""
     for name in _FUNCTIONS:
         setattr(_UPSTREAM, name, forward_backward)
+
+
+def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any) -> Any:
+    """Upstream's ``backward_step`` of one chunk, as every release wants it called."""
+    step = _UPSTREAM.backward_step
+    if "model_type" in inspect.signature(_ORIGINAL["backward_step"]).parameters:
+        return step(inputs, outputs, gradients, _UPSTREAM.get_model_type(model), config)
+    return step(inputs, outputs, gradients, config)
 
 
 def restore() -> None:

@@ -14,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron.pipeline.model import seeding
 from megatron.pipeline.model.context_parallel import ContextParallelAttention
-from megatron.pipeline.model.seeded_layers import SeededExperts, SeededGroupedExperts, SeededPredictionLayer
+from megatron.pipeline.model.seeded_layers import GROUPED_EXPERTS, SeededExperts, SeededPredictionLayer
 
 
 def block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -77,7 +77,7 @@ def _seeded(args: Namespace, layer: ModuleSpec) -> ModuleSpec:
 
 def _replacements(config: TransformerConfig) -> dict[type, type]:
     """Which local modules stand in for upstream's, which lack something."""
-    found: dict[type, type] = {GroupedMLP: SeededGroupedExperts, SequentialMLP: SeededExperts}
+    found: dict[type, type] = {SequentialMLP: SeededExperts} | GROUPED_EXPERTS
     if config.sequence_parallel:
         found[WrappedTorchNorm] = SequenceParallelTorchNorm
     if config.context_parallel_size > 1:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.experts import GroupedMLP, SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.model import seeding
 
@@ -26,8 +27,12 @@ class SeededExperts(_ByExpertRank, SequentialMLP):
     """Local experts, one after another."""
 
 
-class SeededGroupedExperts(_ByExpertRank, GroupedMLP):
-    """Local experts in one grouped product."""
+# Local experts in one grouped product, by upstream's class; empty for releases that have none.
+GROUPED_EXPERTS = {
+    upstream: type("SeededGroupedExperts", (_ByExpertRank, upstream), {})
+    for upstream in [compat.optional("megatron.core.transformer.moe.experts", "GroupedMLP")]
+    if upstream is not None
+}
 
 
 class SeededPredictionLayer(MultiTokenPredictionLayer):

@@ -146,7 +146,7 @@ def _prepare(part: Any) -> Reduction | None:
 def _start_norms(parts: list[Any]) -> list[Reduction]:
     """The squared norm of the gradients over all stages, or of each part where they are spread over different ranks."""
     groups = [part.get_grad_stats_parallel_group() for part in parts]
-    gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    gradients = [part.get_grads_for_grad_norm() for part in parts]
     if all(group == groups[0] for group in groups):
         groups, gradients = groups[:1], [list(chain.from_iterable(gradients))]
     return [

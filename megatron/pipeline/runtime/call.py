@@ -23,7 +23,7 @@ _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """The keywords of megatron-core 0.16.1's schedules, under their names and with their meaning.
+    """The keywords of megatron-core's schedules, under their names and with their meaning.
 
     Attributes:
         chunks: of this rank's model.
@@ -85,6 +85,8 @@ class Call:
         groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
         groups.pp = parallel_state.get_pipeline_model_parallel_group()
         groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+        groups.dp = parallel_state.get_data_parallel_group(with_context_parallel=False, partial_data_parallel=False)
+        groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         return groups
 
     def shapes(self, splits: int) -> dict[Flow, list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_type
+from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.model.slices import Slices, noting
 from megatron.pipeline.runtime.call import Call
@@ -31,7 +31,6 @@ class ModelStages:
         self._placement, self._rank, self._iterators = schedule.placement, rank, iterators
         self._in_flight = most_in_flight(schedule.passes[rank])
         self._slices = Slices(call.chunks, schedule.splits, keep_graphs=not call.forward_only)
-        self._model_type = get_model_type(call.chunks[0])
         self._forwarded: set[int] = set()  # chunks that have run a forward
         self._asked: set[int] = set()  # chunks whose parameters have been asked for
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
@@ -76,7 +75,7 @@ class ModelStages:
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """Upstream's backward step."""
         with self._slices.around(work):
-            return schedules.backward_step(inputs, outputs, gradients, self._model_type, self._config)
+            return schedules_patch.backward(inputs, outputs, gradients, self._config, self._chunks[work.chunk])
 
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs, and keep their graph."""
