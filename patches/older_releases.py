@@ -7,6 +7,7 @@
 ``optimizer.MegatronOptimizer.get_grads_for_grad_norm`` (0.19) is called ``get_main_grads_for_grad_norm`` before.
 ``optimizer_param_scheduler.get_canonical_lr_for_logging`` (0.16.1): the learning rate of the groups without one of their own.
 ``datasets.gpt_dataset.MockGPTLowLevelDataset``: made tokens are of the vocabulary, as they are from 0.16 on.
+``utils.get_batch_on_this_cp_rank``: ``is_hybrid_cp`` (0.18) is False, and ``cp_group`` (0.16) that of parallel_state.
 ``TransformerConfig``: settings of later features, as they are when these are not used.
 
 What is there already is left as it is, so that nothing here asks for a version.
@@ -35,7 +36,7 @@ def install() -> None:
     Raises:
         ImportError: a name that every release from 0.14 to 0.16 has is missing.
     """
-    from megatron.core import optimizer_param_scheduler, process_groups_config
+    from megatron.core import optimizer_param_scheduler, process_groups_config, utils
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.models.gpt import gpt_layer_specs
@@ -49,6 +50,8 @@ def install() -> None:
     _add(gpt_layer_specs, "get_gpt_decoder_layer_specs", all_layers)
     for name, value in _LATER_SETTINGS.items():
         _add(TransformerConfig, name, value)
+    if "is_hybrid_cp" not in inspect.signature(utils.get_batch_on_this_cp_rank).parameters:
+        utils.get_batch_on_this_cp_rank = _without_hybrid(utils.get_batch_on_this_cp_rank)
     _finalize_by_newer_names()
     _mock_tokens_of_the_vocabulary(MockGPTLowLevelDataset)
 
@@ -99,6 +102,16 @@ def _finalizing_by_newer_names(forward_backward: Callable[..., Any], config_of: 
             config.finalize_model_grads_func = finalize
 
     return run
+
+
+def _without_hybrid(get_batch: Callable[..., Any]) -> Callable[..., Any]:
+    takes_group = "cp_group" in inspect.signature(get_batch).parameters
+
+    def get_batch_on_this_cp_rank(batch: Any, cp_group: Any = None, *, is_hybrid_cp: bool = False) -> Any:
+        assert not is_hybrid_cp, "refused: hybrid context parallelism relies on the order of megatron-core's own schedules"
+        return get_batch(batch, cp_group) if takes_group else get_batch(batch)
+
+    return get_batch_on_this_cp_rank
 
 
 def _all_layers(block_spec: Callable[..., Any], config: Any, *args: Any, **options: Any) -> list[Any]:

@@ -138,7 +138,7 @@ def get_batch(data: Iterator[Batch] | None) -> Batch:
     wanted = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     batch = next(data)
     batch = {name: batch[name].to(device, non_blocking=True) for name in wanted if name in batch}
-    result: Batch = get_batch_on_this_cp_rank(batch)
+    result: Batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return result
 
 
