@@ -23,7 +23,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
-_PIP = f"pip install 'megatron-core~={RELEASES[-1]}.0'"
+_NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else "0.16"  # 0.17 and later ask for Python 3.12
+_PIP = f"pip install 'megatron-core~={_NEWEST}.0'"
 _TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
 
 logger = logging.getLogger(__name__)

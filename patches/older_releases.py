@@ -38,8 +38,8 @@ def install() -> None:
     """
     from megatron.core import optimizer_param_scheduler, process_groups_config, utils
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-    from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.transformer import TransformerConfig
 
     _add(process_groups_config, "ProcessGroupCollection", SimpleNamespace)
