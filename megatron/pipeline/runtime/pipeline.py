@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, lru_cache
 from typing import Any
+from weakref import WeakSet
 
 from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
@@ -17,6 +18,7 @@ from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
+from megatron.pipeline.runtime.agreement import agree
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
@@ -56,6 +58,7 @@ class Pipeline(Plans):
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
         # Opened when they are first needed, by all ranks of the world together.
         self._channels_of, self._groups_of = cache(Channels.open), cache(Groups.open)
+        self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -81,10 +84,28 @@ class Pipeline(Plans):
         else:
             schedules_patch.use(self.forward_backward)
 
+    def agree(self) -> None:
+        """Compare everything that is planned by now, and all versions, with the other ranks. Collective over the world.
+
+        A plan that is made later is compared before its first iteration.
+
+        Raises:
+            RanksDiffer: on every rank; names the ranks that differ, and what differs.
+        """
+        agree({_title(*key): plan for key, plan in self._plans.items()})
+        self._agreed.update(self._plans.values())
+
     def forward_backward(self, **keywords: Any) -> list[Any]:
-        """One iteration, with the keywords and the result of megatron-core's own schedules (see ``Call``)."""
+        """One iteration, with the keywords and the result of megatron-core's own schedules (see ``Call``).
+
+        Raises:
+            RanksDiffer: the first time that a plan runs; see ``agree``.
+        """
         call = Call(**keywords)
         plan = self.plan(call.num_microbatches, call.forward_only)
+        if plan not in self._agreed:
+            agree({_title(call.num_microbatches, call.forward_only): plan})
+            self._agreed.add(plan)
         measured = self.measures and not call.forward_only
 
         def record() -> Recorder | Unmeasured:
@@ -153,6 +174,11 @@ class Pipeline(Plans):
         recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
         self._measured = recorder, plan
         return recorder
+
+
+def _title(microbatches: int, forward_only: bool) -> str:
+    """What a plan is called in an error."""
+    return f"plan of {microbatches} microbatches{', forwards alone' if forward_only else ''}"
 
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same schedule

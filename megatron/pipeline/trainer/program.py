@@ -95,6 +95,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
 
     guarded = guard(situation, args.pipeline_timeout, stuck_seconds=60 * args.distributed_timeout_minutes)
     with _megatron_state(args, pipeline.placement), guarded:
+        pipeline.agree()
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
         training = build_training(args, pipeline.placement, timers)

@@ -1,0 +1,55 @@
+"""Ranks that have another plan, or other versions, than the others end with an error that names them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import tiny_gpt
+import torch
+from pool import Pool
+
+from megatron.pipeline.runtime.agreement import differences
+
+
+def with_one_that_differs(schedules: list[str], when: str) -> str:
+    """What a rank says that planned its own entry of ``schedules``: at the start, in an iteration, or after planning again."""
+    run = tiny_gpt.Run(schedules[0], pp=2)
+    from megatron.pipeline.planning.plans import Plans
+    from megatron.pipeline.runtime.agreement import RanksDiffer
+
+    own = schedules[torch.distributed.get_rank()]
+    other = Plans(replace(run.pipeline._request, schedule=own))
+    other.check(run.microbatches)
+    if when == "again":
+        run.step(0)
+        run.step(1, forward_only=True)
+        costs = run.pipeline.planned_costs
+        run.pipeline.adopt(costs, None, {run.microbatches: other.plan(run.microbatches).schedule})
+    else:
+        run.pipeline._plans = other._plans
+    try:
+        run.pipeline.agree() if when == "start" else run.step(2)
+    except RanksDiffer as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("when", ["start", "iteration", "again"])
+def test_a_rank_with_another_plan_is_named(when: str, pool: Pool) -> None:
+    for message in pool.run(2, with_one_that_differs, ["1f1b", "zb-h1"], when):
+        assert message.startswith("the ranks do not run the same plan: global rank 1 on ")
+        assert re.search(r": plan of 4 microbatches [0-9a-f]{16}, but 1 of 2 ranks have [0-9a-f]{16}", message)
+
+
+def test_equal_ranks_agree(pool: Pool) -> None:
+    assert pool.run(2, with_one_that_differs, ["zb-h1", "zb-h1"], "again") == ["no error"] * 2
+
+
+def test_every_difference_is_named_by_the_ranks_that_are_in_the_minority() -> None:
+    most, old = {"megatron-core": "0.19.2", "plan": "a"}, {"megatron-core": "0.18.2", "plan": "b", "offload": "c"}
+    message = differences(["node1", "node1", "node2", "node2"], [most, most, most, old])
+    assert "global rank 3 on node2: megatron-core 0.18.2, but 3 of 4 ranks have 0.19.2; global rank 3 on node2: plan b" in message
+    assert "global rank 3 on node2: offload c, but 3 of 4 ranks have none" in message
+    assert message.endswith("Install the same versions and give the same files on all nodes")
