@@ -109,7 +109,10 @@ NAMES: dict[str, dict[str, Name]] = {
         "clear_embedding_activation_buffer": Name("deferred embedding gradients"),
         "finish_embedding_wgrad_compute": Name("deferred embedding gradients"),
     },
-    "megatron.core.process_groups_config": {"ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19")},
+    "megatron.core.process_groups_config": {
+        "ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19"),
+        "MultiModuleProcessGroupCollection": Name("several modules in one pipeline: refused", "0.17-0.19", required=False),
+    },
     "megatron.core.optimizer_param_scheduler": {"get_canonical_lr_for_logging": Name("the learning rate, for logs", "0.16-0.19")},
     "megatron.core.optimizer.optimizer": {
         "MegatronOptimizer.get_grads_for_grad_norm": Name("post-validation: one part of a step", "0.19-0.19"),
@@ -366,7 +369,7 @@ def reduces_experts_right() -> bool:
 
 
 def _required(row: Name) -> bool:
-    """Whether the installed release is expected to have a name; one that the newest tested release has is expected of all later."""
+    """Whether the installed release must have a name; one that the newest tested release has, all later ones must have."""
     last = row.releases.partition("-")[2]
     return row.required and (last == RELEASES[-1] or _minor(version()) <= _minor(last))
 

@@ -1,7 +1,7 @@
 """All ranks run one plan: every rank plans for itself, so before a plan runs, all compare what they have.
 
-Ranks that differ (another release on one node, another file, another machine's rounding) would hang in a message that nobody sends,
-or train wrong numbers. Here they end with an error that names them, and what differs.
+Ranks that differ (another release on one node, another file, another machine's rounding) would wait for a message that is never
+sent, or train wrong numbers. Here they end with an error that names them, and what differs.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ def differences(hosts: Sequence[str], identities: Sequence[Identity]) -> str:
         for value, _ in others:
             ranks = [rank for rank, own in enumerate(values) if own == value]
             where = ", ".join(f"{rank} on {hosts[rank]}" for rank in ranks)
-            lines.append(f"global rank{'s' * (len(ranks) > 1)} {where}: {name} {value}, but {count} of {len(values)} ranks have {usual}")
-    return f"the ranks do not run the same plan: {'; '.join(lines)}. Install the same versions and give the same files on all nodes"
+            lines.append(
+                f"global rank{'s' * (len(ranks) > 1)} {where}: {name} {value}, but {count} of {len(values)} ranks have {usual}"
+            )
+    return (
+        f"the ranks do not run the same plan: {'; '.join(lines)}. Install the same versions and give the same files on all nodes"
+    )
 
 
 def _versions() -> dict[str, str]:

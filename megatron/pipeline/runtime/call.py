@@ -18,6 +18,8 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
 
+# Groups of a pipeline in which several models send each other dicts of tensors.
+_SEVERAL_MODULES = compat.optional("megatron.core.process_groups_config", "MultiModuleProcessGroupCollection")
 _GROUPS = ("tp", "cp", "embd", "pos_embd", "pp", "dp_cp")
 
 
@@ -31,7 +33,8 @@ class Call:
         config: of the model.
 
     Raises:
-        ValueError: ``p2p_communicator`` or ``pg_collection`` is given without the other, or lacks a group.
+        ValueError: ``p2p_communicator`` or ``pg_collection`` is given without the other, or lacks a group, or is for several
+            modules.
     """
 
     forward_step_func: Callable[..., Any]
@@ -73,6 +76,11 @@ class Call:
         """As given, or from parallel_state as in megatron-core's schedules."""
         if (self.p2p_communicator is None) != (self.pg_collection is None):
             raise ValueError("give both p2p_communicator and pg_collection, or neither")
+        if _SEVERAL_MODULES is not None and isinstance(self.pg_collection, _SEVERAL_MODULES):
+            raise ValueError(
+                "schedules that are data have no order for several modules in one pipeline, such as an encoder and a decoder on "
+                "grids of their own: use --pipeline-schedule stock"
+            )
         if self.pg_collection is not None:
             missing = [name for name in _GROUPS if not hasattr(self.pg_collection, name)]
             if missing:
