@@ -9,6 +9,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pool import Pool
@@ -98,7 +99,9 @@ def _calls_in(schedule: ast.FunctionDef, functions: set[str]) -> Iterator[str]:
 
 
 def installed() -> Path:
-    [folder] = importlib.util.find_spec(_CORE).submodule_search_locations  # type: ignore[union-attr]
+    found = importlib.util.find_spec(_CORE)
+    assert found is not None and found.submodule_search_locations
+    [folder] = found.submodule_search_locations
     return Path(folder) / "pipeline_parallel" / "schedules.py"
 
 
@@ -120,7 +123,7 @@ def refused(duty: str) -> str:
     run = tiny_gpt.Run("zb-h1", pp=1)
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     if duty == "several modules":
         from megatron.pipeline.runtime import call
 
