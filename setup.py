@@ -52,7 +52,7 @@ setup(
     extras_require={
         # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
         "transformer-engine": ["transformer-engine[pytorch]>=2.8,<3"],
-        "dev": ["pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "import-linter", "types-PyYAML", "playwright", "build"],
+        "dev": "pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML playwright build pybind11".split(),
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},
 )

@@ -344,8 +344,8 @@ def missing_names_explained() -> Iterator[None]:
 
 
 def is_tested(version: str) -> bool:
-    """Whether a version of megatron-core is a tested release. A release candidate is not."""
-    release = re.fullmatch(r"(\d+\.\d+)\.\d+", version)
+    """Whether a version of megatron-core is a tested release, of any commit. A release candidate is not."""
+    release = re.fullmatch(r"(\d+\.\d+)\.\d+(\+\w+)?", version)
     return release is not None and release[1] in RELEASES
 
 
