@@ -368,6 +368,11 @@ def reduces_experts_right() -> bool:
     return _minor(version()) >= (0, 19)
 
 
+def saves_common_state_as_object() -> bool:
+    """Whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its own."""
+    return _minor(version()) >= (0, 19)
+
+
 def _required(row: Name) -> bool:
     """Whether the installed release must have a name; one that the newest tested release has, all later ones must have."""
     last = row.releases.partition("-")[2]

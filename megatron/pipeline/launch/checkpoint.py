@@ -75,7 +75,7 @@ def _latest(args: Namespace) -> Path | None:
     except (OSError, ValueError):  # none; or a release, of which the weights alone are loaded
         return None
     path = root / name_of(int(iteration))
-    return path if (path / "common.pt").is_file() and (path / "metadata.json").is_file() else None
+    return path if (path / ".metadata").is_file() and (path / "metadata.json").is_file() else None
 
 
 def _held(args: Namespace, placement: Placement | None = None) -> Any:

@@ -1,7 +1,8 @@
 """Which checkpoint ``--load`` takes, what it says of itself, and whether the flags go with it: before anything starts.
 
 A checkpoint is a directory such as ``iter_0000020/`` in torch's distributed format; a tracker file next to it names the latest.
-Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in ``common.pt``.
+Ours say in ``training.json`` what was saved; those of Megatron-LM have its flags in the common state: the file ``common.pt``, or
+from megatron-core 0.19 on an object among the tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.core import dist_checkpointing
+from megatron.pipeline.patches import compat
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 
 from megatron.pipeline.flags.flags import flag_of
@@ -31,6 +33,7 @@ _VOCABULARY = "the tokenizer's vocabulary"
 _LONGEST = 600  # characters of an error's words
 _DIGITS = 18  # of an iteration, at most
 _PARTS = ("metadata.json", ".metadata", "common.pt")
+_COMMON = "common_state"  # what 0.19 and later have in place of the last of these
 
 _MODEL_FLAGS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "group_query_attention", "num_query_groups",
@@ -240,6 +243,8 @@ def _contents(path: Path) -> tuple[dict[str, Any], Metadata]:
         _Unreadable: a file cannot be read, or is cut off.
     """
     name = "common.pt"
+    if not (path / name).exists() and not compat.saves_common_state_as_object():
+        raise _Unreadable(f"was saved by megatron-core 0.19 or later, and {compat.version()} is installed")
     try:
         common = dict(dist_checkpointing.load_common_state_dict(str(path)))
         name = ".metadata"
@@ -306,6 +311,8 @@ def _wrong(path: Path) -> str:
     if form != FORMAT:
         return f"has the format {form}: --load reads {FORMAT}, to which Megatron-LM converts (--ckpt-convert-format)"
     missing = [name for name in _PARTS if name not in files]
+    if missing == ["common.pt"] and _COMMON.encode() in (path / ".metadata").read_bytes():
+        missing = []
     return f"is damaged: {' and '.join(missing)} missing" if missing else ""
 
 
