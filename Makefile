@@ -55,10 +55,10 @@ slurm: $(ready)
 
 # Two at a time: ranks wait for each other, and while they do, another test computes.
 test: $(ready)
-	$(venv) -m pytest -n 2 --dist worksteal $(or $(ARGS),tests)
+	$(venv) -m pytest -n 3 --dist worksteal $(or $(ARGS),tests)
 
 test-all: $(ready)
-	$(venv) -m pytest -n 2 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
+	$(venv) -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis
