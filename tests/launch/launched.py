@@ -29,7 +29,7 @@ def own(number: int, ranks: int, port: int, output: Path, arguments: list[str]) 
 
 
 def _become(number: int, ranks: int, port: int, output: Path) -> None:
-    processes._FIRST_WORD = 0.0  # no launcher would end this rank while it waits
+    processes._FIRST_WORD = 0  # no launcher would end this rank while it waits
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost")
     os.environ.update(MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="1")
     with output.open("a") as file:

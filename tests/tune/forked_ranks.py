@@ -25,7 +25,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _finish(command: Sequence[str], output: Any, timeout: float) -> int:
-    """What ``trial._finish`` does with ``python -m torch.distributed.run --standalone --nproc-per-node N pretrain_gpt.py ...``."""
+    """Stands for ``trial._finish``; the command is torchrun --nproc-per-node N pretrain_gpt.py and its flags."""
     start = command.index("--nproc-per-node")
     ranks, program, *arguments = command[start + 1 :]
     assert Path(program).name == "pretrain_gpt.py"
