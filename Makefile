@@ -53,7 +53,7 @@ versions: $(ready)
 slurm: $(ready)
 	scripts/slurm/local_cluster.sh
 
-# Two at a time: ranks wait for each other, and while they do, another test computes.
+# Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
 test: $(ready)
 	$(venv) -m pytest -n 3 --dist worksteal $(or $(ARGS),tests)
 
