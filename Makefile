@@ -53,12 +53,12 @@ versions: $(ready)
 slurm: $(ready)
 	scripts/slurm/local_cluster.sh
 
-# Two at a time: ranks wait for each other, and while they do, another test computes.
+# Three at a time, for two cores: ranks wait for each other and for clocks, and while they do, another test computes.
 test: $(ready)
-	$(venv) -m pytest -n 2 --dist worksteal $(or $(ARGS),tests)
+	$(venv) -m pytest -n 3 --dist worksteal $(or $(ARGS),tests)
 
 test-all: $(ready)
-	$(venv) -m pytest -n 2 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
+	$(venv) -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,17 +13,19 @@ from megatron.pipeline.trainer import corpus
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules whose tests start several processes go first.
+    """Tests that start torchrun go first, then modules whose tests run on the pool of ranks, then what computes in one process.
 
-    With ``-n 2`` (``make test``) and ``--dist worksteal`` one worker begins with them and the other behind the middle, with what
-    computes in one process, so that two worlds of ranks run at the same time at most at the end.
+    Workers of ``--dist worksteal`` (``make test``) begin with parts of this order, and one that is done takes over the end of
+    another's part: what is long, and mostly waits for processes to start, runs beside the rest and is not left for the end.
     """
 
-    def starts_processes(item: pytest.Item) -> bool:
-        return "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("slow") is not None
+    def place(item: pytest.Item) -> int:
+        if item.get_closest_marker("slow") is not None:
+            return 0
+        return 1 if item.path in on_the_pool else 2
 
-    first = {item.path for item in items if starts_processes(item)}
-    items.sort(key=lambda item: item.path not in first)
+    on_the_pool = {item.path for item in items if "pool" in getattr(item, "fixturenames", ())}
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

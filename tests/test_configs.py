@@ -10,6 +10,7 @@ import re
 import textwrap
 from contextlib import nullcontext
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -57,23 +58,26 @@ def said(text: str) -> str:
     return found[0] if found else ""
 
 
-def table() -> str:
-    """All files, as configs/README.md lists them."""
-    rows = []
-    for path in FILES:
-        own, stock = predictions(path)
-        told, args = report(own), own.args
-        values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
-        extras = [f"`{flag} {value}`" for flag, value in values.items() if value != "off"]
-        size = [f"{one.fullest.total / GIB:.1f}" + (", too much" if one.fullest.total > GPU else "") for one in (own, stock)]
-        gpus = told["pp"] * told["tp"]
-        schedule = ", ".join([f"`{args.pipeline_schedule}`", *extras])
-        name = path.relative_to(ROOT / "configs")
-        rows.append(
-            f"| [{name}]({name}) | {told['parameters'] / 1e9:.3g} | {gpus} "
-            f"| {told['pp']} x {told['tp']} | {schedule} | {size[0]} | {size[1]} |\n"
-        )
-    return HEAD + "".join(rows)
+def row(path: Path) -> str:
+    """A file as configs/README.md lists it."""
+    own, stock = predictions(path)
+    told, args = report(own), own.args
+    values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
+    extras = [f"`{flag} {value}`" for flag, value in values.items() if value != "off"]
+    size = [f"{one.fullest.total / GIB:.1f}" + (", too much" if one.fullest.total > GPU else "") for one in (own, stock)]
+    gpus = told["pp"] * told["tp"]
+    schedule = ", ".join([f"`{args.pipeline_schedule}`", *extras])
+    name = path.relative_to(ROOT / "configs")
+    return (
+        f"| [{name}]({name}) | {told['parameters'] / 1e9:.3g} | {gpus} "
+        f"| {told['pp']} x {told['tp']} | {schedule} | {size[0]} | {size[1]} |\n"
+    )
+
+
+def listed() -> list[str]:
+    """The rows of the table of files in configs/README.md."""
+    rows = DOCUMENT.read_text(encoding="utf-8").partition(HEAD)[2].splitlines(keepends=True)
+    return list(takewhile(lambda line: line.startswith("|"), rows))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "configs")))
@@ -82,6 +86,7 @@ def test_a_file_says_what_is_predicted(path: Path) -> None:
     own, _ = predictions(path)
     text = path.read_text(encoding="utf-8")
     assert said(text) == comment(path)
+    assert row(path) == listed()[FILES.index(path)]
     assert text.startswith("# ") and not own.args.data_path and not own.args.tokenizer_model
     if path.stem.endswith("B"):
         billions = 7.62 if path.parent.name == "qwen2" else float(path.stem.removesuffix("B"))
@@ -89,7 +94,7 @@ def test_a_file_says_what_is_predicted(path: Path) -> None:
 
 
 def test_the_document_has_all_of_them() -> None:
-    assert table() in DOCUMENT.read_text(encoding="utf-8")
+    assert len(listed()) == len(FILES), "and test_a_file_says_what_is_predicted has every row, in their order"
 
 
 @pytest.mark.parametrize("name", ["tiny_experts", "tiny_vocabulary"])
@@ -121,7 +126,7 @@ def _write() -> None:
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace(said(text) or "# memory\n", comment(path), 1), encoding="utf-8")
     text = DOCUMENT.read_text(encoding="utf-8")
-    text = re.sub(rf"^{re.escape(HEAD)}(?:\|.*\n)+", table(), text, flags=re.M)
+    text = re.sub(rf"^{re.escape(HEAD)}(?:\|.*\n)+", HEAD + "".join(map(row, FILES)), text, flags=re.M)
     DOCUMENT.write_text(text, encoding="utf-8")
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from megatron.pipeline.dist import processes
+
 
 def rank(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:
     """``mpipe launch ARGUMENTS`` as this rank; what it prints goes to the end of a file, and its exit code is the process's."""
@@ -27,6 +29,7 @@ def own(number: int, ranks: int, port: int, output: Path, arguments: list[str]) 
 
 
 def _become(number: int, ranks: int, port: int, output: Path) -> None:
+    processes._FIRST_WORD = 0  # no launcher would end this rank while it waits
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost")
     os.environ.update(MASTER_PORT=str(port), CUDA_DEVICE_MAX_CONNECTIONS="1")
     with output.open("a") as file:

@@ -6,13 +6,15 @@ import ast
 import re
 import sys
 from argparse import Namespace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pool import Pool
+from pool import Pool, forked
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -194,24 +196,23 @@ def test_installing_twice_changes_nothing(pool: Pool) -> None:
     assert all(pool.run(1, installed_twice)[0])
 
 
-def inactive_with_a_gpu() -> list[bool]:
+def inactive_with_a_gpu(told: Connection) -> None:
     """In a process that has not installed the patch, with torch saying that there is a GPU."""
-    import subprocess
-    import sys
+    torch.cuda.is_available = lambda: True
+    original = torch.Tensor.cuda, torch.Tensor.type
+    from megatron.pipeline.patches import cpu
 
-    code = (
-        "import torch; torch.cuda.is_available = lambda: True\n"
-        "original = torch.Tensor.cuda, torch.Tensor.type\n"
-        "from megatron.pipeline.patches import cpu; cpu.install()\n"
-        "import megatron.core.optimizer.clip_grads as c\n"
-        "print(c.torch is torch, (torch.Tensor.cuda, torch.Tensor.type) == original)"
-    )
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    return [word == "True" for word in ended.stdout.split()[-2:]]
+    cpu.install()
+    from megatron.core.optimizer import clip_grads
+
+    told.send([clip_grads.torch is torch, (torch.Tensor.cuda, torch.Tensor.type) == original])
 
 
 def test_cpu_backend_is_inactive_where_there_is_a_gpu() -> None:
-    assert inactive_with_a_gpu() == [True, True]
+    ours, theirs = Pipe()
+    process = forked(inactive_with_a_gpu, theirs)
+    assert ours.poll(60) and ours.recv() == [True, True]
+    process.join(timeout=60)
 
 
 def torch_itself() -> list[Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from pool import forked
 
 from megatron.pipeline.dist import processes
 from megatron.pipeline.trainer import program
@@ -65,11 +67,19 @@ def test_costs_file_and_memory_limit_in_bytes(tmp_path: Path) -> None:
         program.prepare([*flags, "1MiB"], world_size=2)
 
 
-def test_launcher_exits_with_2() -> None:
-    command = [sys.executable, str(LAUNCHER), *MODEL.split(), "--num-layer", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "pretrain_gpt.py: unknown flag --num-layer; did you mean --num-layers?\n"
+def launcher(stderr: Path, arguments: list[str]) -> None:
+    """``pretrain_gpt.py`` as a process of its own, which was forked with torch imported."""
+    with stderr.open("w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv = [str(LAUNCHER), *arguments]
+    runpy.run_path(str(LAUNCHER), run_name="__main__")
+
+
+def test_launcher_exits_with_2(tmp_path: Path) -> None:
+    process = forked(launcher, tmp_path / "stderr", [*MODEL.split(), "--num-layer", "4"])
+    process.join(timeout=120)
+    assert process.exitcode == 2
+    assert (tmp_path / "stderr").read_text() == "pretrain_gpt.py: unknown flag --num-layer; did you mean --num-layers?\n"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tune import forked_ranks
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.cli.memory import predicted
@@ -191,17 +192,18 @@ def test_progress_is_silent_where_nobody_looks(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.slow
-def test_measured_searched_and_verified_on_this_machine(tmp_path: Path) -> None:
+def test_measured_searched_and_verified_on_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The three commands in a row, with two ranks."""
-    mpipe = [sys.executable, "-m", "megatron.pipeline.cli", "tune"]
+    forked_ranks.use(monkeypatch)
+    monkeypatch.chdir(tmp_path)
     model = ["--config", str(TINY), "--global-batch-size", "8"]
     machine, directory = tmp_path / "machine.json", tmp_path / "tuned"
 
     def run(*arguments: str) -> str:
-        done = subprocess.run([*mpipe, *arguments], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        assert main(["tune", *arguments]) == 0
+        return capsys.readouterr().out
 
     sizes = ["--tensor", "1", "--micro-batch-sizes", "4"]
     run("--measure", *model, "--ranks", "2", *sizes, "-o", str(machine))
