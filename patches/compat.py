@@ -368,6 +368,11 @@ def reduces_experts_right() -> bool:
     return _minor(version()) >= (0, 19)
 
 
+def null_tokenizer(name: str) -> str:
+    """What this release calls the library of a tokenizer without a model: ``name`` from 0.17 on."""
+    return name if _minor(version()) >= (0, 17) else "null"
+
+
 def saves_common_state_as_object() -> bool:
     """Whether checkpoints have the state that is no tensor among the tensors, as from 0.19 on, and not in a file of its own."""
     return _minor(version()) >= (0, 19)

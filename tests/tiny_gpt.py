@@ -120,13 +120,13 @@ class Run:
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """What Megatron-LM's pretrain_gpt.py does, on tokens without a mask."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.pipeline.trainer.data import cut_for_context_parallelism
 
     tokens = next(data_iterator)
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     mask = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool, device=inputs.device).triu(1)
-    batch = get_batch_on_this_cp_rank({"tokens": inputs, "labels": labels, "position_ids": positions, "attention_mask": mask})
+    batch = cut_for_context_parallelism({"tokens": inputs, "labels": labels, "position_ids": positions, "attention_mask": mask})
     return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]), partial(loss)
 
 

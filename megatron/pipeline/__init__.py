@@ -11,4 +11,4 @@ The rooms, in the order data flows through them:
 ``patches``   the short list of upstream symbols that are replaced, one file per upstream module.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -74,7 +74,7 @@ def masks() -> tuple[torch.Tensor, torch.Tensor]:
 
     group: Any = torch.distributed.group.WORLD
     whole = torch.ones(1, 1, 12, 12, dtype=torch.bool).triu(1)
-    cut = get_batch_on_this_cp_rank({"attention_mask": whole}, cp_group=group)["attention_mask"]
+    cut = get_batch_on_this_cp_rank({"attention_mask": whole}, is_hybrid_cp=False, cp_group=group)["attention_mask"]
     return causal_mask(6, group.rank(), group.size(), torch.device("cpu")), cut
 
 

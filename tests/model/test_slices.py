@@ -51,7 +51,7 @@ def iteration(
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Reports with the number of tokens that count, and all gradients, of one iteration that runs passes as a runtime would."""
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.utils import get_model_type
+    from megatron.pipeline.patches import schedules as schedules_patch
 
     from megatron.pipeline.model import seeding
     from megatron.pipeline.model.slices import Slices
@@ -85,7 +85,7 @@ def iteration(
                     outputs[work.microbatch] = output
                 total += int(tokens) if slices.completes(work) else 0
             else:
-                schedules.backward_step(None, outputs.pop(work.microbatch), None, get_model_type(chunk), config)
+                schedules_patch.backward(None, outputs.pop(work.microbatch), None, config, chunk)
     gradients = {name: parameter.main_grad.clone() for name, parameter in chunk.named_parameters()}
     for name, parameter in chunk.named_parameters():
         if getattr(parameter, "sequence_parallel", False):

@@ -8,13 +8,26 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, tune, vocabulary
+from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, support, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.packages import Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
-COMMANDS = ("plan", "simulate", "verify", "draw", "compare", "export", "vocabulary", "memory", "tune", "serve", "launch")
+COMMANDS = (
+    "plan",
+    "simulate",
+    "verify",
+    "draw",
+    "compare",
+    "export",
+    "vocabulary",
+    "memory",
+    "tune",
+    "serve",
+    "launch",
+    "support",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +88,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
-    for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch):
+    for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch, support):
         command.add(commands)
     return parser, commands.choices

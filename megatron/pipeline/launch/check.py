@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.flags import support
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
@@ -52,22 +53,18 @@ def untested(args: Namespace) -> list[str]:
     """Warnings of flags that are accepted and not tested with our schedules."""
     if args.pipeline_schedule == STOCK:
         return []
-    names = [name for name in ("fp8", "fp4", "multi_latent_attention", "sft") if getattr(args, name, None)]
-    given = [_flag(name) for name in names]
-    if args.optimizer not in ("adam", "sgd"):
-        given.append(f"--optimizer {args.optimizer}")
+    titles = ", ".join(feature.title for feature in support.untested(args))
+    if not titles:
+        return []
     return [
-        f"WARNING: {flag} is not tested with --pipeline-schedule {args.pipeline_schedule}: compare some iterations with "
-        f"--pipeline-schedule {STOCK}"
-        for flag in given
+        f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some iterations "
+        f"with --pipeline-schedule {STOCK}"
     ]
 
 
 def _flag(name: str) -> str:
     """The flag that sets one of upstream's names."""
     flags = {
-        "fp8": "--fp8-format",
-        "fp4": "--fp4-format",
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     }
     return flags.get(name, flag_of(name))

@@ -130,6 +130,12 @@ def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
     return [args.reset_attention_mask or (sharded and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
 
 
+def cut_for_context_parallelism(batch: Batch) -> Batch:
+    """The part of whole sequences that this context-parallel rank has."""
+    part: Batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    return part
+
+
 def get_batch(data: Iterator[Batch] | None) -> Batch:
     """The next microbatch on this rank's device, cut for context parallelism; empty on a chunk that needs no data."""
     if data is None:
@@ -138,8 +144,7 @@ def get_batch(data: Iterator[Batch] | None) -> Batch:
     wanted = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
     batch = next(data)
     batch = {name: batch[name].to(device, non_blocking=True) for name in wanted if name in batch}
-    result: Batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
-    return result
+    return cut_for_context_parallelism(batch)
 
 
 def forward_step(

@@ -14,7 +14,8 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.flags.flags import TOKENIZERS
 
 # megatron-core's name for each, which is that of its package but for huggingface's.
-_LIBRARIES = dict(zip(TOKENIZERS[1:], ("null", "huggingface", "sentencepiece", "tiktoken"), strict=True))
+_NULL = "null-text"
+_LIBRARIES = dict(zip(TOKENIZERS[1:], (_NULL, "huggingface", "sentencepiece", "tiktoken"), strict=True))
 
 
 class ByteLevelTokenizer:
@@ -61,9 +62,10 @@ def build_tokenizer(args: Namespace) -> Any:
     MegatronTokenizer = compat.get("megatron.core.tokenizers", "MegatronTokenizer")
 
     library = _LIBRARIES[args.tokenizer_type]
-    if library == "null":
+    if library == _NULL:
         if args.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+        library = compat.null_tokenizer(_NULL)
         return MegatronTokenizer.from_pretrained(metadata_path={"library": library}, vocab_size=args.vocab_size)
     if args.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model PATH")

@@ -1,0 +1,43 @@
+"""``mpipe support``: which features of Megatron-LM work with our schedules."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.pipeline.cli.arguments import Commands
+from megatron.pipeline.flags.support import FEATURES
+
+_HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
+_LEGEND = (
+    "tested: on CPUs over gloo; nothing has run on a GPU yet. untested: accepted, with a warning at the start. refused: with an error "
+    "that says what to use; pretrain_gpt.py is this project's, mpipe launch runs Megatron-LM's own script."
+)
+
+
+def add(commands: Commands) -> None:
+    help = "list which features of Megatron-LM work with our schedules"
+    parser = commands.add_parser("support", help=help, description=help)
+    parser.add_argument("--markdown", action="store_true", help="as the table of docs/support.md")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    print(markdown() if options.markdown else _columns())
+
+
+def markdown() -> str:
+    """The table as it is in docs/support.md."""
+    header, *rows = _rows()
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+def _columns() -> str:
+    rows = _rows()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([*table, "", _LEGEND])
+
+
+def _rows() -> list[tuple[str, ...]]:
+    return [_HEADER, *((row.title, str(row.trainer), str(row.launch), row.note) for row in FEATURES)]

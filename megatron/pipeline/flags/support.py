@@ -1,0 +1,111 @@
+"""Which features of Megatron-LM's flags work with our schedules: one table, for ``mpipe support``, the docs and the launch's warnings.
+
+Everything marked as tested was tested on CPUs over gloo; nothing here has run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+__all__ = ["FEATURES", "Feature", "Support", "untested"]
+
+
+class Support(StrEnum):
+    """What happens with a feature under a schedule of ours."""
+
+    TESTED = "tested"
+    UNTESTED = "untested"  # accepted, with a warning at the start
+    REFUSED = "refused"
+
+
+_YES, _WARNS, _NO = Support.TESTED, Support.UNTESTED, Support.REFUSED
+
+
+class Feature(NamedTuple):
+    """One feature of Megatron-LM.
+
+    Attributes:
+        title: what its users call it.
+        names: the settings that switch it on, with the values that do; no values for all but None, False and "none".
+        trainer: under this project's ``pretrain_gpt.py``. What is refused there has no flag, or a value that is refused.
+        launch: under ``mpipe launch`` of Megatron-LM's own script.
+        note: with what condition, or what to use in its place.
+    """
+
+    title: str
+    names: Mapping[str, Collection[Any]]
+    trainer: Support
+    launch: Support
+    note: str = ""
+
+    def is_on(self, args: Namespace) -> bool:
+        """Whether flags switch it on."""
+        given = {name: getattr(args, name, None) for name in self.names}
+        return any(
+            value in self.names[name] if self.names[name] else value not in (None, False, "none") for name, value in given.items()
+        )
+
+
+def _on(*names: str) -> dict[str, Collection[Any]]:
+    return dict.fromkeys(names, ())
+
+
+FEATURES = (
+    Feature("bfloat16", _on("bf16"), _YES, _WARNS),
+    Feature("float16, with a loss scale", _on("fp16"), _YES, _WARNS),
+    Feature("FP8", _on("fp8", "fp8_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
+    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
+    Feature("Transformer Engine", {"transformer_impl": ("transformer_engine",)}, _WARNS, _WARNS, "its interface, by a stand-in"),
+    Feature("tensor and sequence parallelism", _on("sequence_parallel"), _YES, _YES),
+    Feature("context parallelism", {"context_parallel_size": range(2, 2**20)}, _YES, _WARNS),
+    Feature("hybrid context parallelism", _on("hybrid_context_parallel"), _NO, _NO),
+    Feature("experts", _on("num_experts"), _YES, _WARNS, "with expert and data parallelism"),
+    Feature(
+        "expert communication behind other layers",
+        _on("overlap_moe_expert_parallel_comm"),
+        _NO,
+        _NO,
+        "--pipeline-schedule stock",
+    ),
+    Feature("paged stash of experts", _on("moe_paged_stash"), _NO, _NO),
+    Feature("multi-token prediction", _on("mtp_num_layers"), _YES, _WARNS, "not with tied embeddings"),
+    Feature("multi-latent attention", _on("multi_latent_attention"), _NO, _WARNS),
+    Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
+    Feature("distributed optimizer, both overlaps", _on("use_distributed_optimizer"), _YES, _YES),
+    Feature("optimizers: Adam, SGD", {"optimizer": ("adam", "sgd")}, _YES, _YES),
+    Feature(
+        "optimizers: Muon, Lion, SOAP",
+        {"optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap")},
+        _NO,
+        _WARNS,
+    ),
+    Feature("precision-aware optimizer", _on("use_precision_aware_optimizer"), _NO, _WARNS),
+    Feature("optimizer in host memory", _on("optimizer_cpu_offload"), _NO, _WARNS),
+    Feature("FSDP, of torch or of Megatron", _on("use_torch_fsdp2", "use_megatron_fsdp"), _NO, _NO),
+    Feature("weights gathered again", {"gtp_weight_remat_size": range(2, 2**20)}, _NO, _NO),
+    Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
+    Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _WARNS),
+    Feature("activations in host memory, by layer", _on("cpu_offloading"), _NO, _WARNS, "--offload, by schedule"),
+    Feature(
+        "activations in host memory, by module", _on("fine_grained_activation_offloading"), _NO, _NO, "--offload, by schedule"
+    ),
+    Feature("deferred embedding gradients", _on("defer_embedding_wgrad_compute"), _NO, _NO, "--vocab-parallel"),
+    Feature("delayed weight gradients", _on("delay_wgrad_compute"), _NO, _NO, "W passes are that"),
+    Feature("dropout", {"hidden_dropout": (), "attention_dropout": ()}, _YES, _YES, "launch: not in slices, nor with passes R"),
+    Feature("packed sequences (--sft)", _on("sft"), _NO, _WARNS),
+    Feature("attention and positions reset at documents' ends", _on("reset_attention_mask"), _YES, _WARNS),
+    Feature("fine-tuning from weights alone", _on("finetune"), _YES, _YES),
+    Feature("rampup of the batch size", _on("rampup_batch_size"), _YES, _WARNS),
+    Feature("in-process restart", _on("inprocess_restart"), _NO, _WARNS),
+    Feature("a YAML file in place of flags", _on("yaml_cfg"), _NO, _NO, "--config FILE"),
+    Feature("models on the meta device", _on("init_model_with_meta_device"), _NO, _NO),
+    Feature("legacy models", _on("use_legacy_models"), _NO, _NO),
+)
+
+
+def untested(args: Namespace) -> list[Feature]:
+    """The features that these flags of Megatron-LM switch on, and that the launch accepts untested."""
+    return [feature for feature in FEATURES if feature.launch is Support.UNTESTED and feature.is_on(args)]
