@@ -77,7 +77,7 @@ def test_the_same_reason_is_given_once() -> None:
         "interleaved v=2, interleaved v=3: needs costs of 8 or 12 stages, --costs has 4",
     ]
     many = [Refusal(Variant(f"a{number}"), "is too long") for number in range(7)]
-    assert folded(many, COSTS_UNIT, None) == ["7 variants: is too long"]
+    assert folded(many, COSTS_UNIT, None) == ["a0, a1, a2, a3, a4, a5 and 1 more: is too long"]
     assert str(nothing_fits(many, COSTS_UNIT, None)) == "no schedule fits: is too long"
 
 

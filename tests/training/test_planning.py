@@ -181,12 +181,12 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
     [
         (
             "",
-            "vocabulary sharded as 2, 64 rows on each of 2 ranks: in all 100 tokens, 28 rows of padding that count",
+            "--vocab-parallel 2: 64 rows on each of 2 ranks, in all 100 tokens, 28 rows of padding that count",
         ),
         ("--vocab-mask-padding", "0 rows of padding that count in the softmax, 28 that do not"),
         (
             "--make-vocab-size-divisible-by 1",
-            "56 rows on each of 2 ranks: in all 100 tokens",
+            "56 rows on each of 2 ranks, in all 100 tokens",
         ),
     ],
 )

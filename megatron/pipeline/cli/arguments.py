@@ -56,9 +56,9 @@ def cost_flags() -> Parser:
         "--cost",
         type=numbers(*TIMES),
         metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..]",
-        help="one rank's share of one microbatch and one hop, in any unit of time (default: 1,1,1,0, or the file's); BW is the "
-        "fused backward (default: B + W), R what recomputing takes (default: F), D2H and H2D what copying its activations to "
-        "host memory and back takes (default: half of F + B + W each)",
+        help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
+        "BW is the fused backward (default: B + W), R what recomputing takes (default: F), D2H and H2D what copying its "
+        "activations to host memory and back takes (default: half of F + B + W each)",
     )
     flags.add_argument(
         "--activation",
@@ -67,7 +67,7 @@ def cost_flags() -> Parser:
         help="what F allocates, what of it remains after B until W (default: all of it, or the file's), and what F keeps where "
         "R follows (default: 0)",
     )
-    for name, part in (("first", "embedding"), ("last", "vocabulary head")):
+    for name, part in (("first", "embedding"), ("last", "output layer")):
         flags.add_argument(
             f"--{name}-stage",
             type=numbers(*EXTRA),
@@ -80,8 +80,8 @@ def cost_flags() -> Parser:
         metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]",
         help="one rank's share of the vocabulary where --vocab-parallel spreads it: what the output layer's S and T and the "
         "embedding's IF and IB take, what S allocates until T, in microbatches, and what a collective takes (of each "
-        "where it is left out: S=0.5, T=0.5, a hop for a collective, 0 for the others; or the file's). The stages then have "
-        "neither embedding nor output layer: no --first-stage or --last-stage for these",
+        "where it is left out: S=0.5, T=0.5, a message for a collective, 0 for the others; or the file's). The stages then "
+        "have neither embedding nor output layer: no --first-stage or --last-stage for these",
     )
     flags.add_argument(
         "--copy",

@@ -14,7 +14,7 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
-_MOST_NAMED = 6  # variants with the same reason; more are counted
+_MOST_NAMED = 6  # variants with the same reason; the others are counted
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,11 @@ def folded(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> list[
         why = refusal.stages.of(counts) if refusal.stages else refusal.short(unit, limit)
         lines.setdefault(why, []).append(str(refusal.variant))
     in_order = sorted(lines.items(), key=lambda line: line[0].startswith(_STAGES))  # those of other stages last
-    return [f"{', '.join(names) if len(names) <= _MOST_NAMED else f'{len(names)} variants'}: {why}" for why, names in in_order]
+    return [f"{', '.join(names[:_MOST_NAMED])}{_others(len(names) - _MOST_NAMED)}: {why}" for why, names in in_order]
+
+
+def _others(number: int) -> str:
+    return f" and {number} more" if number > 0 else ""
 
 
 def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> ValueError:

@@ -191,7 +191,7 @@ def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
 
 def _check_name(name: str) -> None:
     if name in _PLANNED_ONLY:
-        better = "; dualpipe-v is as fast as dualpipe with every layer once" if name == "dualpipe" else ""
+        better = "; dualpipe-v, its form on a V, holds every layer once" if name == "dualpipe" else ""
         raise ValueError(
             f"--pipeline-schedule {name} holds every layer on two ranks and is planned and simulated only{better}; those that "
             f"train are {', '.join(_TRAINED)}"

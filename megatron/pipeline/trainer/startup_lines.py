@@ -104,7 +104,7 @@ def _shards(args: Namespace) -> str:
     rows = count * cut.rows
     masked = rows - cut.total_counted
     return (
-        f"vocabulary sharded as {args.vocab_parallel}, {cut.rows} rows on each of {count} ranks: in all {cut.size} tokens, "
+        f"--vocab-parallel {args.vocab_parallel}: {cut.rows} rows on each of {count} ranks, in all {cut.size} tokens, "
         f"{rows - cut.size - masked} rows of padding that count in the softmax, {masked} that do not"
     )
 
