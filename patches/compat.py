@@ -81,6 +81,11 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.transformer.moe.moe_utils": {
         "RouterGatingLinearFunction.forward": Name("reads te_general_gemm, which is defined with Transformer Engine only"),
         "get_moe_layer_wise_logging_tracker": Name("auxiliary losses that an earlier model left"),
+        "get_moe_metrics_tracker": Name("the same, as an object", "0.18-0.19", required=False),
+    },
+    "megatron.core.transformer.moe.moe_logging": {
+        "set_moe_metrics_tracker": Name("auxiliary losses that an earlier model left", "0.18-0.19", required=False),
+        "MoEMetricsTracker": Name("auxiliary losses that an earlier model left", "0.18-0.19", required=False),
     },
     "megatron.core.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu": Name("CPU backend: replaced")},
     "megatron.core.transformer.multi_token_prediction": {
@@ -138,7 +143,8 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
     },
     "megatron.core.dist_checkpointing.strategies.filesystem_async": {
-        "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.14-0.16", required=False),
+        "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.14-0.16"),
+        "get_write_results_queue": Name("the same, from 0.17 on", "0.17-0.19", required=False),
     },
     "megatron.core.dist_checkpointing.strategies.checkpointable": {
         "CheckpointableShardedTensor": Name("its release can read our checkpoints back", "0.15-0.19", required=False),
@@ -366,6 +372,11 @@ def version() -> str:
 def reduces_experts_right() -> bool:
     """Whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
     return _minor(version()) >= (0, 19)
+
+
+def has_local_grouped_experts() -> bool:
+    """Whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
+    return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None
 
 
 def null_tokenizer(name: str) -> str:

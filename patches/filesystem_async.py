@@ -1,6 +1,6 @@
 """megatron.core.dist_checkpointing.strategies.filesystem_async: what writes checkpoints.
 
-``_get_write_results_queue``: upstream keeps a process for a queue, from a rank's first save on. A rank that is killed would leave
+``get_write_results_queue`` (``_get_write_results_queue`` up to 0.16): upstream keeps a process for a queue, from a rank's first save on. A rank that is killed would leave
 it behind, and with it the process that tracks multiprocessing's resources, which ends with the last that uses it. Here it ends
 with the rank.
 """
@@ -18,14 +18,15 @@ from megatron.pipeline.dist.processes import end_with_parent
 
 
 def install() -> None:
-    """Replace it, where it is there: releases from 0.17 on have none."""
+    """Replace it, by the name that it has."""
     module = compat.module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    if hasattr(module, "_get_write_results_queue"):
-        module._get_write_results_queue = _results_queue
+    for name in ("_get_write_results_queue", "get_write_results_queue"):
+        if hasattr(module, name):
+            setattr(module, name, _results_queue)
 
 
 @cache
-def _results_queue() -> Any:
-    manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+def _results_queue(mp_mode: str = "spawn") -> Any:
+    manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
     manager.start(initializer=end_with_parent)
     return manager.Queue()

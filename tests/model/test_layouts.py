@@ -9,6 +9,7 @@ import pytest
 import tiny_gpt
 import torch
 from pool import Pool
+from releases import needs_local_grouped_experts
 
 PLAIN = "--untie-embeddings-and-output-weights --disable-bias-linear "
 EXPERTS = PLAIN + "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 "
@@ -33,7 +34,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=needs_local_grouped_experts) if name.startswith("grouped") else name for name in LAYOUTS]
+)
 def test_equals_stock(pool: Pool, layout: str) -> None:
     options = {**LAYOUTS[layout], "pp": 2, "iterations": 3, "flags": tuple(LAYOUTS[layout]["flags"].split())}
     stock = pool.run(4, tiny_gpt.train, "stock", **options)
@@ -127,7 +130,7 @@ def deferred(flags: str) -> tuple[list[str], int, int, list[float]]:
     return split_weights(unwrap_model(model)), len(tasks), len(matrices), [before, after]
 
 
-@pytest.mark.parametrize("kind", ["", "--moe-grouped-gemm --bf16"])
+@pytest.mark.parametrize("kind", ["", pytest.param("--moe-grouped-gemm --bf16", marks=needs_local_grouped_experts)])
 def test_weight_gradients_of_experts_are_left_to_w(pool: Pool, kind: str) -> None:
     for fused, tasks, matrices, (before, after) in pool.run(2, deferred, EXPERTS + kind):
         assert matrices == 4 * 2 * (1 if kind else 2), "4 layers, each with 2 matrices, of 2 experts"
@@ -155,6 +158,7 @@ def without_tokens() -> list[Any]:
     return [len(tasks), untouched, experts.weight1.main_grad.abs().sum().item()]
 
 
+@needs_local_grouped_experts
 def test_experts_without_tokens_are_heard_of(pool: Pool) -> None:
     """DDP waits for every weight, also for those that no token met."""
     assert pool.run(2, without_tokens) == [[2, True, 0.0]] * 2

@@ -19,7 +19,8 @@ def saving(connection: Connection) -> None:
     patches.install()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    filesystem_async._get_write_results_queue().put("alive")
+    names = [name for name in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, name)]
+    getattr(filesystem_async, names[0])().put("alive")
     connection.send([child.pid for child in multiprocessing.active_children()])
     time.sleep(60)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -29,8 +30,7 @@ def block_spec(args: Namespace, config: TransformerConfig, vp_stage: int | None)
     """The specification of this stage's layers, dense or of experts: upstream's, with layers that draw their numbers by layer."""
     block = get_gpt_decoder_block_spec(config, _uses_engine(args), normalization=config.normalization, vp_stage=vp_stage)
     block.layer_specs = [_seeded(args, layer) for layer in block.layer_specs]
-    _replace(block, _replacements(config))
-    return block
+    return cast(TransformerBlockSubmodules, _replaced(block, _replacements(config)))
 
 
 def prediction_spec(
@@ -47,7 +47,7 @@ def prediction_spec(
     block = get_gpt_mtp_block_spec(config, last, _uses_engine(args), vp_stage=vp_stage)
     for layer in block.layer_specs if block else ():
         layer.module, layer.params = SeededPredictionLayer, {"seed": args.seed}
-        _replace(layer, _replacements(config))
+        _replaced(layer, _replacements(config))
     return block
 
 
@@ -85,14 +85,16 @@ def _replacements(config: TransformerConfig) -> dict[type, type]:
     return found
 
 
-def _replace(spec: Any, replacements: dict[type, type]) -> None:
-    """Put other modules into a specification, which is a tree of dataclasses and lists."""
+def _replaced(spec: Any, replacements: dict[type, type]) -> Any:
+    """A specification with other modules in it: a tree of dataclasses, which change in place, lists, and classes with arguments."""
+    if isinstance(spec, type):
+        return replacements.get(spec, spec)
+    if isinstance(spec, partial):
+        arguments = {name: _replaced(value, replacements) for name, value in spec.keywords.items()}
+        return partial(_replaced(spec.func, replacements), *spec.args, **arguments)
     if isinstance(spec, list):
-        for part in spec:
-            _replace(part, replacements)
-    elif hasattr(spec, "__dataclass_fields__"):
+        return [_replaced(part, replacements) for part in spec]
+    if hasattr(spec, "__dataclass_fields__"):
         for name, value in list(vars(spec).items()):
-            if isinstance(value, type) and value in replacements:
-                setattr(spec, name, replacements[value])
-            else:
-                _replace(value, replacements)
+            setattr(spec, name, _replaced(value, replacements))
+    return spec

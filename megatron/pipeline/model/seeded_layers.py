@@ -43,7 +43,7 @@ class SeededPredictionLayer(MultiTokenPredictionLayer):
         super().__init__(config, submodules, layer_number, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        seeding.seed_masks(self, "prediction")
+        seeding.seed_masks(self, self.layer_number, "prediction")
         return super().forward(*args, **kwargs)
 
 

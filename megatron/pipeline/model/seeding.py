@@ -116,20 +116,23 @@ class SeededTransformerLayer(TransformerLayer):
     """TransformerLayer whose weights and dropout masks are drawn from its global layer number."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, *, seed: int, **kwargs: Any) -> None:
-        number = layer_number + get_transformer_layer_offset(config, kwargs.get("vp_stage"))
-        seed_layer(weight_base(seed), number)
+        # Layers for further tokens come after all others; from 0.17 on they count from 1 themselves.
+        counts_alone = kwargs.get("is_mtp_layer", False)
+        offset = config.num_layers if counts_alone else get_transformer_layer_offset(config, kwargs.get("vp_stage"))
+        self._seeded_number = layer_number + offset
+        seed_layer(weight_base(seed), self._seeded_number)
         super().__init__(config, submodules, layer_number, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        seed_masks(self)
+        seed_masks(self, self._seeded_number)
         return super().forward(*args, **kwargs)
 
 
-def seed_masks(layer: Any, *purpose: str) -> None:
+def seed_masks(layer: Any, number: int, *purpose: str) -> None:
     """Point every random stream at the dropout masks of a layer, for the running microbatch; nothing without dropout."""
     if layer.training and _uses_dropout(layer.config):
         base = get_cuda_rng_tracker().states_[_MICROBATCH]
-        seed_layer(derive(base, *purpose) if purpose else base, layer.layer_number)
+        seed_layer(derive(base, *purpose) if purpose else base, number)
 
 
 def weight_base(seed: int) -> int:

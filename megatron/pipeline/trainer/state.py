@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.timers import Timers
 from megatron.core.transformer import TransformerConfig
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import compat, moe_utils
 
 from megatron.pipeline.flags.config import optimizer_config, parameter_scheduler, transformer_config
 from megatron.pipeline.model.build import build_model
@@ -52,7 +52,7 @@ def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
 def build_training(args: Namespace, placement: Placement, timers: Timers | None = None) -> Training:
     """Build the model, its optimizer and its schedule of learning rates. Process groups must exist."""
     # Upstream adds up auxiliary losses by layer in globals, for logs: from here on those of this model.
-    compat.get("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker")().clear()
+    moe_utils.forget_auxiliary_losses()
     compat.get("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker").clear()
     config = transformer_config(args, placement)
     chunks = build_model(args, config, placement)
