@@ -35,7 +35,7 @@ setup(
     packages=[*PACKAGES, "megatron.pipeline.patches"],
     package_dir={"megatron.pipeline.patches": "patches"},
     package_data={"": ["py.typed", "*.json", "*.html", "*.css", "*.js", "*.svg"]},
-    # Minimums alone: an environment keeps the torch and the megatron-core that it has. A run warns of releases that are not tested.
+    # Minimums alone: an environment keeps the torch and megatron-core that it has. A run warns of releases that are not tested.
     install_requires=[
         "torch>=2.11",
         "megatron-core>=0.14",

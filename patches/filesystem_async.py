@@ -1,8 +1,8 @@
 """megatron.core.dist_checkpointing.strategies.filesystem_async: what writes checkpoints.
 
-``get_write_results_queue`` (``_get_write_results_queue`` up to 0.16): upstream keeps a process for a queue, from a rank's first save on. A rank that is killed would leave
-it behind, and with it the process that tracks multiprocessing's resources, which ends with the last that uses it. Here it ends
-with the rank.
+``get_write_results_queue`` (``_get_write_results_queue`` up to 0.16): upstream keeps a process for a queue, from a rank's first
+save on. A rank that is killed would leave it behind, and with it the process that tracks multiprocessing's resources, which ends
+with the last that uses it. Here it ends with the rank.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from megatron.pipeline.flags.support import FEATURES
 
 _MODEL = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-3 --mock-data --num-workers 0 "
-    "--tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 100 --log-interval 1"
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-3 --mock-data "
+    "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 100 --log-interval 1"
 )
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 # By the feature's title: ranks, and the flags that switch it on.

@@ -1,4 +1,4 @@
-"""Which features of Megatron-LM's flags work with our schedules: one table, for ``mpipe support``, the docs and the launch's warnings.
+"""Which features of Megatron-LM work with our schedules: one table, for ``mpipe support``, docs/support.md and launch's warnings.
 
 Everything marked as tested was tested on CPUs over gloo; nothing here has run on a GPU yet.
 """

@@ -57,8 +57,8 @@ def untested(args: Namespace) -> list[str]:
     if not titles:
         return []
     return [
-        f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some iterations "
-        f"with --pipeline-schedule {STOCK}"
+        f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some "
+        f"iterations with --pipeline-schedule {STOCK}"
     ]
 
 

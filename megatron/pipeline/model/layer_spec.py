@@ -86,7 +86,7 @@ def _replacements(config: TransformerConfig) -> dict[type, type]:
 
 
 def _replaced(spec: Any, replacements: dict[type, type]) -> Any:
-    """A specification with other modules in it: a tree of dataclasses, which change in place, lists, and classes with arguments."""
+    """A specification with other modules: a tree of dataclasses, which change in place, lists, and classes with arguments."""
     if isinstance(spec, type):
         return replacements.get(spec, spec)
     if isinstance(spec, partial):

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from megatron.pipeline.schedule.core.placement import Placement
 
 
-_DIGITS = 9  # of a layer
-
-
 def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float]) -> list[int]:
     """Layers of every stage, in the model's order.
 
@@ -31,8 +28,7 @@ def balanced_layers(layers: int, placement: Placement, extra: Mapping[int, float
             "or lower --pipeline-model-parallel-size"
         )
     counts = [int(stage in middle) for stage in range(placement.last_stage + 1)]
-    # Rounded, so that a tie is one under every Python: from 3.12 on sum() has other last bits.
-    loads = [count + round(extra.get(stage, 0.0), _DIGITS) for stage, count in enumerate(counts)]
+    loads = [count + extra.get(stage, 0.0) for stage, count in enumerate(counts)]
     for _ in range(layers - len(middle)):
         row = min(reversed(placement.stages), key=lambda row: sum(loads[stage] for stage in row))
         stage = min(sorted(row, reverse=True), key=loads.__getitem__)

@@ -1,0 +1,67 @@
+"""``mpipe support``: what its table says is what happens."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+import pytest
+from megatron.pipeline.patches import compat
+
+from megatron.pipeline import cli
+from megatron.pipeline.cli.support import markdown
+from megatron.pipeline.flags.flags import add_flags
+from megatron.pipeline.flags.support import FEATURES, Feature, Support, untested
+
+PAGE = Path(__file__).parents[1] / "docs" / "support.md"
+
+
+def on(feature: Feature) -> Namespace:
+    """Flags with a feature switched on."""
+    name, values = next(iter(feature.names.items()))
+    return Namespace(**{name: next(iter(values), True)})
+
+
+def ids(feature: Feature) -> str:
+    return feature.title
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=ids)
+def test_a_feature_is_refused_warned_of_or_silent_in_a_launch(feature: Feature) -> None:
+    args = on(feature)
+    assert (feature in untested(args)) == (feature.launch is Support.UNTESTED)
+    assert (compat.unsupported(args) is not None) == (feature.launch is Support.REFUSED)
+
+
+@pytest.mark.parametrize("name", compat.UNSUPPORTED)
+def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
+    of_a_feature = {known for feature in FEATURES for known in feature.names}
+    without = {  # details of a schedule of upstream's, no features
+        "expert_gtp_weight_remat_size", "mlp_chunks_for_training", "microbatch_group_size_per_vp_stage",
+        "overlap_param_gather_with_optimizer_step", "overlap_dispatch_backward_with_experts_wgrad",
+    }  # fmt: skip
+    assert (name in of_a_feature) != (name in without)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=ids)
+def test_pretrain_gpt_has_flags_for_what_it_supports_alone(feature: Feature) -> None:
+    parser = ArgumentParser()
+    add_flags(parser)
+    flags = {action.dest: action for action in parser._actions}
+    name, values = next(iter(feature.names.items()))
+    choices = flags[name].choices if name in flags else None
+    has = name in flags and (choices is None or not values or any(value in choices for value in values))
+    assert has == (feature.trainer is not Support.REFUSED)
+
+
+def test_the_page_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--markdown"]) == 0
+    assert capsys.readouterr().out.strip() == markdown()
+    assert markdown() in PAGE.read_text()
+
+
+def test_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["feature", "pretrain_gpt.py", "mpipe", "launch"]
+    assert any(line.startswith("FP8 ") and "refused" in line and "untested" in line for line in lines)
