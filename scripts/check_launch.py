@@ -2,7 +2,7 @@
 
 Under ZB-H1 losses must be those of megatron-core's own schedule, bit for bit, from the same start. docs/support.md has the table
 that this fills. It needs what the script itself imports (docs/launch.md). ``--only TEXT`` takes the features with a text in their
-title; flags after ``--`` are for all trainings.
+title; megatron-core is the one that pip has installed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.pipeline.flags.support import FEATURES
 
 _MODEL = (
     "--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters 3 --lr 1e-3 --mock-data "
+    "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --mock-data "
     "--num-workers 0 --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 100 --log-interval 1"
 )
 _NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
@@ -32,13 +32,12 @@ _FLAGS = {
     "context parallelism": (4, "--context-parallel-size 2"),
     "experts": (4, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 --disable-bias-linear"),
     "multi-token prediction": (2, "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope"),
-    "multi-latent attention": (2, "--multi-latent-attention --position-embedding-type rope"),
     "distributed optimizer, both overlaps": (4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
     "optimizers: Adam, SGD": (2, "--optimizer sgd"),
     "recomputation, selective and full": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "dropout": (2, "--attention-dropout 0.1 --hidden-dropout 0.1"),
     "attention and positions reset at documents' ends": (2, "--reset-attention-mask --reset-position-ids"),
-    "rampup of the batch size": (2, "--rampup-batch-size 4 4 16"),
+    "rampup of the batch size": (2, "--rampup-batch-size 4 4 16 --train-samples 48"),
 }
 
 
@@ -47,7 +46,6 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("script", help="Megatron-LM's pretrain_gpt.py")
     parser.add_argument("--only", default="", metavar="TEXT", help="features with this in their title")
-    parser.add_argument("flags", nargs="*", help="for every training, after --")
     args = parser.parse_args(argv)
     unknown = _FLAGS.keys() - {feature.title for feature in FEATURES}
     assert not unknown, f"no such features: {unknown}"
@@ -55,10 +53,7 @@ def main(argv: Sequence[str]) -> int:
     for title, (ranks, flags) in _FLAGS.items():
         if args.only in title:
             with tempfile.TemporaryDirectory() as folder:
-                runs = [
-                    _train(args.script, ranks, f"{flags} {' '.join(args.flags)}", name, Path(folder))
-                    for name in ("stock", "zb-h1")
-                ]
+                runs = [_train(args.script, ranks, flags, name, Path(folder)) for name in ("stock", "zb-h1")]
             equal = isinstance(runs[0], list) and runs[0] == runs[1]
             wrong += not equal
             print(f"{title}: {'equal' if equal else 'DIFFERENT'}: {runs[0] if equal else runs}", flush=True)
@@ -69,11 +64,23 @@ def _train(script: str, ranks: int, flags: str, schedule: str, folder: Path) -> 
     """The losses of a training; or the end of what it said."""
     metrics = folder / f"{schedule}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
-    command = [sys.executable, "-m", "megatron.pipeline.cli", "launch", "--nproc-per-node", str(ranks), script, *_MODEL.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron.pipeline.cli",
+        "launch",
+        "--core",
+        "pip",
+        "--nproc-per-node",
+        str(ranks),
+        script,
+        *_MODEL.split(),
+    ]
+    length = "" if "--train-samples" in flags else "--train-iters 3"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(
-        [*command, *dropout.split(), *flags.split(), *ours],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        [*command, *length.split(), *dropout.split(), *flags.split(), *ours],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
