@@ -306,9 +306,17 @@ def optional(path: str, symbol: str) -> Any | None:
     return get(path, symbol) if _has(importlib.import_module(path), symbol) else None
 
 
+def has_module(path: str) -> bool:
+    """Whether this release has a module, or a package of it."""
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # not even the package
+        return False
+
+
 def missing_module(path: str) -> str | None:
     """Why a feature that needs a later module of upstream is unavailable, with what to install; None if the module is there."""
-    if importlib.util.find_spec(path) is not None:
+    if has_module(path):
         return None
     first = min(row.releases.partition("-")[0] for row in NAMES[path].values())
     return f"needs megatron-core {first} or later, and {version()} is installed: {_PIP}"

@@ -54,15 +54,21 @@ def _on(*names: str) -> dict[str, Collection[Any]]:
 
 
 FEATURES = (
-    Feature("bfloat16", _on("bf16"), _YES, _WARNS),
-    Feature("float16, with a loss scale", _on("fp16"), _YES, _WARNS),
+    Feature("bfloat16", _on("bf16"), _YES, _YES),
+    Feature("float16, with a loss scale", _on("fp16"), _YES, _YES),
     Feature("FP8", _on("fp8", "fp8_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
     Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
     Feature("Transformer Engine", {"transformer_impl": ("transformer_engine",)}, _WARNS, _WARNS, "its interface, by a stand-in"),
     Feature("tensor and sequence parallelism", _on("sequence_parallel"), _YES, _YES),
-    Feature("context parallelism", {"context_parallel_size": range(2, 2**20)}, _YES, _WARNS),
+    Feature(
+        "context parallelism",
+        {"context_parallel_size": range(2, 2**20)},
+        _YES,
+        _WARNS,
+        "under launch it needs Transformer Engine",
+    ),
     Feature("hybrid context parallelism", _on("hybrid_context_parallel"), _NO, _NO),
-    Feature("experts", _on("num_experts"), _YES, _WARNS, "with expert and data parallelism"),
+    Feature("experts", _on("num_experts"), _YES, _YES, "with expert and data parallelism"),
     Feature(
         "expert communication behind other layers",
         _on("overlap_moe_expert_parallel_comm"),
@@ -71,8 +77,8 @@ FEATURES = (
         "--pipeline-schedule stock",
     ),
     Feature("paged stash of experts", _on("moe_paged_stash"), _NO, _NO),
-    Feature("multi-token prediction", _on("mtp_num_layers"), _YES, _WARNS, "not with tied embeddings"),
-    Feature("multi-latent attention", _on("multi_latent_attention"), _NO, _WARNS),
+    Feature("multi-token prediction", _on("mtp_num_layers"), _YES, _YES, "not with tied embeddings"),
+    Feature("multi-latent attention", _on("multi_latent_attention"), _NO, _WARNS, "needs Transformer Engine"),
     Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
     Feature("distributed optimizer, both overlaps", _on("use_distributed_optimizer"), _YES, _YES),
     Feature("optimizers: Adam, SGD", {"optimizer": ("adam", "sgd")}, _YES, _YES),
@@ -87,7 +93,7 @@ FEATURES = (
     Feature("FSDP, of torch or of Megatron", _on("use_torch_fsdp2", "use_megatron_fsdp"), _NO, _NO),
     Feature("weights gathered again", {"gtp_weight_remat_size": range(2, 2**20)}, _NO, _NO),
     Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
-    Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _WARNS),
+    Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _YES),
     Feature("activations in host memory, by layer", _on("cpu_offloading"), _NO, _WARNS, "--offload, by schedule"),
     Feature(
         "activations in host memory, by module", _on("fine_grained_activation_offloading"), _NO, _NO, "--offload, by schedule"
@@ -96,9 +102,9 @@ FEATURES = (
     Feature("delayed weight gradients", _on("delay_wgrad_compute"), _NO, _NO, "W passes are that"),
     Feature("dropout", {"hidden_dropout": (), "attention_dropout": ()}, _YES, _YES, "launch: not in slices, nor with passes R"),
     Feature("packed sequences (--sft)", _on("sft"), _NO, _WARNS),
-    Feature("attention and positions reset at documents' ends", _on("reset_attention_mask"), _YES, _WARNS),
+    Feature("attention and positions reset at documents' ends", _on("reset_attention_mask"), _YES, _YES),
     Feature("fine-tuning from weights alone", _on("finetune"), _YES, _YES),
-    Feature("rampup of the batch size", _on("rampup_batch_size"), _YES, _WARNS),
+    Feature("rampup of the batch size", _on("rampup_batch_size"), _YES, _YES),
     Feature("in-process restart", _on("inprocess_restart"), _NO, _WARNS),
     Feature("a YAML file in place of flags", _on("yaml_cfg"), _NO, _NO, "--config FILE"),
     Feature("models on the meta device", _on("init_model_with_meta_device"), _NO, _NO),
