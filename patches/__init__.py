@@ -40,10 +40,11 @@ def install_training(hooks: Hooks) -> None:
         hooks: its methods are called in place of upstream's functions.
 
     Raises:
-        RuntimeError: megatron.training lacks names that this package relies on.
+        RuntimeError: megatron.training is of a release that is not known, or lacks names that this package relies on.
     """
-    from megatron.pipeline.patches import datasets_utils, training_cpu
+    from megatron.pipeline.patches import compat, datasets_utils, training_cpu
 
+    compat.check_launched()
     patches = [import_module(f"{__name__}.{name}") for name in _TRAINING]
     datasets_utils.install()
     training_cpu.install()

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
+LAUNCHED = "0.17"  # the newest whose scripts mpipe launch runs
 _NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else "0.16"  # 0.17 and later ask for Python 3.12
 _PIP = f"pip install 'megatron-core~={_NEWEST}.0'"
 _TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
@@ -320,6 +321,19 @@ def missing_module(path: str) -> str | None:
         return None
     first = min(row.releases.partition("-")[0] for row in NAMES[path].values())
     return f"needs megatron-core {first} or later, and {version()} is installed: {_PIP}"
+
+
+def check_launched() -> None:
+    """Check that ``install_training`` knows this release of Megatron-LM.
+
+    Raises:
+        RuntimeError: it is newer; says what to do.
+    """
+    if _minor(version()) > _minor(LAUNCHED):
+        raise RuntimeError(
+            f"scripts of Megatron-LM core_v{RELEASES[0]} to core_v{LAUNCHED} are known, and this is {version()}: train with the "
+            f"pretrain_gpt.py of megatron.pipeline, or pip install 'megatron-core~={LAUNCHED}.0' and take that tag's script"
+        )
 
 
 def importers(module: ModuleType, name: str) -> list[Any]:
