@@ -146,14 +146,18 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.datasets.gpt_dataset": {
         "MockGPTLowLevelDataset.__getitem__": Name("--mock-data: wrapped in releases before 0.16"),
     },
+    "megatron.core.utils": {
+        "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.18-0.19", required=False),
+    },
     "megatron.core.datasets.utils": {"compile_helpers": Name("replaced where pip has compiled the helpers")},
     "megatron.training.arguments": {
         "add_megatron_arguments": Name("wrapped: adds our flags"),
         "core_transformer_config_from_args": Name("wrapped: the placement cuts the model"),
+        "validate_args": Name("wrapped where initialize.py (to 0.17) or this module calls it: the placement decides chunks"),
     },
-    "megatron.training.initialize": {
-        "validate_args": Name("wrapped: the placement decides chunks and layers", "0.14-0.17"),
-        "set_global_variables": Name("wrapped: plans after it", "0.14-0.17"),
+    "megatron.training.global_vars": {"set_global_variables": Name("wrapped where it is called, like validate_args: plans after it")},
+    "megatron.training.models.dist_utils": {
+        "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
     },
     "megatron.training.training": {
         "get_model": Name("wrapped: chunks where the placement has them"),
@@ -295,6 +299,15 @@ def module(path: str) -> Any:
 def optional(path: str, symbol: str) -> Any | None:
     """A name of upstream that is in the table and that some releases lack; None where this one does."""
     return get(path, symbol) if _has(importlib.import_module(path), symbol) else None
+
+
+def has_module(path: str) -> bool:
+    """Whether this release has a module of the table."""
+    assert path in NAMES, "every module that some releases lack has a row"
+    try:
+        return importlib.util.find_spec(path) is not None
+    except ModuleNotFoundError:  # nor the package that it would be in
+        return False
 
 
 def missing_module(path: str) -> str | None:
