@@ -155,7 +155,9 @@ NAMES: dict[str, dict[str, Name]] = {
         "core_transformer_config_from_args": Name("wrapped: the placement cuts the model"),
         "validate_args": Name("wrapped where initialize.py (to 0.17) or this module calls it: the placement decides chunks"),
     },
-    "megatron.training.global_vars": {"set_global_variables": Name("wrapped where it is called, like validate_args: plans after it")},
+    "megatron.training.global_vars": {
+        "set_global_variables": Name("wrapped where it is called, like validate_args: plans after it")
+    },
     "megatron.training.models.dist_utils": {
         "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
     },
@@ -379,7 +381,7 @@ def reduces_experts_right() -> bool:
 
 
 def _required(row: Name) -> bool:
-    """Whether the installed release is expected to have a name; one that the newest tested release has is expected of all later."""
+    """Whether the installed release is expected to have a name; one that the newest tested release has is so of all later."""
     last = row.releases.partition("-")[2]
     return row.required and (last == RELEASES[-1] or _minor(version()) <= _minor(last))
 

@@ -1,4 +1,4 @@
-"""megatron.core.utils: which part of a batch tensor-parallel ranks broadcast, in 0.18 and later; before, see ``training_utils.py``.
+"""megatron.core.utils: which part of a batch tensor-parallel ranks broadcast, from 0.18 on (``training_utils.py``: before).
 
 ``get_batch_on_this_tp_rank``: on a rank with both ends of the model, as on the first of a V, or with a shard of the vocabulary,
 all of the batch is broadcast, not the part that the first stage uses.

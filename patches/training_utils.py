@@ -2,8 +2,8 @@
 
 ``is_first_or_last_pipeline_stage``: asks the placement. (Releases before 0.15 have none: their scripts read on the first and the
 last rank, which every placement that trains can do with.)
-``get_batch_on_this_tp_rank``, which is megatron.core's from 0.18 on (``core_utils.py``): on a rank with both ends of the model, as
-on the first of a V, or with a shard of the vocabulary, all of the batch is broadcast, not the part that the first stage uses.
+``get_batch_on_this_tp_rank``, which is megatron.core's from 0.18 on (``core_utils.py``): on a rank with both ends of the model,
+as on the first of a V, or with a shard of the vocabulary, all of the batch is broadcast, not the part that the first stage uses.
 """
 
 from __future__ import annotations

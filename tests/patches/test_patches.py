@@ -48,7 +48,10 @@ def test_unknown_version_is_told_with_what_was_checked(pool: Pool) -> None:
     assert "megatron.core.pipeline_parallel.schedules has forward_step, backward_step" in message
 
 
-@pytest.mark.parametrize(("version", "known"), [("0.14.0", True), ("0.15.3", True), ("0.19.2", True), ("0.20.0", False), ("0.16.0rc0", False), ("0.1.4", False)])
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("0.14.0", True), ("0.15.3", True), ("0.19.2", True), ("0.20.0", False), ("0.16.0rc0", False), ("0.1.4", False)],
+)
 def test_versions_that_are_tested(version: str, known: bool, pool: Pool) -> None:
     assert bool(pool.run(1, version_as, version)[0]) is not known
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from megatron.training import pretrain
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+
 from pretrain_gpt import datasets_provider, forward_step, model_provider, same_weights_everywhere
 
 
