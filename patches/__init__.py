@@ -14,7 +14,7 @@ from megatron.pipeline.patches.hooks import Hooks
 __all__ = ["install"]
 
 _CORE = "cpu tensor_parallel_layers moe_experts moe_utils transformer_block distrib_optimizer filesystem_async schedules".split()
-_TRAINING = "training_arguments training_utils training_initialize training_training".split()
+_TRAINING = "core_utils training_arguments training_utils training_initialize training_models training_training".split()
 
 
 def install() -> None:
@@ -40,11 +40,10 @@ def install_training(hooks: Hooks) -> None:
         hooks: its methods are called in place of upstream's functions.
 
     Raises:
-        RuntimeError: megatron.training is of a release that is not known, or lacks names that this package relies on.
+        RuntimeError: megatron.training lacks names that this package relies on.
     """
-    from megatron.pipeline.patches import compat, datasets_utils, training_cpu
+    from megatron.pipeline.patches import datasets_utils, training_cpu
 
-    compat.check_launched()
     patches = [import_module(f"{__name__}.{name}") for name in _TRAINING]
     datasets_utils.install()
     training_cpu.install()

@@ -23,7 +23,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
-LAUNCHED = "0.17"  # the newest whose scripts mpipe launch runs
 _NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else "0.16"  # 0.17 and later ask for Python 3.12
 _PIP = f"pip install 'megatron-core~={_NEWEST}.0'"
 _TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
@@ -156,14 +155,20 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.datasets.gpt_dataset": {
         "MockGPTLowLevelDataset.__getitem__": Name("--mock-data: wrapped in releases before 0.16"),
     },
+    "megatron.core.utils": {
+        "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.18-0.19", required=False),
+    },
     "megatron.core.datasets.utils": {"compile_helpers": Name("replaced where pip has compiled the helpers")},
     "megatron.training.arguments": {
         "add_megatron_arguments": Name("wrapped: adds our flags"),
         "core_transformer_config_from_args": Name("wrapped: the placement cuts the model"),
+        "validate_args": Name("wrapped where initialize.py (to 0.17) or this module calls it: the placement decides chunks"),
     },
-    "megatron.training.initialize": {
-        "validate_args": Name("wrapped: the placement decides chunks and layers", "0.14-0.17"),
-        "set_global_variables": Name("wrapped: plans after it", "0.14-0.17"),
+    "megatron.training.global_vars": {
+        "set_global_variables": Name("wrapped where it is called, like validate_args: plans after it")
+    },
+    "megatron.training.models.dist_utils": {
+        "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
     },
     "megatron.training.training": {
         "get_model": Name("wrapped: chunks where the placement has them"),
@@ -308,10 +313,11 @@ def optional(path: str, symbol: str) -> Any | None:
 
 
 def has_module(path: str) -> bool:
-    """Whether this release has a module, or a package of it."""
+    """Whether this release has a module of the table."""
+    assert path in NAMES, "every module that some releases lack has a row"
     try:
         return importlib.util.find_spec(path) is not None
-    except ModuleNotFoundError:  # not even the package
+    except ModuleNotFoundError:  # nor the package that it would be in
         return False
 
 
@@ -321,19 +327,6 @@ def missing_module(path: str) -> str | None:
         return None
     first = min(row.releases.partition("-")[0] for row in NAMES[path].values())
     return f"needs megatron-core {first} or later, and {version()} is installed: {_PIP}"
-
-
-def check_launched() -> None:
-    """Check that ``install_training`` knows this release of Megatron-LM.
-
-    Raises:
-        RuntimeError: it is newer; says what to do.
-    """
-    if _minor(version()) > _minor(LAUNCHED):
-        raise RuntimeError(
-            f"scripts of Megatron-LM core_v{RELEASES[0]} to core_v{LAUNCHED} are known, and this is {version()}: train with the "
-            f"pretrain_gpt.py of megatron.pipeline, or pip install 'megatron-core~={LAUNCHED}.0' and take that tag's script"
-        )
 
 
 def importers(module: ModuleType, name: str) -> list[Any]:

@@ -29,8 +29,14 @@ class Hooks(Protocol):
     def configure(self, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
         """Make the transformer's configuration."""
 
-    def build(self, original: Callable[..., Any], training: Any, provider: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-        """Build this rank's chunks; ``training`` is the module ``megatron.training.training``."""
+    def build(self, make: Callable[[Any, Any], Any], provider: Callable[..., Any]) -> Any:
+        """Build this rank's chunks.
+
+        Args:
+            make: calls upstream's function, with a function that builds one chunk, and one ``(config, chunk)`` that wraps a chunk
+                in lower precision; with None it leaves upstream's wrapper, and weight gradients are not delayed.
+            provider: builds one chunk, as the script has it.
+        """
 
     def needs_data(self, original: Callable[..., bool], vp_stage: int | None) -> bool:
         """Whether a chunk reads microbatches."""

@@ -3,7 +3,7 @@
 Where no GPU is available (and only there)
 - every module of ``megatron.training`` gets a view of ``torch`` whose ``cuda`` is one device, the CPU: upstream asks for one
   before it does anything else;
-- ``megatron.legacy.fused_kernels.load``, which releases before 0.17 have, and which looks for a CUDA compiler, does nothing.
+- ``megatron.legacy.fused_kernels.load``, which looks for a CUDA compiler in releases before 0.17, does nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def install() -> None:
     view: Any = cpu.view_of_torch()
     view.cuda.is_available = lambda: True
     view.cuda.get_device_properties = lambda *_: SimpleNamespace(name="CPU", major=8, minor=0, total_memory=0)
-    if compat.has_module("megatron.legacy.fused_kernels"):
-        kernels = compat.module("megatron.legacy.fused_kernels")
-        kernels.load = lambda _args: None  # type: ignore[attr-defined]
+    if compat.has_module(kernels := "megatron.legacy.fused_kernels"):
+        compat.module(kernels).load = lambda _args: None
     importlib.import_module("megatron.training")
+    if compat.has_module(models := "megatron.training.models.dist_utils"):
+        importlib.import_module(models)  # else scripts import it later, without the view
     cpu.give_view(view, "megatron.training", "megatron.legacy")

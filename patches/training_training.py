@@ -7,6 +7,7 @@ last stage; after it, ``finalize_model_grads`` knows where the ends of the model
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.pipeline.patches import compat
@@ -17,8 +18,20 @@ def install(hooks: Hooks) -> None:
     """Wrap them."""
     training: Any = compat.module("megatron.training.training")
 
-    def build(original: Any, *rest: Any, **options: Any) -> Any:
-        return hooks.build(original, training, *rest, **options)
+    def build(original: Any, provider: Any, *rest: Any, **options: Any) -> Any:
+        def make(provide: Any, low_precision: Any) -> Any:
+            if low_precision is None:
+                return original(provide, *rest, **options)
+            args, float16 = training.get_args(), training.Float16Module
+            args.delay_wgrad_compute = True  # upstream's function copies it into the configuration of DDP
+            training.Float16Module = low_precision
+            try:
+                return original(provide, *rest, **options)
+            finally:
+                args.delay_wgrad_compute = False
+                training.Float16Module = float16
+
+        return hooks.build(make, provider)
 
     def step(original: Any, *rest: Any, **options: Any) -> Any:
         return hooks.step(original, training, *rest, **options)
@@ -26,3 +39,8 @@ def install(hooks: Hooks) -> None:
     compat.wrap(compat.importers(training, "get_model"), "get_model", build)
     compat.wrap([training], "train", hooks.train)
     compat.wrap([training], "train_step", step)
+
+
+def finalize_with(finalize: Callable[..., Any]) -> None:
+    """Have the training loop finalize gradients by a function that knows where the ends of the model are."""
+    compat.module("megatron.training.training").finalize_model_grads = finalize

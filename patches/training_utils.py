@@ -2,8 +2,8 @@
 
 ``is_first_or_last_pipeline_stage``: asks the placement. (Releases before 0.15 have none: their scripts read on the first and the
 last rank, which every placement that trains can do with.)
-``get_batch_on_this_tp_rank``: on a rank with both ends of the model, as on the first of a V, or with a shard of the vocabulary,
-all of the batch is broadcast, not the part that the first stage uses.
+``get_batch_on_this_tp_rank``, which is megatron.core's from 0.18 on (``core_utils.py``): on a rank with both ends of the model,
+as on the first of a V, or with a shard of the vocabulary, all of the batch is broadcast, not the part that the first stage uses.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ def install(hooks: Hooks) -> None:
         finally:
             args.pipeline_model_parallel_size = size
 
-    name = "get_batch_on_this_tp_rank"
-    compat.wrap(compat.importers(utils, name), name, batch)
-    name = "is_first_or_last_pipeline_stage"
-    if hasattr(utils, name):
-        compat.wrap(compat.importers(utils, name), name, hooks.needs_data)
+    for name, replacement in (("get_batch_on_this_tp_rank", batch), ("is_first_or_last_pipeline_stage", hooks.needs_data)):
+        if hasattr(utils, name):
+            compat.wrap(compat.importers(utils, name), name, replacement)

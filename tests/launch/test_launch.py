@@ -94,6 +94,12 @@ def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flag
     assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
 
 
+@pytest.mark.parametrize("flags", ["stock --num-virtual-stages-per-pipeline-rank 4", "zb-h1", "v-half"])
+def test_a_model_that_is_built_from_a_configuration(tmp_path: Path, stock: Steps, flags: str) -> None:
+    found = launch(tmp_path, STAND_IN.with_name("pretrain_built.py"), f"{SIZES} --train-iters 3 --pipeline-schedule {flags}")
+    assert [loss for loss, _ in found] == [loss for loss, _ in stock]
+
+
 @pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", "seq-1f1b", "gis-h --offload full"])
 def test_losses_agree_where_sums_are_reordered(tmp_path: Path, stock: Steps, flags: str) -> None:
     found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 --pipeline-schedule {flags}")

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-from megatron.pipeline.patches import language_module
+from megatron.pipeline.patches import language_module, training_training
 from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.dist.device import this_device
@@ -150,22 +149,18 @@ class Run:
             te_linear.delay_weight_gradients(config)
         return config
 
-    def build(self, original: Callable[..., Any], training: Any, provider: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-        """Build this rank's chunks where the placement has them, with linears whose backward splits.
-
-        Args:
-            training: the module whose function builds models.
-        """
+    def build(self, make: Callable[[Any, Any], Any], provider: Callable[..., Any]) -> Any:
+        """Build this rank's chunks where the placement has them, with linears whose backward splits."""
         pipeline = self._placed
         if pipeline is None:
-            return original(provider, *rest, **options)
+            return make(provider, None)
         placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
         stages = [Stage(placement, rank, chunk) for chunk in range(placement.chunks)]
         models: list[Any] = []
 
-        def provide(pre_process: bool = True, post_process: bool = True, **given: Any) -> Any:
+        def provide(*groups: Any, pre_process: bool = True, post_process: bool = True, **given: Any) -> Any:
             stage = stages[len(models)]
-            models.append(provider(pre_process=stage.first, post_process=stage.last, **given))
+            models.append(provider(*groups, pre_process=stage.first, post_process=stage.last, **given))
             with _refusing():
                 check_model(models[-1], pipeline)
             if len(models) == len(stages):
@@ -175,18 +170,11 @@ class Run:
         def low_precision(config: Any, model: Any) -> Any:
             return LowPrecision(config, model, stages[models.index(model)], self._shards_vocabulary)
 
-        args = training.get_args()
-        args.delay_wgrad_compute = True  # upstream's function copies it into the configuration of DDP
-        training.Float16Module = low_precision
-        try:
-            with language_module.boundary_weights_marked():
-                chunks = original(provide, *rest, **options)
-        finally:
-            args.delay_wgrad_compute = False
-            training.Float16Module = Float16Module
+        with language_module.boundary_weights_marked():
+            chunks = make(provide, low_precision)
         boundary = BoundaryModules(placement)
         boundary.tie(chunks)
-        training.finalize_model_grads = boundary.finalize_model_grads
+        training_training.finalize_with(boundary.finalize_model_grads)
         return chunks
 
     @property

@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron
+from megatron.training.models.dist_utils import unimodal_build_distributed_models
 
 
 def get_model(model_provider_func, model_type=None, wrap_with_ddp=True, config=None, pg_collection=None):
@@ -35,9 +36,12 @@ def get_model(model_provider_func, model_type=None, wrap_with_ddp=True, config=N
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if args.bf16:
         model = [Float16Module(get_model_config(part), part) for part in model]
+    return [DDP(get_model_config(part), _ddp(args), part, disable_bucketing=bool(number)) for number, part in enumerate(model)]
+
+
+def _ddp(args):
     fields = [field.name for field in dataclasses.fields(DistributedDataParallelConfig)]
-    ddp = DistributedDataParallelConfig(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
-    return [DDP(get_model_config(part), ddp, part, disable_bucketing=bool(number)) for number, part in enumerate(model)]
+    return DistributedDataParallelConfig(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
 
 
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func):
@@ -76,11 +80,14 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, data_iterato
         args.consumed_train_samples += args.global_batch_size
 
 
-def pretrain(datasets_provider, model_provider, forward_step_func, weights=None):
-    initialize_megatron()
+def pretrain(datasets_provider, model_provider, forward_step_func, weights=None, container=None):
+    initialize_megatron(parsed=container is not None)
     args = get_args()
     args.consumed_train_samples = 0
-    model = get_model(model_provider)
+    if container is None:
+        model = get_model(model_provider)
+    else:
+        model = unimodal_build_distributed_models(container.build_model, container.transformer, "groups", _ddp(args))
     if weights:
         weights(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=args.lr, min_lr=args.lr, clip_grad=0.0, bf16=args.bf16), model)
