@@ -70,7 +70,7 @@ _ROWS = {
 _SAVED = "v-half"  # by the distributed optimizer, with a bucket for every parameter: vectors of 64 elements are padded to 128
 _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1 --save-interval 2 --save"
 _NOT_SAVED = ("0.14",)  # releases in which these checkpoints are refused
-# Whatever the rows are, a release whose schedules call what no table has an answer for fails.
+# Also without any row: a release fails if its schedules make a call that the table of answers lacks.
 _DUTIES = "tests/patches/test_duties.py"
 _TESTS = (
     "tests/patches",

@@ -151,7 +151,7 @@ def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.Ca
     size = f"compare --pp 3 --microbatches 3 --costs {costs}"
     lines = printed(capsys, f"{size} -o {plot}").split("not possible here:\n")[1].splitlines()
     assert lines[0] == "  dualpipe, chimera: needs an even number of ranks, at least 2, got 3"
-    assert lines[1].endswith(" variants: needs costs of 6, 9 or 12 stages, --costs has 3")
+    assert lines[1].endswith(" more: needs costs of 6, 9 or 12 stages, --costs has 3")
     assert lines[2:] == [f"wrote {plot}"]
     assert "a rank (in the costs file's unit) -->" in plot.read_text()
     few = refusal(capsys, f"{size} --schedules interleaved --chunks 2,3")

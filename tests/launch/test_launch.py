@@ -15,11 +15,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 from launch import launched
+from megatron.core import dist_checkpointing
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
-from pool import forked, free_port
+from pool import Pool, forked, free_port
 
+from megatron.pipeline import patches
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
 from megatron.pipeline.launch import script
@@ -141,7 +142,7 @@ def test_flags_are_refused_in_one_line_before_anything_starts(tmp_path: Path, fl
     assert "Traceback" not in output
 
 
-def saved_by_bucket(directory: Path, **flags: object) -> Path:
+def saved_by_bucket(pool: Pool, directory: Path, **flags: object) -> Path:
     """A checkpoint as Megatron-LM writes it by default, as far as it is read before anything starts."""
     saved = {
         "pipeline_model_parallel_size": 2,
@@ -152,13 +153,17 @@ def saved_by_bucket(directory: Path, **flags: object) -> Path:
         "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False,
     }
-    iteration = directory / "iter_0000003"
-    iteration.mkdir(parents=True)
-    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-    torch.save({"content_metadata": metadata, "args": Namespace(**saved | flags)}, iteration / "common.pt")
-    (iteration / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    pool.run(1, save_common, directory / "iter_0000003", {"args": Namespace(**saved | flags)})
     (directory / "latest_checkpointed_iteration.txt").write_text("3")
     return directory
+
+
+def save_common(directory: Path, state: dict[str, object]) -> None:
+    """Without any tensor; runs on a rank of the pool."""
+    patches.install()
+    directory.mkdir(parents=True)
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    dist_checkpointing.save(state, str(directory), ("torch_dist", 1), content_metadata=metadata)
 
 
 @pytest.mark.parametrize(
@@ -172,8 +177,10 @@ def saved_by_bucket(directory: Path, **flags: object) -> Path:
         ("stock", {"pipeline_schedule": "zb-v"}),
     ],
 )
-def test_state_by_bucket_of_another_placement_is_refused(tmp_path: Path, flags: str, saved: dict[str, object]) -> None:
-    checkpoint = saved_by_bucket(tmp_path / "saved", **saved)
+def test_state_by_bucket_of_another_placement_is_refused(
+    pool: Pool, tmp_path: Path, flags: str, saved: dict[str, object]
+) -> None:
+    checkpoint = saved_by_bucket(pool, tmp_path / "saved", **saved)
     flags = f"{SIZES} --train-iters 3 --use-distributed-optimizer --load {checkpoint} --pipeline-schedule {flags}"
     codes, output, _ = run(tmp_path, STAND_IN, flags, ranks=2, started=1)
     assert codes == [2], output
@@ -191,9 +198,11 @@ def test_state_by_bucket_of_another_placement_is_refused(tmp_path: Path, flags: 
         ("v-half --finetune", {}),
     ],
 )
-def test_state_by_bucket_is_loaded_where_it_can_be(tmp_path: Path, stock: Steps, flags: str, saved: dict[str, object]) -> None:
+def test_state_by_bucket_is_loaded_where_it_can_be(
+    pool: Pool, tmp_path: Path, stock: Steps, flags: str, saved: dict[str, object]
+) -> None:
     """The stand-in itself loads nothing: it trains."""
-    checkpoint = saved_by_bucket(tmp_path / "saved", **saved)
+    checkpoint = saved_by_bucket(pool, tmp_path / "saved", **saved)
     flags = f"{SIZES} --train-iters 3 --use-distributed-optimizer --load {checkpoint} --pipeline-schedule {flags}"
     assert [loss for loss, _ in launch(tmp_path, STAND_IN, flags)] == [loss for loss, _ in stock]
 

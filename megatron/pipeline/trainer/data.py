@@ -132,6 +132,8 @@ def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
 
 def cut_for_context_parallelism(batch: Batch) -> Batch:
     """The part of whole sequences that this context-parallel rank has."""
+    if parallel_state.get_context_parallel_world_size() <= 1:
+        return batch
     part: Batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
     return part
 
