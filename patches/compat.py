@@ -22,7 +22,10 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
+TORCH = ((2, 11), (2, 15))  # the first and the last release of torch that trained what docs/versions.md says
 _NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else "0.16"  # 0.17 and later ask for Python 3.12
 _PIP = f"pip install 'megatron-core~={_NEWEST}.0'"
 _TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
@@ -252,7 +255,7 @@ def unsupported(settings: Any, in_config: bool = False) -> tuple[str, str] | Non
 def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
     """Import the modules of megatron.core that are in the table, and check that the required names are there.
 
-    On rank 0, log one warning if the release is not tested, with the names that were checked.
+    On rank 0, log one warning if the release is not tested, with the names that were checked, and one if torch's is not.
 
     Raises:
         RuntimeError: megatron-core is missing, or names are: one message with all of them and what they are for.
@@ -268,19 +271,19 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
         present.append(f"  {path} has {', '.join(symbol for symbol in required if symbol not in lacks)}")
     if missing:
         raise RuntimeError(f"megatron-core {installed} lacks what megatron.pipeline relies on: {'; '.join(missing)}; {_TESTED}")
-    if not is_tested(installed) and os.environ.get("RANK", "0") == "0":
-        _warn(installed, "\n".join(present))
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if not is_tested(installed):
+        found = "; it goes on, because the names that it relies on are there:\n" + "\n".join(present)
+        _warn(f"megatron-core {installed}, but with the releases {', '.join(RELEASES)}{found}")
+    if not TORCH[0] <= _minor(torch.__version__) <= TORCH[1]:
+        first, last = (f"{major}.{minor}" for major, minor in TORCH)
+        _warn(f"torch {torch.__version__}, but with {first} to {last}")
 
 
 @functools.cache  # once, also where patches are installed again
-def _warn(installed: str, present: str) -> None:
-    logger.warning(
-        "WARNING: megatron.pipeline is not tested with megatron-core %s, but with the releases %s; "
-        "it goes on, because the names that it relies on are there:\n%s",
-        installed,
-        ", ".join(RELEASES),
-        present,
-    )
+def _warn(untested: str) -> None:
+    logger.warning("WARNING: megatron.pipeline is not tested with %s", untested)
 
 
 def get(path: str, symbol: str) -> Any:

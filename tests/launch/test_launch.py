@@ -215,6 +215,22 @@ def test_models_that_place_their_own_layers_are_refused(tmp_path: Path) -> None:
     assert "megatron-core's GPTModel and its subclasses, and this script builds OtherModel" in line
 
 
+@pytest.mark.parametrize(
+    ("core", "training", "words"),
+    [
+        (
+            "env/site-packages/megatron/core",
+            "env/site-packages/megatron/training",
+            "from pip, env/site-packages/megatron/training",
+        ),
+        ("Megatron-LM/megatron/core", "Megatron-LM/megatron/training", "of the checkout, Megatron-LM/megatron/training"),
+        ("env/site-packages/megatron/core", "LM/megatron/training", "in env/site-packages/megatron/core, LM/megatron/training"),
+    ],
+)
+def test_where_upstream_comes_from_is_said(core: str, training: str, words: str) -> None:
+    assert Versions("0.19.2", Path(core), Path(training), None).in_words == f"megatron-core 0.19.2 {words}"
+
+
 def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,17 +19,18 @@ from pool import Pool, forked
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 
-def version_as(version: str) -> str:
-    """What a rank logs when two of the names in upstream's schedules are checked, twice, for a version of megatron-core."""
+def version_as(version: str, package: str = "megatron.core") -> str:
+    """What a rank logs when two of the names in upstream's schedules are checked, twice, for a version of a package."""
     import logging
+    from importlib import import_module
 
-    import megatron.core
     from megatron.pipeline.patches import compat
 
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    real, megatron.core.__version__ = megatron.core.__version__, version
+    module: Any = import_module(package)
+    real, module.__version__ = module.__version__, version
     compat.version.cache_clear()
     compat.logger.addHandler(handler)
     try:
@@ -37,7 +38,7 @@ def version_as(version: str) -> str:
             compat.check({SCHEDULES: {name: compat.NAMES[SCHEDULES][name] for name in ("forward_step", "backward_step")}})
     finally:
         compat.logger.removeHandler(handler)
-        megatron.core.__version__ = real
+        module.__version__ = real
         compat.version.cache_clear()
         compat._warn.cache_clear()
     return "\n".join(logged)
@@ -56,6 +57,15 @@ def test_unknown_version_is_told_with_what_was_checked(pool: Pool) -> None:
 )
 def test_versions_that_are_tested(version: str, known: bool, pool: Pool) -> None:
     assert bool(pool.run(1, version_as, version)[0]) is not known
+
+
+@pytest.mark.parametrize(
+    ("version", "known"), [("2.11.0", True), ("2.15.1+cu130", True), ("2.10.0+cpu", False), ("2.16.0a0+git1234", False)]
+)
+def test_versions_of_torch_that_are_tested(version: str, known: bool, pool: Pool) -> None:
+    message, other_rank = pool.run(2, version_as, version, "torch")
+    assert not other_rank
+    assert message == ("" if known else f"WARNING: megatron.pipeline is not tested with torch {version}, but with 2.11 to 2.15")
 
 
 def missing_symbol() -> str:

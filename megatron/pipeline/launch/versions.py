@@ -27,8 +27,11 @@ class Versions:
     @property
     def in_words(self) -> str:
         """Which these are, in a line."""
-        own = self.core_path.parent == self.training_path.parent
-        return f"megatron-core {self.core} {'of the checkout' if own else f'in {self.core_path}'}, {self.training_path}"
+        if self.core_path.parent != self.training_path.parent:
+            where = f"in {self.core_path}"
+        else:
+            where = "from pip" if "site-packages" in self.core_path.parts else "of the checkout"
+        return f"megatron-core {self.core} {where}, {self.training_path}"
 
     @property
     def difference(self) -> str | None:
