@@ -140,7 +140,7 @@ def environment(release: str) -> str:
     """
     if release == metadata.version("megatron-core"):
         return sys.executable
-    folder = ROOT / "build" / "megatron-core" / release
+    folder = ROOT / "build" / "megatron-core" / f"{release}-python{sys.version_info.major}.{sys.version_info.minor}"
     python, ready = folder / "bin" / "python", folder / ".ready"
     if ready.exists():
         return str(python)
