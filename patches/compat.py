@@ -237,6 +237,8 @@ UNSUPPORTED: dict[str, Setting] = {
     "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
     "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
     "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
+    "external_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
+    "perform_rl_step": Setting("generates text with megatron-core's own pipeline, which does not know our placements"),
 }
 
 

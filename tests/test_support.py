@@ -43,6 +43,26 @@ def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     assert (name in of_a_feature) != (name in without)
 
 
+@pytest.mark.parametrize(
+    ("given", "title"),
+    [
+        ({"te_precision_config_file": "recipe.yaml"}, "FP8"),
+        ({"kitchen_recipe_number": 1}, "FP8"),
+        ({"dataloader_inter_document_masking": True}, "packed sequences (--sft)"),
+        ({"moe_token_dispatcher_type": "flex"}, "tokens to experts by DeepEP or HybridEP"),
+        ({"heterogeneous_layers_config_encoded_json": "{}"}, "layers of different shapes"),
+        ({"logits_load_dir": "teacher"}, "distillation, from a teacher or from saved logits"),
+    ],
+)
+def test_every_flag_that_switches_an_untested_feature_on_is_warned_of(given: dict[str, object], title: str) -> None:
+    assert [feature.title for feature in untested(Namespace(**given))] == [title]
+
+
+@pytest.mark.parametrize("given", [{"moe_token_dispatcher_type": "alltoall"}, {"kitchen_recipe_number": None}])
+def test_values_that_switch_nothing_on_are_silent(given: dict[str, object]) -> None:
+    assert untested(Namespace(**given)) == []
+
+
 @pytest.mark.parametrize("feature", FEATURES, ids=ids)
 def test_pretrain_gpt_has_flags_for_what_it_supports_alone(feature: Feature) -> None:
     parser = ArgumentParser()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,7 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
             "would reduce the experts' gradients over the wrong ranks; give --expert-tensor-parallel-size 2",
         ),
         ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: No such file or directory"),
+        ("zb-h1 --vocab-parallel 2 --use-mup", "--vocab-parallel 2 computes logits in shards, and --use-mup needs"),
     ],
 )
 def test_flags_are_refused_in_one_line_before_anything_starts(tmp_path: Path, flags: str, words: str) -> None:
@@ -258,6 +260,45 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
         ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage belongs to megatron-core's own in"
     ):
         check_flags(Namespace(**given, microbatch_group_size_per_vp_stage=2))
+
+
+@pytest.mark.parametrize(
+    ("flag", "becomes", "words"),
+    [
+        ("external_cuda_graph", {"cuda_graph_impl": "transformer_engine"}, "--external-cuda-graph (CUDA graphs) relies on"),
+        ("tensor_parallel_num_weight_shards", {"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards shards"),
+        ("x", {"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards shards"),
+    ],
+)
+def test_what_upstream_makes_of_a_flag_is_refused_as_well(
+    capsys: pytest.CaptureFixture[str], flag: str, becomes: dict[str, object], words: str
+) -> None:
+    sizes = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    sizes |= {"use_distributed_optimizer": False, "pipeline_model_parallel_size": 2}
+    chunks = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
+    chunks |= {"pipeline_model_parallel_layout": None}
+    run = Run(Versions("0.19.2", Path("core"), Path("training"), "0.19.2"))
+    args = Namespace(pipeline_schedule="zb-h1", post_validation=False, save=None, **{flag: 2}, **sizes, **chunks)
+    with pytest.raises(SystemExit):
+        run.validate(lambda given: vars(given).update(becomes), args)
+    assert f"mpipe launch: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, None),
+        ({"hidden_dropout": 0.1}, "draw other dropout masks: give --att"),
+        ({"moe_input_jitter_eps": 0.1}, "other jitter"),
+    ],
+)
+def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: dict[str, float], words: str | None) -> None:
+    from megatron.pipeline.launch.check import check_plan
+
+    args = {"seq_length": 16, "sequence_parallel": False, "context_parallel_size": 1, "transformer_impl": "local"}
+    given = Namespace(**args | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | flags)
+    with nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        check_plan(given, Namespace(splits=2, name="seq-1f1b"), [])
 
 
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from megatron.pipeline.flags.flags import given
+from megatron.pipeline.flags.flags import flag_of, given
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
@@ -46,6 +46,11 @@ def _check_parallel(args: Namespace) -> None:
         raise ValueError(
             f"{flag} cannot be combined with --mtp-num-layers {args.mtp_num_layers}, whose layers need the whole output layer "
             "several times on the last stage: leave one of the two out"
+        )
+    whole = ("use_mup", "logits_load_dir", "logits_save_dir", "export_kd_teacher_load")  # flags of Megatron-LM's own script
+    if needs := [flag_of(name) for name in whole if getattr(args, name, None)]:
+        raise ValueError(
+            f"{flag} computes logits in shards, and {needs[0]} needs megatron-core's output layer: leave one of the two out"
         )
     if args.fp16_lm_cross_entropy:
         raise ValueError(f"{flag} computes the loss in float32: leave --fp16-lm-cross-entropy out")

@@ -38,10 +38,24 @@ def check_flags(args: Namespace) -> None:
         return
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
-    if refused := compat.unsupported(args):
+    _check_settings(args)
+    args.chunks = chunks_per_rank(args)
+
+
+def check_validated(args: Namespace) -> None:
+    """Refuse what upstream's validation makes of flags: the settings of a model's configuration that our schedules exclude.
+
+    Raises:
+        ValueError: says which flag, and what to do without it.
+    """
+    if args.pipeline_schedule != STOCK:
+        _check_settings(args, in_config=True)
+
+
+def _check_settings(args: Namespace, in_config: bool = False) -> None:
+    if refused := compat.unsupported(args, in_config):
         name, why = refused
         raise ValueError(f"{_flag(name)} {why}: leave it out, or take --pipeline-schedule stock")
-    args.chunks = chunks_per_rank(args)
 
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:
@@ -66,6 +80,8 @@ def _flag(name: str) -> str:
     """The flag that sets one of upstream's names."""
     flags = {
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
+        "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
     }
     return flags.get(name, flag_of(name))
 
@@ -112,18 +128,24 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
     """Refuse schedules that need what Megatron-LM's models do not do.
 
     Raises:
-        ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes under dropout.
+        ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
     check_slices(args, pipeline.splits)
     dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
+    jitter = getattr(args, "moe_input_jitter_eps", None)
     recomputes = any(
         work.kind is Kind.R for count in microbatches for row in pipeline.plan(count).schedule.passes for work in row
     )
-    if dropout and (recomputes or pipeline.splits > 1):
+    if (dropout or jitter) and (recomputes or pipeline.splits > 1):
         what = "runs forwards again (R)" if recomputes else "runs slices of microbatches"
+        drawn = f"jitter of --moe-input-jitter-eps {jitter}" if jitter else "dropout masks"
+        fix = "leave it out, or take another schedule"
+        if not jitter:
+            fix = (
+                "give --attention-dropout 0 --hidden-dropout 0, another schedule, or use the pretrain_gpt.py of megatron.pipeline"
+            )
         raise ValueError(
-            f"--pipeline-schedule {pipeline.name} {what}, and Megatron-LM's models would then draw other dropout masks: give "
-            "--attention-dropout 0 --hidden-dropout 0, another schedule, or use the pretrain_gpt.py of megatron.pipeline"
+            f"--pipeline-schedule {pipeline.name} {what}, and Megatron-LM's models would then draw other {drawn}: {fix}"
         )
 
 

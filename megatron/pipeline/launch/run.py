@@ -33,6 +33,7 @@ from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
     check_plan,
+    check_validated,
     complete,
     defaults_without_gpu,
     hidden,
@@ -112,7 +113,10 @@ class Run:
             for note in notes:
                 self._print_once(note)
         with nullcontext() if stock else hidden(args):
-            return original(args, *rest, **options)
+            result = original(args, *rest, **options)
+        with _refusing():
+            check_validated(args)
+        return result
 
     def plan(self, args: Namespace) -> None:
         """Plan every iteration; flags are complete, and no process group exists yet."""
