@@ -40,7 +40,9 @@ def megatron_interleaved(
     if ranks < 2 or chunks < 2:
         raise ValueError(f"{NAME} needs at least 2 ranks and 2 chunks, got {ranks} and {chunks}")
     if not ranks <= group <= microbatches:
-        raise ValueError(f"megatron-core needs a group between {ranks}, the ranks, and {microbatches}, the microbatches; got {group}")
+        raise ValueError(
+            f"megatron-core needs a group between {ranks}, the ranks, and {microbatches}, the microbatches; got {group}"
+        )
     if 0 < microbatches % group < ranks:
         raise ValueError(
             f"megatron-core needs at least {ranks} microbatches, one per rank, in the last group of {group}; {microbatches} leave "
@@ -74,10 +76,11 @@ class _Rank:
         for number in range(warm_up):
             sent = self._compute(Flow.ACTIVATION, number)
             receive = self._next(Flow.ACTIVATION, number, last=number == total - 1)
-            first_backward = {} if all_warm or number < warm_up - 1 or self._is_last else {Flow.GRADIENT: self._chunks - 1}
+            ends = number == warm_up - 1 and not all_warm
+            first_backward = {Flow.GRADIENT: self._chunks - 1} if ends and not self._is_last else {}
             if self._overlap:
                 self._exchange(sent, receive)
-                if first_backward:
+                if ends:
                     self._exchange(receive=first_backward, wait=False)
             else:
                 self._exchange(sent, receive | first_backward)
@@ -150,11 +153,10 @@ class _Rank:
             posts[name] = Post(False, Message(flow, self._received[flow, chunk], stage), peer)
             self._received[flow, chunk] += 1
         together = [posts[name] for name in ("send prev", "recv prev", "send next", "recv next") if name in posts]
-        if self._shapes and together:
+        if self._shapes:
             self._group([Post(post.sends, Shape(post.item), post.peer) for post in together if isinstance(post.item, Message)])
         if not self._overlap:
-            if together:
-                self._group(together)
+            self._group(together)
             return
         even = ("send next", "recv prev", "send prev", "recv next")
         odd = ("recv prev", "send next", "recv next", "send prev")
@@ -168,8 +170,9 @@ class _Rank:
                 self._to_wait[post.item.flow].append(post.item)
 
     def _group(self, posts: list[Post]) -> None:
-        """One group, for which the host waits."""
-        self._steps.append(Batch(tuple(posts)))
+        """One group, if there is anything to exchange; the host waits for the device in any case."""
+        if posts:
+            self._steps.append(Batch(tuple(posts)))
         self._steps += [Await(post.item) for post in posts]
         self._steps.append(Sync())
 

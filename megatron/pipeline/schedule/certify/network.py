@@ -192,7 +192,9 @@ class Network:
             needs = ("posted", other.rank, other.place) if other else ("never", end)
             self._add(here.rank, here._replace(end=end), needs, hop=self._costs.hop)
 
-    def _add_meeting(self, row: int, kind: str, end: End, unit: End, makes: Hashable = "unused", seconds: float | None = None) -> None:
+    def _add_meeting(
+        self, row: int, kind: str, end: End, unit: End, makes: Hashable = "unused", seconds: float | None = None
+    ) -> None:
         other = self.partners.get(end)
         needs = ("begun", self._units.get(other, other)) if other else ("never", end)
         taken = self._costs.hop if seconds is None else seconds

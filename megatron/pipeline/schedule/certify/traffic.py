@@ -38,7 +38,9 @@ class Post(NamedTuple):
     peer: int
 
     def __str__(self) -> str:
-        return f"Send of the {self.item} to rank {self.peer}" if self.sends else f"Receive of the {self.item} from rank {self.peer}"
+        return (
+            f"Send of the {self.item} to rank {self.peer}" if self.sends else f"Receive of the {self.item} from rank {self.peer}"
+        )
 
 
 class Batch(NamedTuple):
