@@ -1,9 +1,8 @@
 """What ``megatron_interleaved`` says that ranks do is what megatron-core's own function does: it runs here, one rank after another,
-on processes groups and tensors that record."""
+with process groups and messages that record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +10,19 @@ import pytest
 import torch
 from megatron.core import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
-from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from releases import CORE
 
-from megatron.pipeline.schedule.certify.certificate import certify
+from megatron.pipeline.schedule.certify.certificate import Certificate, certify
 from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
-from megatron.pipeline.schedule.certify.network import ends_of, partners
 from megatron.pipeline.schedule.certify.traffic import Await, Batch, Row, Shape, Sync
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
+from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.lower.program import Compute, Message
+
+pytestmark = pytest.mark.skipif(CORE != (0, 16), reason="the rows are those of megatron-core 0.16")
 
 # (ranks, microbatches, chunks, group): a group of more than one per rank, a last group that is smaller, all forwards in warm-up.
 SIZES = [(2, 4, 2, 2), (3, 6, 2, 3), (4, 8, 2, 4), (4, 8, 3, 4), (4, 4, 2, 4), (4, 10, 2, 5), (4, 9, 2, 5), (3, 5, 2, 5)]
@@ -90,19 +91,24 @@ class Recorder:
         )
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def isend(tensor: torch.Tensor, dst: int, group: Any) -> Any:
+            return self._post([(True, tensor, dst)])
+
         distributed = Instead(
             torch.distributed,
-            isend=lambda tensor, dst=None, group=None: self._post([(True, tensor, dst)]),
+            isend=isend,
             irecv=lambda tensor, src=None, group=None: self._post([(False, tensor, src)]),
-            P2POp=lambda op, tensor, peer, group: (op is distributed.isend, tensor, peer),
+            P2POp=lambda op, tensor, peer, group: (op is isend, tensor, peer),
             batch_isend_irecv=lambda posts: [self._post(posts)],
             get_backend=lambda group: "nccl",
             group=SimpleNamespace(WORLD=None),
         )
+
+        def zeros(*size: Any, device: str, **more: Any) -> torch.Tensor:
+            return torch.zeros(*size, **more)
+
         cuda = Instead(torch.cuda, current_device=lambda: "cpu", synchronize=lambda: self.steps.append(Sync()))
-        on_cpu = Instead(
-            torch, distributed=distributed, cuda=cuda, zeros=lambda *size, device=None, **more: torch.zeros(*size, **more)
-        )
+        on_cpu = Instead(torch, distributed=distributed, cuda=cuda, zeros=zeros)
         monkeypatch.setattr(p2p_communication, "torch", on_cpu)
         monkeypatch.setattr(schedules, "torch", on_cpu)
         monkeypatch.setattr(schedules, "forward_step", self._forward)
@@ -124,7 +130,7 @@ class Recorder:
         return chunk * self.ranks + self.rank
 
     def _forward(self, function: Any, data: Any, model: Any, count: int, given: Any, *more: Any, **named: Any) -> Any:
-        microbatch, stage = named.get("current_microbatch", more[-1] if more else None), self._stage(model.chunk)
+        microbatch, stage = int(named["current_microbatch"]), self._stage(model.chunk)
         if given is not None:
             self.names[id(given)] = Message(Flow.ACTIVATION, microbatch, stage - 1)
         self.steps.append(Pass(Kind.F, microbatch, model.chunk))
@@ -187,3 +193,70 @@ def test_it_is_what_megatron_core_does(
         with monkeypatch.context() as patched:
             recorded = Recorder(patched, rank, size, overlap, shapes).flat()
         assert flat(traffic.rows[rank]) == recorded, f"rank {rank}"
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_overlapped_messages_hang_over_no_transport(ranks: int, chunks: int) -> None:
+    for microbatches in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
+        for group in {ranks, microbatches}:
+            if 0 < microbatches % group < ranks:
+                continue
+            traffic = megatron_interleaved(ranks, microbatches, chunks, group)
+            for cold in (False, True):
+                certificate = certify(traffic, uniform(traffic.placement), cold=cold)
+                assert not certificate.hangs
+                assert certificate.unlimited == min(outcome.makespan or 0 for outcome in certificate.outcomes)
+
+
+def over_groups(ranks: int, microbatches: int, shapes: bool, cold: bool) -> Certificate:
+    traffic = megatron_interleaved(ranks, microbatches, 2, overlap=False, shapes=shapes)
+    return certify(traffic, uniform(traffic.placement), [TRANSPORTS["batched"]], cold)
+
+
+def test_shapes_in_groups_hang_at_4_ranks_where_all_forwards_of_rank_0_are_warm_up() -> None:
+    """Megatron-LM issue 5100: with variable_seq_lengths and batch_p2p_comm all of 4 ranks hang in ``_communicate_shapes`` in the
+    first step. It blames the order within a group, which groups do not have: with more microbatches nothing hangs. With as many as
+    ranks, one rank has an exchange in two groups that its neighbour has in one."""
+    certificate = over_groups(4, 4, shapes=True, cold=False)
+    hang = certificate.outcomes[0].hang
+    assert hang is not None
+    assert not hang.missing
+    assert any("shape of the" in blocked.what for blocked in hang.chain)
+    assert not over_groups(4, 4, shapes=False, cold=False).hangs
+    assert not over_groups(4, 8, shapes=True, cold=True).hangs
+    # The order that the issue quotes, one operation after another instead of in a group, does hang.
+    one_by_one = certify(megatron_interleaved(4, 8, 2, overlap=False), uniform(interleaved(4, 2)), [TRANSPORTS["rendezvous"]])
+    assert one_by_one.outcomes[0].hang
+
+
+def test_lazy_communicators_do_not_hang_by_their_order_at_4_ranks_and_2_chunks() -> None:
+    """Megatron-LM pull request 5240 supposes that 2-rank communicators, made at the first unbatched message at pp 4 and vpp 2, are
+    entered in an order that ranks disagree on. They agree; with groups (its remedy) there is nothing to disagree on, either."""
+    overlapped = certify(megatron_interleaved(4, 8, 2), uniform(interleaved(4, 2)), [TRANSPORTS["pair"]], cold=True)
+    assert not overlapped.hangs
+    assert not over_groups(4, 8, shapes=False, cold=True).hangs
+
+
+def test_two_ranks_receive_each_others_other_tensor() -> None:
+    """Megatron-LM issue 1450 and pull request 5271: at 2 ranks both neighbours are one rank, and a group of two sends and two
+    receives pairs them in order."""
+    certificate = over_groups(2, 4, shapes=False, cold=False)
+    assert "rank 0 receives the activation" in certificate.swapped[0]
+    assert "sends the gradient" in certificate.swapped[0]
+    assert not over_groups(4, 8, shapes=False, cold=False).swapped
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((1, 4, 2), "needs at least 2 ranks and 2 chunks"),
+        ((4, 8, 1), "needs at least 2 ranks and 2 chunks"),
+        ((4, 3, 2), "a group between 4, the ranks, and 3"),
+        ((4, 8, 2, 3), "a group between 4, the ranks, and 8"),
+        ((4, 9, 2), "9 leave 1"),
+    ],
+)
+def test_sizes_that_megatron_core_refuses_are_refused(sizes: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        megatron_interleaved(*sizes)

@@ -122,13 +122,13 @@ def _text(source: Source, certificate: Certificate, cold: bool) -> Iterator[str]
         yield f"  {outcome.transport.name:<{wide}}  {_verdict(outcome, unlimited)}"
     for swapped in certificate.swapped:
         yield f"swapped: {swapped}"
-    shown: list[Hang] = []
+    hangs: dict[tuple[str, ...], list[str]] = {}  # by what a chain says, the transports
     for outcome in certificate.outcomes:
-        if outcome.hang and outcome.hang not in shown:
-            shown.append(outcome.hang)
-            same = [other.transport.name for other in certificate.outcomes if other.hang == outcome.hang]
-            yield f"the hang over {', '.join(same)}:"
-            yield from _chain(outcome.hang)
+        if outcome.hang:
+            hangs.setdefault(tuple(_chain(outcome.hang)), []).append(outcome.transport.name)
+    for chain, over in hangs.items():
+        yield f"the hang over {', '.join(over)}:"
+        yield from chain
 
 
 def _verdict(outcome: Outcome, unlimited: float | None) -> str:

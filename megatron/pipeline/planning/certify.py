@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.planning.costs import CostFlags, costs_of, with_shards
 from megatron.pipeline.planning.document import naming
-from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_communication
+from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
 from megatron.pipeline.schedule.certify.traffic import Traffic, late, of_programs
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -39,10 +39,10 @@ def read_traffic(path: str, flags: CostFlags) -> Source:
 
 def _read(path: str, text: str, flags: CostFlags) -> Source:
     if Path(path).suffix.lower() == ".csv":
-        if has_communication(text):
+        if has_messages(text):
             traffic = from_comms_csv(text, Path(path).stem)
             return Source(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
-        schedule, file = from_csv(text, Path(path).stem), {}
+        schedule, file = from_csv(without_weights(text), Path(path).stem), {}
     else:
         schedule, file = Schedule.from_json(text), json.loads(text)
     verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))

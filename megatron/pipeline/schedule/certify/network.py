@@ -10,21 +10,21 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Traffic
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Item, Post, Shape, Traffic
 from megatron.pipeline.schedule.certify.transports import Transport
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Pass
-from megatron.pipeline.schedule.lower.program import Collective, Compute, Join
+from megatron.pipeline.schedule.lower.program import Collective, Compute, Join, Message
 from megatron.pipeline.schedule.time.links import Link, Rows
 from megatron.pipeline.schedule.time.replay import Replay, advance
 
 
 class End(NamedTuple):
-    """A post, by where it stands: the rank, the place of its batch in the rank's row, and its index in the batch."""
+    """A post, by where it stands: the rank, the place of its batch in the rank's row, and its number in the batch."""
 
     rank: int
     place: int
-    index: int
+    number: int
 
 
 class Work(NamedTuple):
@@ -49,8 +49,8 @@ def ends_of(traffic: Traffic) -> Iterator[tuple[End, Post]]:
     for rank, row in enumerate(traffic.rows):
         for place, step in enumerate(row):
             if isinstance(step, Batch):
-                for index, post in enumerate(step.posts):
-                    yield End(rank, place, index), post
+                for number, post in enumerate(step.posts):
+                    yield End(rank, place, number), post
 
 
 def partners(traffic: Traffic) -> dict[End, End]:
@@ -122,11 +122,6 @@ class Network:
         makers = self._makers.get(self._links[row][slot].needed, ())
         return self.works[row][slot], next((other for other, at in makers if at >= len(self.run.ends[other])), None)
 
-    def posted_at(self, end: End) -> float:
-        """When a post's row reached it."""
-        slot = next(slot for slot, work in enumerate(self.works[end.rank]) if work.place == end.place)
-        return self.run.ends[end.rank][slot]
-
     def _number(self, name: Hashable) -> int:
         return self._numbers.setdefault(name, len(self._numbers))
 
@@ -165,7 +160,7 @@ class Network:
                     self._add_posts(rank, place)
                 case Await(Collective() as collective):
                     self._add(rank, here, ("joined", collective), hop=self._costs.exchange)
-                case Await(item):
+                case Await(Message() | Shape() as item):
                     self._add_wait(here, self._ends[rank, item])
                 case Join(collective):
                     self._add(rank, here, makes=("joined", collective), is_part=True)
@@ -202,7 +197,7 @@ class Network:
 
     def _ends_at(self, rank: int, place: int) -> list[End]:
         step = self._traffic.rows[rank][place]
-        return [End(rank, place, index) for index in range(len(step.posts))] if isinstance(step, Batch) else []
+        return [End(rank, place, number) for number in range(len(step.posts))] if isinstance(step, Batch) else []
 
     def communicator(self, end: End) -> Hashable:
         """The communicator that a post takes."""

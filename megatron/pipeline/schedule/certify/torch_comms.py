@@ -24,9 +24,14 @@ _FLOWS = {"F": Flow.ACTIVATION, "B": Flow.GRADIENT}
 _NEEDED = {"I": "F", "B": "F", "W": "I"}  # on the same stage
 
 
-def has_communication(text: str) -> bool:
-    """Whether a CSV has any cell that is no pass."""
-    return re.search("SEND_|RECV_|SHARD|REDUCE_GRAD", text) is not None
+def has_messages(text: str) -> bool:
+    """Whether a CSV has any cell that sends or receives."""
+    return re.search("SEND_|RECV_", text) is not None
+
+
+def without_weights(text: str) -> str:
+    """A CSV with empty cells in the place of what FSDP does with weights."""
+    return _WEIGHTS.sub("", text)
 
 
 def from_comms_csv(text: str, name: str) -> Traffic:
