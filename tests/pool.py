@@ -45,9 +45,16 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 class Pool:
-    """Ranks are started when they are first needed, and kept until ``close``."""
+    """Ranks are started when they are first needed, and kept until ``close``.
 
-    def __init__(self) -> None:
+    Args:
+        backend: of the worlds that they form.
+        prepare: called first thing on every rank; found by name, like the functions.
+    """
+
+    def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
+        self._backend = backend
+        self._prepare = (prepare.__module__, prepare.__qualname__) if prepare else None
         self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -86,7 +93,7 @@ class Pool:
         while len(self._workers) < ranks:
             ours, theirs = multiprocessing.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
-            process = forked(_serve, theirs, str(stacks))
+            process = forked(_serve, theirs, str(stacks), self._backend, self._prepare)
             theirs.close()
             self._workers.append((process, ours, stacks))
 
@@ -132,7 +139,9 @@ class _environment:
         os.environ.update(self._saved)
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+def _serve(connection: Connection, stacks: str, backend: str, prepare: tuple[str, str] | None) -> None:
+    if prepare:
+        getattr(importlib.import_module(prepare[0]), prepare[1])()
     from megatron.pipeline.patches import older_releases
 
     older_releases.install()  # before a test's module imports what only newer releases have
@@ -148,20 +157,22 @@ def _serve(connection: Connection, stacks: str) -> None:
                 function: Any = importlib.import_module(module)
                 for part in name.split("."):
                     function = getattr(function, part)
-                answer = (True, _in_world(function, args, kwargs, rank, ranks, port))
+                answer = (True, _in_world(function, args, kwargs, rank, ranks, port, backend))
             except BaseException:  # a test function may raise SystemExit
                 answer = (False, traceback.format_exc())
             connection.send(answer)
 
 
-def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int) -> Any:
+def _in_world(
+    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int, backend: str
+) -> Any:
     from datetime import timedelta
 
     import torch
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
     torch.distributed.barrier()  # a function that ends at once would close connections that others are still making
     try:
         return function(*args, **kwargs)

@@ -186,8 +186,10 @@ class VocabularyPasses:
                 assert one.part is not None
                 statistics = one.part.statistics
                 one.gathered = statistics.new_empty((self._shard.shards.count, *statistics.shape))
-                parts = list(one.gathered.unbind())
-                work = torch.distributed.all_gather(parts, statistics, group=self._groups.shards, async_op=True)
+                # Not into a list: NCCL would gather into memory of its own, given back when the side stream has waited,
+                # which the stream that it was allocated on has not.
+                whole = one.gathered.flatten(0, 1)
+                work = torch.distributed.all_gather_into_tensor(whole, statistics, group=self._groups.shards, async_op=True)
             case Exchange.GRADIENT:
                 with self._gradient_ready(one, collective.microbatch):
                     assert one.gradient is not None, "S or T has run"
