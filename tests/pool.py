@@ -163,9 +163,7 @@ def _serve(connection: Connection, stacks: str, backend: str, prepare: tuple[str
             connection.send(answer)
 
 
-def _in_world(
-    function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int, backend: str
-) -> Any:
+def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int, backend: str) -> Any:
     from datetime import timedelta
 
     import torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
 from gpu_model.memory import Memory
 from gpu_model.order import HOST, At, Clock, Order
 
@@ -187,7 +189,7 @@ def names() -> dict[str, Any]:
 
     def all_of(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
         """A function of its own for each name: torch.compile's tables want no two names for one."""
-        return {name: lambda *args, **kwargs: answer(*args, **kwargs) for name in names.split()}
+        return {name: functools.partial(answer) for name in names.split()}
 
     def nothing(*_: Any, **__: Any) -> None:
         pass

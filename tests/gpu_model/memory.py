@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from gpu_model.order import HOST, At, Order
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpu_model.order import HOST, At, Order
 
 _OURS = ("/megatron/pipeline/", "/patches/")
 _NOT_A_PLACE = ("/gpu_model/", "/torch/")
@@ -148,7 +149,7 @@ class Memory:
         block = self._blocks.pop(key)
         if block.home != HOST:
             self.allocated -= block.bytes
-        for span, use in block.uses.items():
+        for use in block.uses.values():
             # Behind an event on each of the recorded streams, which the allocator asks before it gives the memory away.
             if not any(self._order.comes_before(use.at, stream) for stream in (block.home, *block.recorded)):
                 self._report(Race("reuse", None, use, block.bytes))
@@ -167,7 +168,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its storage, and that behind the last."""
     low = tensor.storage_offset() * tensor.element_size()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return low, low + (last + 1) * tensor.element_size()
+    return int(low), int(low + (last + 1) * tensor.element_size())
 
 
 def _place() -> str:

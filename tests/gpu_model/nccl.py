@@ -16,8 +16,8 @@ torch.distributed; each has a test in ``test_nccl.py``:
 - ``barrier()`` without a device takes the one that it knows, or guesses: rank modulo visible GPUs.
 - A group has 10 minutes if no timeout is given, whatever the world has.
 
-``device().synchronize`` waits for all that was posted, so a receive whose send comes later in program order is a deadlock: it ends
-here, after a moment, with an error that says so.
+``device().synchronize`` waits for all that was posted, so a receive whose send comes later in program order is a deadlock: it
+ends here, after a moment, with an error that says so.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from gpu_model.cuda import Stream, device
-from gpu_model.memory import _place
-from gpu_model.order import Clock
 from torch.utils._python_dispatch import _disable_current_modes
 
+from gpu_model.cuda import Stream, device
+from gpu_model.memory import _frames, _place
+from gpu_model.order import Clock
+
+dist: Any = torch.distributed  # whose groups have several signatures for most methods
 BACKEND = "posed"
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _STUCK = 8.0  # seconds after which a synchronize that waits for a message counts as a deadlock
@@ -96,12 +97,14 @@ class Work:
         self.land()
 
 
-class Group(dist.ProcessGroup):
+class Group(dist.ProcessGroup):  # type: ignore[misc]
     """NCCL's rules for one group of ranks.
 
     Attributes:
         timeout: of its operations.
-        communicators: by the ranks in it, in the order in which they were made, with the place of the first use.
+        communicators: their streams, by the ranks in them, in the order in which they were made.
+        places: files of the product from which the group was made.
+        posted_from: streams that were current when work was posted.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -110,10 +113,12 @@ class Group(dist.ProcessGroup):
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
         self.timeout = timeout
         self.high_priority = False
-        self.communicators: dict[tuple[int, ...], tuple[Stream, str]] = {}
+        self.communicators: dict[tuple[Any, ...], Stream] = {}
+        self.places = _places()
+        self.posted_from: set[str] = set()
         _groups.append(self)
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    def getBackendName(self) -> str:  # torch's name
         return BACKEND
 
     @property
@@ -121,6 +126,9 @@ class Group(dist.ProcessGroup):
         return str(dist.distributed_c10d._world.pg_names[self])
 
     group_name = pg_name
+
+    def _get_backend(self, _: Any) -> Any:
+        return SimpleNamespace(options=SimpleNamespace(_timeout=self.timeout), supports_coalescing=True)
 
     # messages
 
@@ -270,18 +278,17 @@ class Group(dist.ProcessGroup):
 
     def _stream(self, pair: tuple[int, int] | None) -> Stream:
         """Of a communicator: a pair's, or the whole group's."""
-        key = tuple(sorted(pair)) if pair else tuple(range(self._ranks))
-        if pair is None and self._ranks == 2:
-            key = ("all", *key)  # type: ignore[assignment]  # another communicator than that of its pair
+        key: tuple[Any, ...] = tuple(sorted(pair)) if pair else ("all", *range(self._ranks))
         if key not in self.communicators:
             name = f"nccl {_groups.index(self)}:{'-'.join(map(str, key))}"
-            self.communicators[key] = Stream(priority=-self.high_priority, name=name), _place()
-        return self.communicators[key][0]
+            self.communicators[key] = Stream(priority=-self.high_priority, name=name)
+        return self.communicators[key]
 
     def _run(self, stream: Stream, reads: Tensors, writes: Tensors, what: str) -> Clock:
         """The kernel, behind what the current stream has; returns an event behind it."""
         one = device()
         one.memory.sweep()
+        self.posted_from.add(one.current.name)
         if stream != one.current:
             one.order.wait(stream.name, one.order.record(one.current.name))
         at = one.launch(stream)
@@ -353,17 +360,12 @@ def install() -> None:
 
 def batch_isend_irecv(operations: list[Any]) -> list[Work]:
     """On the communicator of the whole group; one work for all."""
-    works = []
-    for one in operations:
-        group = one.group or dist.group.WORLD
-        if not isinstance(group, Group):
-            works.append(one.op(one.tensor, group=group, tag=one.tag, group_dst=one.group_peer)) if one.op is dist.isend else (
-                works.append(one.op(one.tensor, group=group, tag=one.tag, group_src=one.group_peer))
-            )
-            continue
-        works.append(group._message([one.tensor], one.group_peer, one.op is dist.isend, together=True))
-    if not all(isinstance(work, Work) for work in works):
-        return works
+    if not isinstance(operations[0].group or dist.group.WORLD, Group):
+        return [one.op(one.tensor, one.peer, one.group, one.tag) for one in operations]
+    works = [
+        (one.group or dist.group.WORLD)._message([one.tensor], one.group_peer, one.op is dist.isend, together=True)
+        for one in operations
+    ]
     done: Clock = {}
     for work in works:
         for timeline, count in work._done.items():
@@ -383,6 +385,11 @@ class _Options:
         self.is_high_priority_stream = is_high_priority_stream
         self.config = SimpleNamespace(max_ctas=0, min_ctas=0, cga_cluster_size=0)
         self._timeout = DEFAULT_TIMEOUT
+
+
+def _places() -> set[str]:
+    """Files of the product that are on the stack."""
+    return {name.rpartition("/megatron/pipeline/")[2] for name, _ in _frames() if "/megatron/pipeline/" in name}
 
 
 def _reduction(opts: Any) -> Any:

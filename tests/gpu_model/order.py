@@ -15,10 +15,10 @@ Clock = dict[str, int]
 
 
 class At(NamedTuple):
-    """The place of one piece of work: the ``count``-th of a stream, or of the host."""
+    """The place of one piece of work: the ``number``-th of a stream, or of the host."""
 
     timeline: str
-    count: int
+    number: int
 
 
 class Order:
@@ -50,7 +50,7 @@ class Order:
 
     def comes_before(self, work: At, timeline: str) -> bool:
         """Whether work is over before anything that a timeline does from now on."""
-        return work.count <= self._clocks[timeline].get(work.timeline, 0)
+        return work.number <= self._clocks[timeline].get(work.timeline, 0)
 
 
 def _join(clock: Clock, other: Clock) -> None:

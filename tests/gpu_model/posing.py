@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from gpu_model import cuda
 from gpu_model.cuda import CUDA, Device, device
 from gpu_model.memory import _place
 from gpu_model.order import HOST, At
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -30,9 +31,9 @@ __all__ = ["CUDA", "Device", "device", "pose"]
 
 def pose() -> None:
     """Have this process believe that it has a GPU; for good."""
-    from gpu_model import nccl
-
     import torch._dynamo
+
+    from gpu_model import nccl
 
     torch._dynamo.config.disable = True  # there is no GPU to compile for
     cuda.place_device()

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny_gpt
-from gpu_model import device, pose
 from pool import Pool
 
-
-@pytest.fixture(scope="module")
-def gpus() -> Iterator[Pool]:
-    """Ranks with a device each that poses, in worlds with NCCL's rules."""
-    ranks = Pool("nccl", pose)
-    yield ranks
-    ranks.close()
+from gpu_model import device
 
 
 def train(schedule: str, **given: Any) -> tuple[list[tiny_gpt.Step], list[str]]:

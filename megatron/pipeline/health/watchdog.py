@@ -26,6 +26,7 @@ from types import TracebackType
 import torch
 from megatron.core import parallel_state
 
+from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
 
@@ -73,14 +74,14 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._process = _this_process()
         self._heartbeat = Heartbeat(lambda: self._situation().to_text(), self._interval, timeout=self._silence)
-        torch.distributed.barrier()
+        barrier()
         self._heartbeat.open()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
-            torch.distributed.barrier()
+            barrier()
         self._ended.set()
         self._thread.join()
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):

@@ -27,6 +27,7 @@ from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Send
 from megatron.pipeline.schedule.time.simulate import simulate
 
 __all__ = ["Pipeline"]
@@ -59,6 +60,7 @@ class Pipeline(Plans):
         # Opened when they are first needed, by all ranks of the world together.
         self._channels_of, self._groups_of = cache(Channels.open), cache(Groups.open)
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
+        self._connected: set[tuple[int, int]] = set()  # sender and receiver, whose communicators are there
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -111,10 +113,12 @@ class Pipeline(Plans):
         def record() -> Recorder | Unmeasured:
             return self._record(call.chunks, plan) if measured else Unmeasured()
 
+        channels = self._channels_of(call.pipeline, call.config.variable_seq_lengths)
+        self._connect(channels, plan)
         self._iterations += 1
         self._iteration = Iteration(
             plan,
-            self._channels_of(call.pipeline, call.config.variable_seq_lengths),
+            channels,
             record,
             self._posting,
             self._resolve,
@@ -168,6 +172,13 @@ class Pipeline(Plans):
             return None
         expected = _simulated_span(report.schedule, self.costs)
         return report.timeline.span / expected if expected else None
+
+    def _connect(self, channels: Channels, plan: Planned) -> None:
+        """Make the communicators that a plan is the first to use."""
+        sends = ((rank, one.peer) for rank, program in enumerate(plan.programs) for one in program if isinstance(one, Send))
+        if new := set(sends) - self._connected:
+            channels.connect(new, self._posting)
+            self._connected |= new
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.dist import sequence
 from megatron.pipeline.dist.device import side_stream
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.dist.groups import connect, new_group
 from megatron.pipeline.model.adapter import signature
 from megatron.pipeline.model.slices import noting
 from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
@@ -40,20 +40,30 @@ class Groups:
     Attributes:
         pipeline: the ranks of a pipeline, in its order.
         shards: all tensor- and pipeline-parallel ranks of one model, each of which has a shard.
+        tensor: the tensor-parallel ranks, for what the side stream sums over them. On the model's own group it would have the
+            passes that follow wait for what the side stream waits for: the statistics of all shards.
     """
 
     pipeline: Any
     shards: Any
+    tensor: Any
 
     @classmethod
     def open(cls, pipeline: torch.distributed.ProcessGroup) -> Groups:
         """Make the groups; collective over the world, every rank with the pipeline that it is in."""
         backend = torch.distributed.get_backend(pipeline)
+        tensor = parallel_state.get_tensor_model_parallel_group()
         members = [
-            torch.distributed.get_process_group_ranks(group) for group in (pipeline, parallel_state.get_model_parallel_group())
+            torch.distributed.get_process_group_ranks(group)
+            for group in (pipeline, parallel_state.get_model_parallel_group(), tensor)
         ]
         own = new_group(members[0], backend=backend)
-        return cls(own, own if len(members[0]) == len(members[1]) else new_group(members[1], backend=backend))
+        shards = own if len(members[0]) == len(members[1]) else new_group(members[1], backend=backend)
+        if tensor.size() > 1 and backend == "nccl":  # gloo has no streams
+            tensor = new_group(members[2], backend=backend)
+        for group in dict.fromkeys((own, shards, tensor)):
+            connect(group)
+        return cls(own, shards, tensor)
 
 
 class Reader(torch.nn.Module):
@@ -320,11 +330,11 @@ class VocabularyPasses:
             if device.type == "cuda":
                 for tensor in (one.gathered, one.part.statistics, *one.part.held):
                     tensor.record_stream(torch.cuda.current_stream())
-                one.gradient = one.part.input_gradient(self._join_statistics(one))
+                one.gradient = one.part.input_gradient(self._join_statistics(one), self._groups.tensor)
             else:
                 self._compute_losses(one)
                 assert one.statistics is not None
-                one.gradient = one.part.input_gradient(one.statistics)
+                one.gradient = one.part.input_gradient(one.statistics, self._groups.tensor)
         if device.type == "cuda":
             one.gradient.record_stream(torch.cuda.current_stream())
         one.held = hold(one.part.held)

@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.timers import Timers
 
 from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
@@ -105,7 +106,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
             for line in [*first_words(args, pipeline, loaded), *(plan_in_words(args, pipeline) if log.writes else ())]:
                 log.line(line)
             train(args, training, samples, pipeline, log, timers)
-            torch.distributed.barrier()  # what other ranks write is there
+            barrier()  # what other ranks write is there
             if log.writes:
                 log.line(_last_words(args, log))
 

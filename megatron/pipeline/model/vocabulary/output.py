@@ -160,11 +160,15 @@ class OutputPart:
         return (probability - statistics.label_share).masked_fill_(~self._own, 0)
 
     @torch.no_grad()
-    def input_gradient(self, statistics: Statistics) -> torch.Tensor:
+    def input_gradient(self, statistics: Statistics, tp_group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
         """This shard's part of the gradient by the hidden states, in their shape, for ``loss.weigh`` to finish.
 
         To be summed over the pipeline's ranks, and without sequence parallelism over tensor-parallel ranks. Once, for a part
         made with ``with_gradient``.
+
+        Args:
+            statistics: of all shards.
+            tp_group: the tensor-parallel ranks, over which sequence parallelism sums; None for the layer's own group.
         """
         assert self._products is not None
         layer, weight = self._layer, self._layer.weight
@@ -176,7 +180,8 @@ class OutputPart:
         if statistics.uniform_share:
             uniform = enlarged(weight.dtype) * statistics.uniform_share
             gradient -= uniform * weight[: layer.counted].sum(0, dtype=torch.float32)
-        part, reduction = sequence.reduce_scatter(gradient.to(weight.dtype).view(self._shape), layer.sequence_group)
+        group = layer.sequence_group and (tp_group or layer.sequence_group)
+        part, reduction = sequence.reduce_scatter(gradient.to(weight.dtype).view(self._shape), group)
         reduction.wait()
         return part
 

@@ -1,0 +1,125 @@
+"""What the host does around messages and groups on a GPU: measured hops, timeouts, barriers, first uses of communicators."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from unittest.mock import patch
+
+import torch
+from pool import Pool
+
+from gpu_model import device, nccl
+
+UNTIED = ("--untie-embeddings-and-output-weights",)
+
+
+def pinged() -> list[float]:
+    from megatron.pipeline.runtime.p2p import Channels, Transport
+    from megatron.pipeline.runtime.ping import ping
+    from megatron.pipeline.schedule import families
+    from megatron.pipeline.schedule.core.kinds import Flow
+
+    channels = Channels.open(torch.distributed.group.WORLD, variable_lengths=False)  # type: ignore[arg-type]
+    shapes = {Flow.ACTIVATION: [(4, 2)], Flow.GRADIENT: [(4, 2)]}
+    transport = Transport(channels, shapes, torch.float32, torch.device("cuda", 0))
+    return ping(transport, torch.distributed.get_rank(), families.placement("1f1b", 2))
+
+
+def test_a_hop_is_measured_without_waiting_for_the_answer_of_another(gpus: Pool) -> None:
+    """``torch.cuda.synchronize`` would wait for a posted receive whose sender waits for us."""
+    measured, nothing = gpus.run(2, pinged)
+    assert len(measured) == 5 and nothing == []
+
+
+def timeouts(minutes: float) -> list[timedelta]:
+    """Of all groups that the product makes in a world with a timeout of its own."""
+    import tiny_gpt
+
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(timeout=timedelta(minutes=minutes))
+    before = len(nccl.groups())
+    flags = ("--untie-embeddings-and-output-weights", "--vocab-parallel", "2", "--distributed-timeout-minutes", str(int(minutes)))
+    tiny_gpt.train("zb-v", pp=2, iterations=1, flags=flags)
+    return [group.timeout for group in nccl.groups()[before:]]
+
+
+def test_all_groups_have_the_timeout_of_the_world(gpus: Pool) -> None:
+    for found in gpus.run(2, timeouts, 60.0):
+        assert set(found) == {timedelta(minutes=60)}
+
+
+def watched() -> list[tuple[str, bool]]:
+    from megatron.pipeline.health.progress import Situation
+    from megatron.pipeline.health.watchdog import Watchdog
+
+    nccl.barriers.clear()
+    with Watchdog(Situation):
+        pass
+    return nccl.barriers
+
+
+def test_barriers_say_which_device_they_mean(gpus: Pool) -> None:
+    """NCCL guesses rank modulo GPUs where nobody says it: another GPU on a node with fewer ranks than GPUs."""
+    for found in gpus.run(2, watched):
+        assert len(found) == 2 and all(said for _, said in found)
+
+
+def first_uses(posting: str) -> tuple[int, int]:
+    """How many communicators the pipeline's own groups have before the first pass, and after two iterations."""
+    import tiny_gpt
+
+    from megatron.pipeline.runtime.executor import Executor
+
+    before, begin, made = len(nccl.groups()), Executor.begin, []
+
+    def count() -> int:
+        own = [group for group in nccl.groups()[before:] if any("runtime/" in place for place in group.places)]
+        return sum(len(group.communicators) for group in own)
+
+    def counting(executor: Executor) -> None:
+        made.append(count())
+        begin(executor)
+
+    with patch.object(Executor, "begin", counting):
+        flags = ("--untie-embeddings-and-output-weights", "--vocab-parallel", "2", "--pipeline-p2p", posting)
+        tiny_gpt.train("zb-v", pp=2, iterations=2, flags=flags)
+    return made[0], count()
+
+
+def test_communicators_are_made_before_the_first_pass(gpus: Pool) -> None:
+    """Making one blocks the host until all members come: in the middle of a program that can be a deadlock."""
+    for posting in ("single", "batched"):
+        for before, after in gpus.run(2, first_uses, posting):
+            assert before == after > 2
+
+
+def host_reads(schedule: str, flags: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Where the host waits for the device from an iteration's first pass to its last."""
+    import tiny_gpt
+
+    run = tiny_gpt.Run(schedule, pp=2, flags=flags)
+    run.step(0)
+    device().syncs.clear()
+    run.forward_backward(1)
+    return list(device().syncs)
+
+
+def streams_of_tensor_groups() -> list[set[str]]:
+    """From which streams the tensor-parallel ranks' groups were used, in the iterations."""
+    import tiny_gpt
+    from megatron.core import parallel_state
+
+    run = tiny_gpt.Run("zb-v", pp=2, tp=2, flags=("--sequence-parallel", "--vocab-parallel", "2", *UNTIED))
+    run.step(0)
+    for group in nccl.groups():
+        group.posted_from.clear()
+    run.forward_backward(1)
+    mine = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    return [group.posted_from for group in nccl.groups() if tuple(torch.distributed.get_process_group_ranks(group)) == mine]
+
+
+def test_the_side_stream_has_tensor_parallel_ranks_of_its_own(gpus: Pool) -> None:
+    """Otherwise each all-reduce of the passes queues behind a reduce-scatter that waits for all ranks' statistics."""
+    for found in gpus.run(4, streams_of_tensor_groups):
+        used = [streams for streams in found if streams]
+        assert len(used) == 2 and all(len(streams) == 1 for streams in used) and used[0] != used[1], found
