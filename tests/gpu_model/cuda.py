@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +20,20 @@ CUDA = torch.device("cuda", 0)
 _numbers = itertools.count(1)
 
 
+class Sync(NamedTuple):
+    """A wait of the host: why, where in the code, and for which stream; for an event none is named."""
+
+    why: str
+    place: str
+    stream: str
+
+
 class Device:
     """One rank's device, and what the host has asked of it.
 
     Attributes:
         order, memory: what is known of the order of work, and of the memory that it uses.
-        syncs: places at which the host waited for the device, and why.
+        syncs: where the host waited for the device.
         kernels: operations that were launched.
     """
 
@@ -33,7 +41,7 @@ class Device:
         self.order = Order()
         self.memory = Memory(self.order)
         self.default = Stream(name="compute")
-        self.syncs: list[tuple[str, str]] = []
+        self.syncs: list[Sync] = []
         self.kernels = 0
         self._local = threading.local()
         self.waits: list[Callable[[], None]] = []  # what ``synchronize`` waits for beside the streams: posted messages
@@ -58,10 +66,10 @@ class Device:
         self.kernels += 1
         return self.order.launch((stream or self.current).name)
 
-    def host_waits(self, clock: Clock, why: str, place: str) -> None:
+    def host_waits(self, clock: Clock, why: str, place: str, stream: str = "") -> None:
         """The host blocks until an event has happened."""
         self.memory.sweep()
-        self.syncs.append((why, place))
+        self.syncs.append(Sync(why, place, stream))
         self.order.wait(HOST, clock)
 
     def synchronize(self) -> None:
@@ -71,7 +79,7 @@ class Device:
         for wait in list(self.waits):
             wait()
         self.memory.sweep()
-        self.syncs.append(("synchronize", _place()))
+        self.syncs.append(Sync("synchronize", _place(), "all"))
         self.order.wait_for_all()
 
 
@@ -118,7 +126,7 @@ class Stream:
     def synchronize(self) -> None:
         from gpu_model.memory import _place
 
-        device().host_waits(device().order.record(self.name), "synchronize of a stream", _place())
+        device().host_waits(device().order.record(self.name), "synchronize of a stream", _place(), self.name)
 
     def query(self) -> bool:
         return True

@@ -156,7 +156,7 @@ def _host_reads(tensor: torch.Tensor, what: str) -> None:
     """The host waits for the current stream, and reads."""
     one = device()
     one.memory.use(tensor, one.launch(), what, write=False)
-    one.host_waits(one.order.record(one.current.name), f"the host reads ({what})", _place())
+    one.host_waits(one.order.record(one.current.name), f"the host reads ({what})", _place(), one.current.name)
 
 
 class _Watch(TorchDispatchMode):
@@ -217,4 +217,5 @@ class _Watch(TorchDispatchMode):
         if asked and one.memory.home(host) == HOST:
             return
         if across[0] or not asked:  # to the device from pageable memory, the driver stages what it was given
-            one.host_waits(one.order.record(one.current.name), f"a copy to {'the host' if across[0] else 'the device'}", _place())
+            why = f"a copy to {'the host' if across[0] else 'the device'}"
+            one.host_waits(one.order.record(one.current.name), why, _place(), one.current.name)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from unittest.mock import patch
 
+import pytest
 import torch
 from pool import Pool
 
 from gpu_model import device, nccl
+from gpu_model.cuda import Sync
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
@@ -93,17 +95,6 @@ def test_communicators_are_made_before_the_first_pass(gpus: Pool) -> None:
             assert before == after > 2
 
 
-def host_reads(schedule: str, flags: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Where the host waits for the device from an iteration's first pass to its last."""
-    import tiny_gpt
-
-    run = tiny_gpt.Run(schedule, pp=2, flags=flags)
-    run.step(0)
-    device().syncs.clear()
-    run.forward_backward(1)
-    return list(device().syncs)
-
-
 def streams_of_tensor_groups() -> list[set[str]]:
     """From which streams the tensor-parallel ranks' groups were used, in the iterations."""
     import tiny_gpt
@@ -123,3 +114,41 @@ def test_the_side_stream_has_tensor_parallel_ranks_of_its_own(gpus: Pool) -> Non
     for found in gpus.run(4, streams_of_tensor_groups):
         used = [streams for streams in found if streams]
         assert len(used) == 2 and all(len(streams) == 1 for streams in used) and used[0] != used[1], found
+
+
+def host_waits(directory: str, flags: str) -> list[Sync]:
+    """Where the host waits for the passes' stream, or for all, while passes of a training run; not the first two iterations.
+
+    Without megatron-core's own check of gradients, which reads a norm of each bucket when its passes are over.
+    """
+    from training.short_runs import train
+
+    from megatron.pipeline.runtime.iteration import Iteration
+
+    run, found = Iteration.run, []
+
+    def noting(iteration: Iteration, call: object) -> object:
+        device().syncs.clear()
+        result = run(iteration, call)  # type: ignore[arg-type]
+        found.append([one for one in device().syncs if one.stream in ("compute", "all")])
+        return result
+
+    with patch.object(Iteration, "run", noting):
+        error = train(f"{directory} {flags}")
+    assert not error, error
+    return [one for several in found[2:] for one in several if not one.place.startswith("model/boundary.py")]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-schedule zb-h1",
+        "--pipeline-schedule zb-v --vocab-parallel 2 --untie-embeddings-and-output-weights",
+        "--pipeline-schedule gis-h --offload full",
+        "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",
+    ],
+)
+def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
+    """The host runs ahead of the device through all passes of an iteration: it reads nothing."""
+    for found in gpus.run(2, host_waits, data, f"--pipeline-model-parallel-size 2 {flags}"):
+        assert found == []

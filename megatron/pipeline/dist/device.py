@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -12,6 +13,13 @@ import torch
 def this_device() -> torch.device:
     """The GPU that this process has set, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def to_device(numbers: Sequence[float]) -> torch.Tensor:
+    """Numbers as a float64 tensor on this process's device; on a GPU the host does not wait for the copy."""
+    device = this_device()
+    on_gpu = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
