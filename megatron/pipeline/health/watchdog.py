@@ -96,7 +96,8 @@ class Watchdog:
 
     def _situation(self) -> Situation:
         mine = self._place()
-        return replace(mine, line="" if mine.waits_for is not None else _line_of_main_thread(), process=self._process)
+        elsewhere = mine.waits_for is not None or mine.of_device
+        return replace(mine, line="" if elsewhere else _line_of_main_thread(), process=self._process)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
