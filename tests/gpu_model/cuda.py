@@ -222,7 +222,7 @@ def names() -> dict[str, Any]:
         "get_device_name": lambda *_: "posing",
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: SimpleNamespace(
-            total_memory=80 * 2**30, major=9, minor=0, name="posing", multi_processor_count=132
+            total_memory=80 * 2**30, major=9, minor=0, name="posing", multi_processor_count=132, L2_cache_size=50 * 2**20
         ),
         "is_current_stream_capturing": lambda: False,
         "reset_peak_memory_stats": reset,

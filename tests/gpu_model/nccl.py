@@ -113,6 +113,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
         self.timeout = timeout
         self.high_priority = False
+        self.max_ctas = 0
         self.communicators: dict[tuple[Any, ...], Stream] = {}
         self.places = _places()
         self.posted_from: set[str] = set()
@@ -346,6 +347,7 @@ def install() -> None:
         group = new_group(*args, backend=BACKEND, timeout=timeout or DEFAULT_TIMEOUT, **kwargs)
         if isinstance(group, Group):
             group.high_priority = bool(pg_options and pg_options.is_high_priority_stream)
+            group.max_ctas = pg_options.config.max_ctas if pg_options else 0
         return group
 
     def get_backend(group: Any = None) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pool import Pool
 
-from gpu_model import device, nccl
+from gpu_model import cuda, device, nccl
 from gpu_model.cuda import Sync
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
@@ -152,3 +152,60 @@ def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
     """The host runs ahead of the device through all passes of an iteration: it reads nothing."""
     for found in gpus.run(2, host_waits, data, f"--pipeline-model-parallel-size 2 {flags}"):
         assert found == []
+
+
+def thread_blocks() -> list[int]:
+    """Of every group that an iteration uses for messages and the vocabulary."""
+    import tiny_gpt
+
+    before = len(nccl.groups())
+    tiny_gpt.train("zb-v", pp=2, iterations=1, flags=(*UNTIED, "--vocab-parallel", "2", "--pipeline-max-ctas", "4"))
+    own = [group for group in nccl.groups()[before:] if group.places & {"runtime/p2p.py", "runtime/vocabulary.py"}]
+    return [group.max_ctas for group in own]
+
+
+def test_messages_take_no_more_of_a_gpu_than_the_flag_says(gpus: Pool) -> None:
+    for found in gpus.run(2, thread_blocks):
+        assert found == [4, 4, 4]
+
+
+def buckets(schedule: str) -> list[int]:
+    """Of each chunk's gradients."""
+    import tiny_gpt
+
+    run = tiny_gpt.Run(schedule, pp=2, flags=("--overlap-grad-reduce", "--ddp-bucket-size", "4096"))
+    return [len(chunk.buffers[0].buckets) for chunk in run.chunks]
+
+
+def test_gradients_of_every_chunk_of_a_v_are_reduced_in_buckets(pool: Pool) -> None:
+    """All of its chunks end last; interleaved chunks but the first end early, and are reduced in one piece.
+
+    On the first pipeline rank: on others megatron-core's DDP makes one bucket of each chunk, whatever it is asked for.
+    """
+    assert min(pool.run(2, buckets, "zb-v")[0]) > 1
+    assert pool.run(2, buckets, "gis")[0][1] == 1
+
+
+def streams_made(directory: str) -> tuple[int, int]:
+    """How many streams there are after a few measured iterations, and after some more."""
+    from training.short_runs import train
+
+    from megatron.pipeline.record import recorder
+
+    made, reach = [], recorder._reached_now
+
+    def reaching() -> object:
+        event = reach()
+        made.append(next(cuda._numbers))
+        return event
+
+    with patch.object(recorder, "_reached_now", reaching):
+        error = train(f"{directory} --pipeline-model-parallel-size 2 --metrics /dev/null")
+    assert not error, error
+    return made[1], made[-1]
+
+
+def test_reports_make_no_new_streams(gpus: Pool, data: str) -> None:
+    """torch has 32, NCCL's among them: a report would one day wait for a collective of others."""
+    for early, late in gpus.run(2, streams_made, data):
+        assert late - early == 4  # the test's own numbers, one for each iteration

@@ -22,11 +22,11 @@ def to_device(numbers: Sequence[float]) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
-def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """What starts in here on a GPU neither waits for what computes nor keeps it waiting."""
-    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+def side_stream(device: torch.device, purpose: str = "collectives") -> AbstractContextManager[Any]:
+    """What starts in here on a GPU neither waits for what computes nor keeps it waiting; one stream for each purpose."""
+    return torch.cuda.stream(_stream(device, purpose)) if device.type == "cuda" else nullcontext()
 
 
-@cache  # the allocator keeps memory for every stream
-def _stream(device: torch.device) -> torch.cuda.Stream:
+@cache  # the allocator keeps memory for every stream, and torch has 32 in all, of which NCCL's are some
+def _stream(device: torch.device, _purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

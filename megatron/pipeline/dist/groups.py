@@ -32,6 +32,22 @@ def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.Process
     return mine
 
 
+def like(group: torch.distributed.ProcessGroup, high_priority: bool = False, max_ctas: int | None = None) -> dict[str, Any]:
+    """Options of a new group with the backend of another.
+
+    Args:
+        high_priority: with NCCL its kernels go before others.
+        max_ctas: with NCCL the most thread blocks of a kernel, which wait on as many SMs for other ranks; None for its choice.
+    """
+    backend = torch.distributed.get_backend(group)
+    if backend != "nccl":
+        return {"backend": backend}
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return {"backend": backend, "pg_options": options}
+
+
 def barrier() -> None:
     """Wait for all ranks of the world.
 

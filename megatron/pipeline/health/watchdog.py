@@ -171,6 +171,11 @@ class Watchdog:
         os._exit(1)
 
 
+def stuck_seconds(distributed_timeout_minutes: float) -> float:
+    """After which time ranks that stand still outside an iteration are stuck: before the backend ends them without a word."""
+    return 0.8 * 60 * distributed_timeout_minutes
+
+
 def in_words(error: BaseException) -> str:
     """An exception in one line, with a second one on what to do if memory was short."""
     words = f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.dist.device import this_device
-from megatron.pipeline.dist.groups import connect, new_group
+from megatron.pipeline.dist.groups import connect, like, new_group
 from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS, Posting
 from megatron.pipeline.schedule.lower.program import Flow, Message, Send
 
@@ -43,14 +43,17 @@ class Channels:
     shapes: Any = None
 
     @classmethod
-    def open(cls, pipeline: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
-        """Make the groups of a pipeline; collective over the world, every rank with the pipeline that it is in."""
+    def open(cls, pipeline: torch.distributed.ProcessGroup, variable_lengths: bool, max_ctas: int | None = None) -> Channels:
+        """Make the groups of a pipeline; collective over the world, every rank with the pipeline that it is in.
+
+        Args:
+            variable_lengths: shapes travel before tensors.
+            max_ctas: the most thread blocks of an NCCL kernel; None for NCCL's choice.
+        """
         ranks = tuple(torch.distributed.get_process_group_ranks(pipeline))
         members = ranks if len(ranks) > 1 else ()
-        options: dict[str, Any] = {"backend": torch.distributed.get_backend(pipeline)}
-        if options["backend"] == "nccl":
-            # Messages are short and others wait for them: they go before the passes' kernels.
-            options["pg_options"] = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # Messages are short and others wait for them: they go before the passes' kernels.
+        options = like(pipeline, high_priority=True, max_ctas=max_ctas)
         shapes = new_group(members, backend="gloo") if variable_lengths else None
         return cls(ranks, pipeline.rank(), new_group(members, **options), new_group(members, **options), shapes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -41,6 +41,7 @@ class Pipeline(Plans):
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
+        max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None for NCCL's choice.
 
     Raises:
         ValueError: see ``Plans``.
@@ -52,13 +53,15 @@ class Pipeline(Plans):
         posting: Posting = Posting.SINGLE,
         measure: bool = False,
         settings: Settings | None = None,
+        max_ctas: int | None = None,
     ) -> None:
         self.settings = settings or Settings()
         super().__init__(request, posting, self.settings.host_limit)
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
         # Opened when they are first needed, by all ranks of the world together.
-        self._channels_of, self._groups_of = cache(Channels.open), cache(Groups.open)
+        self._channels_of = cache(partial(Channels.open, max_ctas=max_ctas))
+        self._groups_of = cache(partial(Groups.open, max_ctas=max_ctas))
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
         self._connected: set[tuple[int, int]] = set()  # sender and receiver, whose communicators are there
         self._iterations = 0  # that have begun, evaluations included

@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.dist import sequence
 from megatron.pipeline.dist.device import side_stream
-from megatron.pipeline.dist.groups import connect, new_group
+from megatron.pipeline.dist.groups import connect, like, new_group
 from megatron.pipeline.model.adapter import signature
 from megatron.pipeline.model.slices import noting
 from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
@@ -49,18 +49,22 @@ class Groups:
     tensor: Any
 
     @classmethod
-    def open(cls, pipeline: torch.distributed.ProcessGroup) -> Groups:
-        """Make the groups; collective over the world, every rank with the pipeline that it is in."""
-        backend = torch.distributed.get_backend(pipeline)
+    def open(cls, pipeline: torch.distributed.ProcessGroup, max_ctas: int | None = None) -> Groups:
+        """Make the groups; collective over the world, every rank with the pipeline that it is in.
+
+        Args:
+            max_ctas: the most thread blocks of an NCCL kernel; None for NCCL's choice.
+        """
+        options = like(pipeline, max_ctas=max_ctas)
         tensor = parallel_state.get_tensor_model_parallel_group()
         members = [
             torch.distributed.get_process_group_ranks(group)
             for group in (pipeline, parallel_state.get_model_parallel_group(), tensor)
         ]
-        own = new_group(members[0], backend=backend)
-        shards = own if len(members[0]) == len(members[1]) else new_group(members[1], backend=backend)
-        if tensor.size() > 1 and backend == "nccl":  # gloo has no streams
-            tensor = new_group(members[2], backend=backend)
+        own = new_group(members[0], **options)
+        shards = own if len(members[0]) == len(members[1]) else new_group(members[1], **options)
+        if tensor.size() > 1 and options["backend"] == "nccl":  # gloo has no streams
+            tensor = new_group(members[2], **options)
         for group in dict.fromkeys((own, shards, tensor)):
             connect(group)
         return cls(own, shards, tensor)

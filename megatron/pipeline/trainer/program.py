@@ -23,7 +23,7 @@ from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.offload import numa
@@ -94,7 +94,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         # What goes on belongs to the next iteration, or to an evaluation or a checkpoint after this one.
         return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
 
-    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=60 * args.distributed_timeout_minutes)
+    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=stuck_seconds(args.distributed_timeout_minutes))
     with _megatron_state(args, pipeline.placement), guarded:
         pipeline.agree()
         pipeline.install()

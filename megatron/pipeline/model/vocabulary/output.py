@@ -7,6 +7,7 @@ place and a few tokens at a time, so that no float32 copy of all logits exists a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -18,7 +19,15 @@ from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, en
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.shape.shards import Shards
 
-_ELEMENTS = 4 * 1024**2  # logits in float32 at a time: few enough to stay in a GPU's cache between kernels
+_ELEMENTS = 4 * 1024**2  # logits in float32 at a time, on a CPU
+
+
+@cache
+def _rows_at_once(columns: int, device: torch.device) -> int:
+    """How many tokens' logits elementwise work takes at a time: in float32 they fill a GPU's cache twice, so that kernels are few
+    and most of what one writes is still there for the next."""
+    elements = torch.cuda.get_device_properties(device).L2_cache_size // 2 if device.type == "cuda" else _ELEMENTS
+    return max(1, elements // columns)
 
 
 class OutputShard(torch.nn.Module):
@@ -135,7 +144,7 @@ class OutputPart:
         labelled.copy_(self._at_labels(logits, piece).masked_fill(~self._own[piece], 0))
         for out in summed:
             torch.sum(logits[:, : self._layer.counted], 1, dtype=torch.float32, out=out)
-        for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
+        for rows in _slices(len(logits), _rows_at_once(logits.size(1), logits.device)):
             exponentials = torch.sub(logits[rows], maximum[rows, None]).exp_()
             torch.sum(exponentials, 1, out=total[rows])
             if probabilities is not None:
@@ -229,7 +238,7 @@ class OutputPart:
         uniform = statistics.uniform_share * weights[piece]
         at_labels = self._label_share(statistics)[piece] * weights[piece] - uniform
         maximum, scale = statistics.maximum[piece], statistics.softmax_scale[piece] * weights[piece]
-        for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
+        for rows in _slices(len(logits), _rows_at_once(logits.size(1), logits.device)):
             part = torch.sub(logits[rows], maximum[rows, None]).exp_().mul_(scale[rows, None])
             if statistics.uniform_share:
                 part[:, : self._layer.counted] -= uniform[rows, None]
