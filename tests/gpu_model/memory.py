@@ -75,6 +75,7 @@ class _Block:
         home: the stream whose pool it came from; the host for pinned memory.
         uses: the last of every timeline on every span.
         recorded: streams of ``record_stream``.
+        guarded: pinned memory of torch's own allocator, which asks all streams that have used it before it gives it away.
     """
 
     alive: StorageWeakRef
@@ -82,6 +83,7 @@ class _Block:
     bytes: int
     uses: dict[_Span, Use] = field(default_factory=dict)
     recorded: set[str] = field(default_factory=set)
+    guarded: bool = False
 
 
 class Memory:
@@ -100,7 +102,7 @@ class Memory:
         self.allocated = 0
         self.peak = 0
 
-    def allocate(self, tensor: torch.Tensor, home: str) -> None:
+    def allocate(self, tensor: torch.Tensor, home: str, guarded: bool = False) -> None:
         """A tensor's storage is on the device from now on, or pinned (``home`` is the host)."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -108,7 +110,7 @@ class Memory:
             if not block.alive.expired():
                 return
             self._free(key)
-        self._blocks[key] = _Block(StorageWeakRef(storage), home, storage.nbytes())
+        self._blocks[key] = _Block(StorageWeakRef(storage), home, storage.nbytes(), guarded=guarded)
         if home != HOST:
             self.allocated += storage.nbytes()
             self.peak = max(self.peak, self.allocated)
@@ -149,9 +151,9 @@ class Memory:
         block = self._blocks.pop(key)
         if block.home != HOST:
             self.allocated -= block.bytes
-        for use in block.uses.values():
-            # Behind an event on each of the recorded streams, which the allocator asks before it gives the memory away.
-            if not any(self._order.comes_before(use.at, stream) for stream in (block.home, *block.recorded)):
+        for use in () if block.guarded else block.uses.values():
+            # The host launches what uses it next; the allocator asks an event on each of the recorded streams before that.
+            if not any(self._order.comes_before(use.at, timeline) for timeline in (block.home, HOST, *block.recorded)):
                 self._report(Race("reuse", None, use, block.bytes))
 
     def _block(self, tensor: torch.Tensor) -> _Block | None:

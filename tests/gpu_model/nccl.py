@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_model.cuda import Stream, device
 from gpu_model.memory import _frames, _place
-from gpu_model.order import Clock
+from gpu_model.order import HOST, Clock
 
 dist: Any = torch.distributed  # whose groups have several signatures for most methods
 BACKEND = "posed"
@@ -71,6 +71,8 @@ class Work:
     def is_completed(self) -> bool:
         if not self._moved and self._arrived():
             self.land()
+        if self._moved:
+            device().order.wait(HOST, self._done)
         return self._moved
 
     is_success = is_completed

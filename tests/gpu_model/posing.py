@@ -88,7 +88,7 @@ def _made(factory: Callable[..., Any], like: bool) -> Callable[..., Any]:
         finally:
             _making.where = before
         if pinned:
-            device().memory.allocate(tensor, HOST)
+            device().memory.allocate(tensor, HOST, guarded=True)
         return tensor
 
     return make
@@ -144,7 +144,7 @@ def _methods() -> None:
 
     def pin(self: Any, *_: Any) -> Any:
         copy = self.clone()
-        device().memory.allocate(copy, HOST)
+        device().memory.allocate(copy, HOST, guarded=True)
         return copy
 
     tensor.to, tensor.type, tensor.tolist, tensor.numpy, tensor.pin_memory = move, type_, read(tolist), read(numpy), pin
@@ -159,6 +159,18 @@ def _host_reads(tensor: torch.Tensor, what: str) -> None:
     one.host_waits(one.order.record(one.current.name), f"the host reads ({what})", _place(), one.current.name)
 
 
+def _product(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a GPU has and a CPU has not: a product of 16-bit factors in another precision."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    if "out_dtype" not in given:
+        return func(*args, **kwargs)
+    result = {"out": given["out"]} if "out" in given else {}
+    factors = [given[name].to(given["out_dtype"]) for name in ("self", "mat1", "mat2") if name in given]
+    overload = getattr(func.overloadpacket, "out" if result else "default")
+    product: torch.Tensor = overload(*factors, **result)
+    return product
+
+
 class _Watch(TorchDispatchMode):
     """Sees every operation: what it reads and writes, where, on which stream; and where the host waits for it."""
 
@@ -170,7 +182,7 @@ class _Watch(TorchDispatchMode):
         homes = [memory.home(tensor) for tensor in given]
         here = any(home not in (None, HOST) for home in homes)
         into = _making.where
-        out = func(*args, **kwargs)
+        out = _product(func, args, kwargs) if func._overloadname.startswith("dtype") else func(*args, **kwargs)
         if func.is_view or name in _NO_KERNEL:
             return out
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and not any(leaf is each for each in given)]
