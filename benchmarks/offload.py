@@ -39,12 +39,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from common import in_rounds, one_rank
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.pipeline.patches import schedules as schedules_patch
 from rich.console import Console
 from rich.table import Table
 
@@ -150,7 +150,7 @@ class Layers:
         if self._is_last(work):
             gradients = [self._gradient.clone()]  # W may keep it
         chunk = self._chunks[work.chunk]
-        return schedules.backward_step(inputs, outputs, gradients, ModelType.encoder_or_decoder, chunk.config)
+        return schedules_patch.backward(inputs, outputs, gradients, chunk.config, chunk)
 
     def release(self, outputs: Tensors) -> None:
         schedules.deallocate_output_tensor(outputs[0], deallocate_pipeline_outputs=True)

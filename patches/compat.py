@@ -152,6 +152,9 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.dist_checkpointing.strategies.checkpointable": {
         "CheckpointableShardedTensor": Name("its release can read our checkpoints back", "0.15-0.19", required=False),
     },
+    "megatron.core.num_microbatches_calculator": {
+        "StepBatchsizeNumMicroBatchesCalculator": Name("a growing batch size, as steps", "0.18-0.19", required=False),
+    },
     "megatron.core.tokenizers": {
         "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", "0.15-0.19", required=False),
     },
@@ -400,6 +403,11 @@ def has_local_grouped_experts() -> bool:
 def null_tokenizer(name: str) -> str:
     """What this release calls the library of a tokenizer without a model: ``name`` from 0.17 on."""
     return name if _minor(version()) >= (0, 17) else "null"
+
+
+def ramps_up_by_steps() -> bool:
+    """Whether megatron-core takes a growing batch size as steps; from 0.18 on it ignores --rampup-batch-size."""
+    return optional("megatron.core.num_microbatches_calculator", "StepBatchsizeNumMicroBatchesCalculator") is not None
 
 
 def saves_common_state_as_object() -> bool:

