@@ -6,7 +6,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,6 +44,9 @@ class Device:
         self.syncs: list[Sync] = []
         self.kernels = 0
         self._local = threading.local()
+        self.arriving: list[
+            tuple[set[int], Callable[[], None]]
+        ] = []  # storages that gloo has yet to fill, and how to wait for that
         self.waits: list[Callable[[], None]] = []  # what ``synchronize`` waits for beside the streams: posted messages
 
     @property
@@ -60,6 +63,15 @@ class Device:
             yield
         finally:
             self._local.stream = before
+
+    def land(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have what arrives in some tensors be there, whether or not a stream has waited for it: numbers stay true, and what
+        was not ordered is a race in the report."""
+        if self.arriving:
+            storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+            for targets, wait in [one for one in self.arriving if one[0] & storages]:
+                self.arriving.remove((targets, wait))
+                wait()
 
     def launch(self, stream: Stream | None = None) -> At:
         """One kernel or copy on a stream; the current one by default."""
@@ -202,7 +214,15 @@ def names() -> dict[str, Any]:
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    done = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    def register(address: int, *_: Any) -> int:
+        device().memory.registered.add(address)
+        return 0
+
+    def unregister(address: int) -> int:
+        device().memory.registered.discard(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     ranges = SimpleNamespace(range=lambda *_: _NoRange(), range_push=nothing, range_pop=nothing, mark=nothing)
     return {
         **all_of("is_available is_initialized is_bf16_supported", lambda *_: True),
@@ -232,6 +252,6 @@ def names() -> dict[str, Any]:
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
         "default_generators": (torch.default_generator,),
-        "cudart": lambda: done,
+        "cudart": lambda: runtime,
         "nvtx": ranges,
     }

@@ -92,6 +92,7 @@ class Memory:
     Attributes:
         races: what was found, each pair of places once.
         allocated, peak: bytes on the device.
+        registered: addresses of host memory that the product has pinned itself.
     """
 
     def __init__(self, order: Order) -> None:
@@ -101,6 +102,7 @@ class Memory:
         self.races: list[Race] = []
         self.allocated = 0
         self.peak = 0
+        self.registered: set[int] = set()
 
     def allocate(self, tensor: torch.Tensor, home: str, guarded: bool = False) -> None:
         """A tensor's storage is on the device from now on, or pinned (``home`` is the host)."""
@@ -157,7 +159,14 @@ class Memory:
                 self._report(Race("reuse", None, use, block.bytes))
 
     def _block(self, tensor: torch.Tensor) -> _Block | None:
-        return self._blocks.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        if block is None and self.registered:
+            first = storage.data_ptr()
+            if any(first <= address < first + storage.nbytes() for address in self.registered):
+                self.allocate(tensor, HOST)
+                block = self._blocks[storage._cdata]
+        return block
 
     def _report(self, race: Race) -> None:
         key = race.kind, race.later.place if race.later else "", race.earlier.place

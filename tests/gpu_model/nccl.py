@@ -81,6 +81,7 @@ class Work:
         """Have the data where they belong, as they are for whoever waits by a stream."""
         if not self._moved:
             self._moved = True
+            device().arriving[:] = [one for one in device().arriving if one[1] != self.land]
             with _disable_current_modes(), torch.no_grad():
                 self._move()
             if self.land_before in device().waits:
@@ -159,6 +160,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         work = Work([], done, move, polled.over)
         if not sends:
             device().waits.append(work.land_before)
+            device().arriving.append((_storages([tensor]), work.land))
         return work
 
     # collectives
@@ -275,6 +277,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         kept = [*reads, *writes, *extra]
         del extra, temporary
         work = Work(kept if asynchronous else [], done, move, polled.over)
+        device().arriving.append((_storages(writes), work.land))
         if not asynchronous:
             work.wait()
         return work
@@ -394,6 +397,10 @@ class _Options:
 def _places() -> set[str]:
     """Files of the product that are on the stack."""
     return {name.rpartition("/megatron/pipeline/")[2] for name, _ in _frames() if "/megatron/pipeline/" in name}
+
+
+def _storages(tensors: Tensors) -> set[int]:
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def _reduction(opts: Any) -> Any:

@@ -24,6 +24,17 @@ _FACTORIES = (
 _NEW = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "item")
 _NO_KERNEL = ("detach", "alias", "lift_fresh", "_unsafe_view", "set_", "resize_", "is_pinned", "record_stream")
+_NO_READ = (
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+)
 _real_device = torch.Tensor.device
 
 __all__ = ["CUDA", "Device", "device", "pose"]
@@ -179,6 +190,7 @@ class _Watch(TorchDispatchMode):
         memory.sweep()
         name = func._schema.name.rpartition("::")[2]
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        one.land(given)
         homes = [memory.home(tensor) for tensor in given]
         here = any(home not in (None, HOST) for home in homes)
         into = _making.where
@@ -204,7 +216,7 @@ class _Watch(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], at: At, name: str) -> None:
         memory = device().memory
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for argument, value in zip(func._schema.arguments, () if name in _NO_READ else args, strict=False):
             self._use(argument, value, at, name)
         for argument in func._schema.arguments:
             if argument.name in kwargs:

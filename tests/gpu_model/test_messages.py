@@ -144,7 +144,7 @@ def host_waits(directory: str, flags: str) -> list[Sync]:
     [
         "--pipeline-schedule zb-h1",
         "--pipeline-schedule zb-v --vocab-parallel 2 --untie-embeddings-and-output-weights",
-        "--pipeline-schedule gis-h --offload full",
+        "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB",
         "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",
     ],
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from gpu_model import device
 from pool import Pool
+
+from gpu_model import device
 
 TWO = "--pipeline-model-parallel-size 2"
 RUNS = {
     "measured": "--pipeline-schedule zb-h1 --metrics /dev/null",
     "evaluations": "--pipeline-schedule v-half --eval-interval 2 --eval-iters 2",
     "profile": "--pipeline-schedule zb-v --pipeline-costs profile --train-iters 12",
-    "offload profile": "--pipeline-schedule gis-h --offload full --offload-profile --train-iters 10",
+    "offload profile": "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB --offload-profile --train-iters 10",
     "steps ahead": "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",
     "copies on the host": (
         "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --post-validation-copy host --clip-grad 0.3"

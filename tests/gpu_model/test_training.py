@@ -40,7 +40,7 @@ _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-para
         (2, "v-half", ""),
         (2, "zb-v", "--vocab-parallel 2 --untie-embeddings-and-output-weights"),
         (2, "zb-v", "--vocab-parallel 1 --untie-embeddings-and-output-weights"),
-        (2, "gis-h", "--offload full"),
+        (2, "zb-v", "--offload full --offload-min-size 0.1KiB"),
         (4, "zb-h1", _DISTRIBUTED),
         (4, "v-half", "--tensor-model-parallel-size 2 --sequence-parallel"),
     ],
@@ -50,7 +50,9 @@ def test_no_stream_is_ahead(gpus: Pool, ranks: int, schedule: str, flags: str) -
     given = tuple(flags.replace("--tensor-model-parallel-size 2", "").split())
     found = gpus.run(ranks, train, schedule, pp=2, tp=tp, flags=given)
     assert [races for _, races in found] == [[]] * ranks
-    own = tuple(flag for flag in given if flag not in ("--vocab-parallel", "1", "2", "--offload", "full"))
+    own = tuple(
+        flag for flag in given if flag not in ("--vocab-parallel", "1", "2", "--offload", "full", "--offload-min-size", "0.1KiB")
+    )
     stock = gpus.run(ranks, train, "stock", pp=2, tp=tp, flags=own)
     assert losses(found) == (pytest.approx(losses(stock), rel=1e-6) if "--vocab-parallel" in flags else losses(stock))
 
