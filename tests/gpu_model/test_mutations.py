@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pool import Pool, RankFailed
+
 from gpu_model.mutations import MUTATIONS, RUNS, Mutation, mutated
 from gpu_model.test_trainer import races
-from pool import Pool, RankFailed
 
 pytestmark = pytest.mark.whole
 
