@@ -72,7 +72,12 @@ def is_delayed(module: torch.nn.Module) -> bool:
 
 
 def prepare(module: torch.nn.Module) -> None:
-    """Make a ``DelayedGradient`` of every backward of a module that is delayed."""
+    """Make a ``DelayedGradient`` of every backward of a module that is delayed, and have W add its product to ``main_grad``.
+
+    Transformer Engine's products do that without apex, for which ``config.gradient_accumulation_fusion`` asks: on its own, a W
+    would round a gradient to the weight's precision and DDP would add it, and GroupedLinear keeps such gradients from B to W.
+    """
+    module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
     module.register_forward_pre_hook(_mark_input)
 
 

@@ -1,0 +1,31 @@
+"""Transformer Engine's own linears, of every release that scripts/check_transformer_engine.py has fetched, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from engine.linears import METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, gradients
+from engine.releases import fetched, ranks_with
+from pool import Pool
+
+_NONE = pytest.param(None, marks=pytest.mark.skip(reason="no release in build/: python scripts/check_transformer_engine.py"))
+
+
+@pytest.fixture(scope="module", params=fetched() or [_NONE])
+def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Ranks with a release of Transformer Engine."""
+    ranks = ranks_with(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("saving", [PLAIN, METERED, OFFLOADED, RECOMPUTED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_equals_a_backward_that_delays_nothing(engine: Pool, bias: bool, dtype: torch.dtype, saving: str) -> None:
+    expected = engine.run(2, gradients, None, bias, dtype)
+    assert all(any(values) for values in expected[0])
+    for order in ORDERS:
+        assert engine.run(2, gradients, order, bias, dtype, saving) == expected, order
