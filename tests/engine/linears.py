@@ -119,3 +119,27 @@ def _saved(model: torch.nn.Module, saving: str) -> Iterator[tuple[Callable[[], A
         assert made
     else:
         yield nullcontext, lambda: None
+
+
+def counted_bytes() -> tuple[int, int, int]:
+    """What the meter of activations counts after a forward, between B and W, and after W."""
+    from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+    from megatron.pipeline.record.memory import ActivationMeter, hold
+
+    model = build(delayed=True, dtype=torch.bfloat16)
+    meter = ActivationMeter(model.parameters())
+    hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    tasks: list[WeightTask] = []
+    with meter.observing():
+        with meter.saving():
+            loss = model(hidden, [4, 8]).float().square().sum()
+        of_forward = meter.current
+        with deferring(tasks):
+            loss.backward()
+        kept = [hold(task.held) for task in tasks]
+        of_w = meter.current
+        with torch.no_grad():
+            for task in tasks:
+                task.run()
+        del task, tasks, kept
+    return of_forward, of_w, meter.current

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from engine.linears import METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, gradients
+from engine.linears import HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, TOKENS, counted_bytes, gradients
 from engine.releases import fetched, ranks_with
 from pool import Pool
 
@@ -29,3 +29,11 @@ def test_equals_a_backward_that_delays_nothing(engine: Pool, bias: bool, dtype: 
     assert all(any(values) for values in expected[0])
     for order in ORDERS:
         assert engine.run(2, gradients, order, bias, dtype, saving) == expected, order
+
+
+def test_counts_what_the_stores_keep_from_b_to_w(engine: Pool) -> None:
+    """Of each linear its input and the gradient of its output, in bfloat16, and nothing of a weight's size."""
+    [(forward, between, after)] = engine.run(1, counted_bytes)
+    inputs, outputs = HIDDEN + INNER + HIDDEN + HIDDEN, INNER + HIDDEN + HIDDEN + HIDDEN
+    assert forward > 0 and after == 0
+    assert between == 2 * TOKENS * (inputs + outputs)

@@ -90,7 +90,8 @@ def gradient_of(weight: torch.nn.Parameter) -> torch.Tensor:
 
 def mark_accumulated(weight: torch.nn.Parameter) -> None:
     """Say that ``main_grad`` has the gradient. DDP's hook wants to see one; this has one element of storage and is not added."""
-    weight.grad = weight.new_zeros(1).expand(weight.shape)
+    # Not weight.new_zeros: a quantized weight would make a quantized tensor, of which nothing expands.
+    weight.grad = torch.zeros(1, dtype=weight.dtype, device=weight.device).expand(weight.shape)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 

@@ -13,7 +13,7 @@ one that is to go straight into ``main_grad``. ``backward_dw`` and DDP's hook th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
 
 from megatron.pipeline.backward import weight_tasks
+from megatron.pipeline.backward.linear import mark_accumulated
 
 OLDEST = "2.8"
 
@@ -82,17 +83,23 @@ def prepare(module: torch.nn.Module) -> None:
 
 
 class DelayedGradient:
-    """The weight gradient of a module for one microbatch: what its store holds, and what its backward left in ``grad``."""
+    """The weight gradient of a module for one microbatch, whose backward has just run.
+
+    Attributes:
+        held: what the module's store keeps for it, without what a product is added to.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._parameters = _delayed_parameters(module)
-        self._gradients = [_take_gradient(parameter) for parameter in self._parameters]
-
-    @property
-    def held(self) -> Sequence[torch.Tensor]:
-        """Empty: the module's own store holds the tensors, on a GPU, where bytes are not counted this way."""
-        return ()
+        parameters = _delayed_parameters(module)
+        self._weights = [parameter for parameter in parameters if parameter.dim() > 1]
+        self._bias_gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.dim() == 1]
+        for parameter in parameters:
+            parameter.grad = None  # of a weight it is a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
+        main_grads = {weight.main_grad.untyped_storage().data_ptr() for weight in self._weights if hasattr(weight, "main_grad")}
+        newest = list(module.wgrad_store.context.queue)[-1:]
+        found = _tensors([tensors for tensors, _ in newest])
+        self.held: Sequence[torch.Tensor] = [one for one in found if one.untyped_storage().data_ptr() not in main_grads]
 
     def prefetch(self) -> None:
         """Nothing to fetch: under sequence parallelism the module's store has the whole input."""
@@ -105,9 +112,11 @@ class DelayedGradient:
         """
         if not self._module.wgrad_accumulation_and_reduce_hooks:
             raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        self._gradients.clear()
+        for weight in self._weights:
+            mark_accumulated(weight)
+        for bias, gradient in self._bias_gradients:
+            bias.grad = gradient
+        self._bias_gradients.clear()
         self._module.backward_dw()
 
 
@@ -120,12 +129,15 @@ def _delayed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     ]
 
 
-def _take_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Take the gradient that backward has left in ``grad``; in place of an unread stand-in, one element of storage."""
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):
-        return parameter.new_zeros(1).expand(parameter.shape)
-    return gradient
+def _tensors(stored: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own in an entry of a store: in lists, and those that a quantized tensor is made of."""
+    if isinstance(stored, (list, tuple)):
+        for one in stored:
+            yield from _tensors(one)
+    elif type(stored) in (torch.Tensor, torch.nn.Parameter):
+        yield stored
+    else:
+        yield from (part for part in getattr(stored, "__dict__", {}).values() if type(part) is torch.Tensor)
 
 
 def _mark_input(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
