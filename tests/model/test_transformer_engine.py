@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,9 +255,20 @@ def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.Monkey
     config = TransformerConfig(num_layers=1, hidden_size=SIZE, num_attention_heads=1)
     te_linear.delay_weight_gradients(config)
     assert config.delay_wgrad_compute
-    config.tp_comm_overlap = config.tp_comm_bulk_wgrad = True
-    with pytest.raises(ValueError, match="set tp_comm_bulk_wgrad to False"):
+    config.tp_comm_overlap, config.tp_comm_bulk_wgrad = True, False
+    with pytest.raises(ValueError, match="^tp_comm_overlap leaves inputs and output gradients of linears in buffers that later"):
         te_linear.delay_weight_gradients(config)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fp8", "FP8"), ("fp4", "FP4")])
+def test_what_needs_plain_tensors_is_refused_with_quantized_ones(kind: str, name: str) -> None:
+    quantized, plain = SimpleNamespace(**{kind: "e4m3"}), SimpleNamespace(fp8=None)
+    te_linear.check_quantized(quantized, offloads=False, counts=False, steps_ahead=False)
+    for switched_on, flag in (("offloads", "--offload"), ("counts", "--pipeline-costs"), ("steps_ahead", "--post-validation")):
+        options = {"offloads": False, "counts": False, "steps_ahead": False} | {switched_on: True}
+        te_linear.check_quantized(plain, **options)
+        with pytest.raises(ValueError, match=f"^{flag}.* with {name}.*train in --bf16"):
+            te_linear.check_quantized(quantized, **options)
 
 
 def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import mark_accumulated
@@ -50,15 +51,45 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     communication: upstream's only use of it, and not ours.
 
     Raises:
-        ValueError: as ``check_version``, or the settings overlap communication with weight gradients.
+        ValueError: as ``check_version``, or ``compat.UNSUPPORTED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    if config.tp_comm_overlap and config.tp_comm_bulk_wgrad:
-        raise ValueError(
-            "tp_comm_overlap with tp_comm_bulk_wgrad hides a reduce-scatter behind weight gradients, which W computes later: "
-            "set tp_comm_bulk_wgrad to False"
-        )
+    if refused := compat.unsupported(config, in_config=True):
+        setting, reason = refused
+        raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
     config.delay_wgrad_compute = True
+
+
+def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bool) -> None:
+    """Refuse FP8 and FP4 together with what takes every tensor for plain memory.
+
+    Args:
+        settings: a TransformerConfig, or Megatron-LM's flags.
+        offloads: activations are copied to host memory by the schedule.
+        counts: the bytes that autograd saves are counted.
+        steps_ahead: optimizer steps may be taken back.
+
+    Raises:
+        ValueError: says what to use instead.
+    """
+    kind = next((name.upper() for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
+    if kind is None:
+        return
+    if offloads:
+        raise ValueError(
+            f"--offload with {kind}: it would copy Transformer Engine's {kind} copies of the weights with every microbatch: leave "
+            "--offload out and recompute activations (--recompute-granularity), or train in --bf16"
+        )
+    if counts:
+        raise ValueError(
+            f"--pipeline-costs profile and --offload-profile with {kind}: they count the bytes of plain tensors, which {kind} "
+            "tensors are not: give --pipeline-costs FILE with measured costs, or train in --bf16"
+        )
+    if steps_ahead:
+        raise ValueError(
+            f"--post-validation with {kind}: it takes steps back, and would leave Transformer Engine's scales as they are: leave "
+            "--post-validation out, or train in --bf16"
+        )
 
 
 def is_engines(module: torch.nn.Module) -> bool:
