@@ -55,6 +55,9 @@ __all__ = [
     "get_num_cublas_streams",
     "layernorm_bwd",
     "layernorm_fwd",
+    "multi_tensor_adam",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
     "te_general_grouped_gemm",
@@ -177,14 +180,45 @@ def rmsnorm_fwd(
     return _normed(rows * scale[:, None] * _gain(weight, centred), x, out, quantizer, dtype), None, scale
 
 
-def rmsnorm_bwd(
-    gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, _: int, centred: bool
-) -> tuple[Tensor, Tensor]:
+def rmsnorm_bwd(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, _: int, centred: bool) -> tuple[Tensor, Tensor]:
     """The gradients of input and weight."""
     dy, normed = _matrix(gradient), _matrix(x) * scale[:, None]
     dn = dy * _gain(weight, centred)
     dx = (dn - normed * (dn * normed).mean(1, keepdim=True)) * scale[:, None]
     return dx.to(x.dtype), (dy * normed).sum(0).to(weight.dtype)
+
+
+def multi_tensor_l2norm(_chunk: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], _each: bool) -> tuple[Tensor, None]:
+    """(norm of all tensors of the only list, ..)"""
+    return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm().view(1), None
+
+
+def multi_tensor_scale(_chunk: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Write the tensors of the first list, times a factor, into those of the second."""
+    for source, target in zip(*lists, strict=True):
+        target.copy_(source.float() * factor)
+
+
+def multi_tensor_adam(
+    _chunk: int,
+    _overflow: Tensor,
+    lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    decoupled: int,
+    bias_correction: int,
+    decay: float,
+) -> None:
+    """A step of AdamW on lists of gradients, parameters and both moments."""
+    assert decoupled and bias_correction
+    for gradient, parameter, first, second in zip(*lists, strict=True):
+        first.lerp_(gradient.float(), 1 - beta1)
+        second.lerp_(gradient.float().square(), 1 - beta2)
+        update = (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
+        parameter.sub_(lr * (update + decay * parameter))
 
 
 def __getattr__(name: str) -> Any:

@@ -115,7 +115,11 @@ def _saved(model: torch.nn.Module, saving: str) -> Iterator[tuple[Callable[[], A
             context: AbstractContextManager[Any] = made[-1].capture()
             return context
 
-        yield capture, lambda: [move(store) for store in made] and None  # type: ignore[func-returns-value]
+        def bring_back() -> None:
+            for store in made:
+                move(store)
+
+        yield capture, bring_back
         assert made
     else:
         yield nullcontext, lambda: None

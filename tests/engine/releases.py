@@ -1,4 +1,4 @@
-"""Ranks in which a release of Transformer Engine is imported, for every release that scripts/check_transformer_engine.py has fetched."""
+"""Ranks that have imported a release of Transformer Engine which scripts/check_transformer_engine.py has fetched."""
 
 from __future__ import annotations
 

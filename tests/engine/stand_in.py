@@ -2,8 +2,8 @@
 
 ``load(folder)`` imports the unpacked wheel in ``folder``. The wheel's Python runs as it is; what it takes from elsewhere is put
 there first:
-- ``transformer_engine_torch``, its compiled module, is ``compiled.py``: products, norms and activations in torch. Any other name of it
-  can be imported, and raises if it is called;
+- ``transformer_engine_torch``, its compiled module, is ``compiled.py``: products and norms in torch. Any other name of it can be
+  imported, and raises if it is called;
 - its export to ONNX is a module of such names, too;
 - triton, if it is not installed, is a module of decorators that change nothing: no kernel of it runs here;
 - pydantic's dataclasses, if pydantic is not installed, are those of the standard library;
@@ -42,7 +42,7 @@ def load(folder: Path) -> None:
     export = types.ModuleType(f"{PACKAGE}.pytorch.onnx_extensions")
     export.__getattr__ = missing  # type: ignore[method-assign, assignment]
     sys.modules[export.__name__] = export
-    _without_cuda_in_the_view()
+    _say_that_tensors_are_on_a_gpu()
     with _modules_of_names():
         spec = importlib.util.find_spec(PACKAGE)
         assert spec is not None and spec.loader is not None, f"{folder} has no {PACKAGE}"
@@ -72,12 +72,12 @@ def see_the_cpu() -> None:
     cpu.give_view(view, PACKAGE)
 
 
-def _without_cuda_in_the_view() -> None:
-    in_memory = torch.Tensor.is_cuda
+def _say_that_tensors_are_on_a_gpu() -> None:
+    in_memory: Any = torch.Tensor.is_cuda
 
     def is_cuda(tensor: torch.Tensor) -> bool:
         asking = sys._getframe(1).f_globals.get("__name__", "")
-        return asking.startswith(f"{PACKAGE}.") or in_memory.__get__(tensor)
+        return asking.startswith(f"{PACKAGE}.") or bool(in_memory.__get__(tensor))
 
     torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment]
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from engine import gpt
 from engine.linears import HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, TOKENS, counted_bytes, gradients
 from engine.releases import fetched, ranks_with
 from pool import Pool
 
-_NONE = pytest.param(None, marks=pytest.mark.skip(reason="no release in build/: python scripts/check_transformer_engine.py"))
+_SKIP = pytest.mark.skip(
+    reason="build/ has no release of Transformer Engine: python scripts/check_transformer_engine.py fetches some"
+)
+_RELEASES: Sequence[Any] = fetched() or [pytest.param("", marks=_SKIP, id="none")]
 
 
-@pytest.fixture(scope="module", params=fetched() or [_NONE])
+@pytest.fixture(scope="module", params=_RELEASES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     """Ranks with a release of Transformer Engine."""
     ranks = ranks_with(request.param)
@@ -37,3 +42,19 @@ def test_counts_what_the_stores_keep_from_b_to_w(engine: Pool) -> None:
     inputs, outputs = HIDDEN + INNER + HIDDEN + HIDDEN, INNER + HIDDEN + HIDDEN + HIDDEN
     assert forward > 0 and after == 0
     assert between == 2 * TOKENS * (inputs + outputs)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, "--bf16"),
+        (2, "--swiglu --normalization RMSNorm --disable-bias-linear --recompute-granularity full --recompute-method uniform "
+         "--recompute-num-layers 1"),
+        (4, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    ],
+    ids=["bf16", "recomputed", "distributed optimizer"],
+)  # fmt: skip
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_a_gpt_trains_as_under_megatron_cores_schedule(engine: Pool, schedule: str, ranks: int, flags: str) -> None:
+    expected = engine.run(ranks, gpt.train, "stock", flags)
+    assert engine.run(ranks, gpt.train, schedule, flags) == expected

@@ -13,6 +13,7 @@ one that is to go straight into ``main_grad``. ``backward_dw`` and DDP's hook th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import mark_accumulated
 
 OLDEST = "2.8"
+_DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
 
 
 def check_version() -> None:
@@ -77,8 +79,8 @@ def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bo
         return
     if offloads:
         raise ValueError(
-            f"--offload with {kind}: it would copy Transformer Engine's {kind} copies of the weights with every microbatch: leave "
-            "--offload out and recompute activations (--recompute-granularity), or train in --bf16"
+            f"--offload with {kind}: it would move Transformer Engine's {kind} weights with every microbatch: leave --offload "
+            "out and recompute activations (--recompute-granularity), or train in --bf16"
         )
     if counts:
         raise ValueError(
@@ -110,6 +112,9 @@ def prepare(module: torch.nn.Module) -> None:
     would round a gradient to the weight's precision and DDP would add it, and GroupedLinear keeps such gradients from B to W.
     """
     module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+    for name, parameter in module.named_parameters(recurse=False):
+        if _DELAYED.fullmatch(name):  # marked already, but megatron-core makes biases anew under --use-cpu-initialization
+            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
     module.register_forward_pre_hook(_mark_input)
 
 

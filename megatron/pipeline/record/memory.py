@@ -31,7 +31,7 @@ class ActivationMeter:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._holders: dict[int, int] = {}
-        self._bytes: dict[int, int] = {}  # when first counted: Transformer Engine takes the storage away from tensors it is done with
+        self._bytes: dict[int, int] = {}  # when first counted: Transformer Engine empties tensors that it is done with
         self.current = 0
         self.peak = 0
 
