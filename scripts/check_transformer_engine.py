@@ -2,8 +2,8 @@
 
 pip fetches each release's wheel without what it depends on, and it is unpacked under ``build/transformer-engine``: Python files
 alone, under a megabyte. ``tests/engine`` runs them with operations of torch in place of the compiled module
-(``tests/engine/stand_in.py``); once they are there, ``make test`` does so, too. A release that cannot be fetched is left out, with a
-line that says why.
+(``tests/engine/stand_in.py``); once they are there, ``make test`` does so, too. A release that cannot be fetched is
+left out, with a line that says why.
 """
 
 from __future__ import annotations
