@@ -1,7 +1,7 @@
-"""Transformer Engine's compiled module in operations of torch: what its linears, norms and stores of weight gradients call.
+"""Transformer Engine's compiled module in operations of torch: what its linears, norms and optimizer call.
 
 Products are in float32 and rounded once, to what they are added to or stored in, as cuBLAS does. Sums are in the order of torch's
-CPU kernels: the same call gives the same bits.
+CPU kernels: the same call gives the same bits. FP8 is that of the recipe Float8CurrentScaling alone.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ def _tensors_of_three_products(first: str, *others: str) -> type[enum.IntEnum]:
 
 
 __all__ = [
+    "bgrad_quantize",
+    "create_empty_quantized_tensor",
+    "fp8_transpose",
     "generic_gemm",
     "get_cublasLt_version",
     "get_num_cublas_streams",
@@ -58,8 +61,10 @@ __all__ = [
     "multi_tensor_adam",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
+    "quantize",
     "rmsnorm_bwd",
     "rmsnorm_fwd",
+    "split_quantize",
     "te_general_grouped_gemm",
 ]
 _TORCH = {
@@ -188,6 +193,59 @@ def rmsnorm_bwd(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, _: i
     return dx.to(x.dtype), (dy * normed).sum(0).to(weight.dtype)
 
 
+def quantize(tensor: Tensor, quantizer: Any, out: Any = None, _unchanged: Tensor | None = None) -> Any:
+    """A tensor in FP8, scaled by its own largest number."""
+    assert type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
+    result = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
+    kind = _TORCH[DType(int(quantizer.dtype))]
+    largest = tensor.detach().abs().max().float() if tensor.numel() else torch.zeros(())  # an expert may have no tokens
+    scale = torch.finfo(kind).max / largest.clamp(min=1e-12)
+    numbers = (tensor.detach().float() * scale).to(kind).view(torch.uint8)
+    result._scale_inv.copy_(1 / scale)
+    if result._data is not None:
+        result._data.copy_(numbers.view(result._data.shape))
+    if result._transpose is not None:
+        result._transpose.copy_(fp8_transpose(numbers, 0).view(result._transpose.shape))
+        result._transpose_invalid = False
+    return result
+
+
+def split_quantize(tensor: Tensor, rows: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
+    """The rows of every expert in FP8."""
+    parts = tensor.reshape(-1, tensor.shape[-1]).split(list(rows))
+    return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
+
+
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, _pinned: bool
+) -> Any:
+    """A tensor in FP8 whose numbers are not set, as ``make_empty`` of earlier releases."""
+    from transformer_engine.pytorch.float8_tensor import Float8Tensor
+
+    data = torch.empty(shape, dtype=torch.uint8)
+    return Float8Tensor(
+        shape=shape,
+        dtype=dtype,
+        data=data,
+        fp8_scale_inv=torch.empty(1),
+        fp8_dtype=quantizer.dtype,
+        data_transpose=fp8_transpose(data, 0) if quantizer.columnwise_usage else None,
+        quantizer=quantizer,
+        device=device,
+    )
+
+
+def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """(gradient of a bias, the gradient of the output in FP8)"""
+    return _matrix(gradient).sum(0).to(gradient.dtype), quantize(gradient, quantizer)
+
+
+def fp8_transpose(numbers: Tensor, _kind: int, out: Tensor | None = None) -> Tensor:
+    """The transposed matrix of a tensor's rows."""
+    transposed = numbers.reshape(-1, numbers.shape[-1]).t().contiguous()
+    return transposed if out is None else out.copy_(transposed)
+
+
 def multi_tensor_l2norm(_chunk: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], _each: bool) -> tuple[Tensor, None]:
     """(norm of all tensors of the only list, ..)"""
     return torch.stack([tensor.float().norm() for tensor in lists[0]]).norm().view(1), None
@@ -225,8 +283,13 @@ def __getattr__(name: str) -> Any:
     return missing(name)
 
 
-def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.detach().float().reshape(-1, tensor.shape[-1])
+def _matrix(tensor: Any) -> Tensor:
+    """A tensor as rows in float32, dequantized where it is made of numbers in FP8 and a scale."""
+    if not hasattr(tensor, "_scale_inv"):
+        matrix: Tensor = tensor.detach().float().reshape(-1, tensor.shape[-1])
+        return matrix
+    rows = tensor._data if tensor._data is not None else tensor._transpose.t().contiguous()
+    return rows.reshape(-1, rows.shape[-1]).view(_TORCH[DType(int(tensor._fp8_dtype))]).float() * tensor._scale_inv
 
 
 def _product(a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool) -> Tensor:
@@ -245,6 +308,7 @@ def _gain(weight: Tensor, centred: bool) -> Tensor:
     return weight.detach().float() + 1 if centred else weight.detach().float()
 
 
-def _normed(result: Tensor, x: Tensor, out: Tensor | None, quantizer: Any, dtype: int) -> Tensor:
-    assert quantizer is None
+def _normed(result: Tensor, x: Tensor, out: Tensor | None, quantizer: Any, dtype: int) -> Any:
+    if quantizer is not None:
+        return quantize(result.view(x.shape).to(_TORCH[DType(dtype)]), quantizer, out)
     return _store(result.view(x.shape), out, _TORCH[DType(dtype)], False)

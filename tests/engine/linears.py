@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from model.backward_orders import run_backwards
 
-HIDDEN, INNER, TOKENS, MICROBATCHES = 32, 64, 12, 3
+HIDDEN, INNER, TOKENS, MICROBATCHES = 32, 64, 16, 3
 ORDERS = ("BW0 BW1 BW2", "B0 B1 W0 B2 W1 W2", "B0 B1 W0 W1 BW2")
 LINEARS = 4
-PLAIN, METERED, OFFLOADED, RECOMPUTED = "plain", "metered", "offloaded", "recomputed"
+PLAIN, METERED, OFFLOADED, RECOMPUTED, FP8 = "plain", "metered", "offloaded", "recomputed", "FP8"
 
 
 class Linears(torch.nn.Module):
@@ -65,7 +65,7 @@ def gradients(order: str | None, bias: bool, dtype: torch.dtype, saving: str = P
 
     Args:
         order: of the backwards; None: of linears that do not delay, and that add to ``main_grad`` in their products.
-        saving: what happens to what autograd saves.
+        saving: what happens to what autograd saves; FP8: products are of numbers in FP8.
     """
     model = build(order is not None, bias, dtype, fused=order is None)
     torch.manual_seed(torch.distributed.get_rank())
@@ -75,9 +75,9 @@ def gradients(order: str | None, bias: bool, dtype: torch.dtype, saving: str = P
         losses = []
         with _saved(model, saving) as (saves, bring_back):
             for number, hidden in enumerate(inputs):
-                rows = [number * 4, TOKENS - number * 4]  # no token for the first expert in the first microbatch
+                rows = [number * 8, TOKENS - number * 8]  # no token for the first expert in the first microbatch
                 with saves():
-                    losses.append(_forward(model, hidden, rows, saving == RECOMPUTED).float().square().sum())
+                    losses.append(_forward(model, hidden, rows, saving == RECOMPUTED, saving == FP8).float().square().sum())
             bring_back()
             run_backwards(order or "BW0 BW1 BW2", losses, tasks_of_b=LINEARS)
         model.finish_grad_sync()
@@ -85,9 +85,15 @@ def gradients(order: str | None, bias: bool, dtype: torch.dtype, saving: str = P
     return [tensor.flatten().tolist() for tensor in (*(p.main_grad for p in parameters), *(x.grad for x in inputs))]
 
 
-def _forward(model: Any, hidden: torch.Tensor, rows: list[int], recomputed: bool) -> torch.Tensor:
+def _forward(model: Any, hidden: torch.Tensor, rows: list[int], recomputed: bool, fp8: bool) -> torch.Tensor:
     from megatron.core.tensor_parallel import checkpoint
 
+    if fp8:
+        import transformer_engine.pytorch as te
+        from transformer_engine.common.recipe import Float8CurrentScaling
+
+        with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling()):
+            return model(hidden, rows)  # type: ignore[no-any-return]
     result: torch.Tensor = checkpoint(lambda one: model(one, rows), False, hidden) if recomputed else model(hidden, rows)
     return result
 
@@ -136,7 +142,7 @@ def counted_bytes() -> tuple[int, int, int]:
     tasks: list[WeightTask] = []
     with meter.observing():
         with meter.saving():
-            loss = model(hidden, [4, 8]).float().square().sum()
+            loss = model(hidden, [8, 8]).float().square().sum()
         of_forward = meter.current
         with deferring(tasks):
             loss.backward()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine import gpt
-from engine.linears import HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, TOKENS, counted_bytes, gradients
+from engine.linears import FP8, HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, TOKENS, counted_bytes, gradients
 from engine.releases import fetched, ranks_with
 from pool import Pool
 
@@ -28,11 +28,13 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("saving", [PLAIN, METERED, OFFLOADED, RECOMPUTED])
+@pytest.mark.parametrize("saving", [PLAIN, METERED, OFFLOADED, RECOMPUTED, FP8])
 @pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=["fp32", "bias bf16"])
 def test_equals_a_backward_that_delays_nothing(engine: Pool, bias: bool, dtype: torch.dtype, saving: str) -> None:
-    expected = engine.run(2, gradients, None, bias, dtype)
+    expected = engine.run(2, gradients, None, bias, dtype, FP8 if saving == FP8 else PLAIN)
     assert all(any(values) for values in expected[0])
+    if saving == FP8:
+        assert expected != engine.run(2, gradients, None, bias, dtype)
     for order in ORDERS:
         assert engine.run(2, gradients, order, bias, dtype, saving) == expected, order
 
