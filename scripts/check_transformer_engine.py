@@ -42,8 +42,9 @@ def fetch(release: str) -> str | None:
         return release
     wanted = "transformer-engine" if release == NEWEST else f"transformer-engine=={release}"
     with tempfile.TemporaryDirectory() as name:
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", name, wanted]
-        ended = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False)
+        download = "download --quiet --no-deps --only-binary :all: --retries 1 --timeout 15 --dest".split()
+        pip = [sys.executable, "-m", "pip", *download, name, wanted]
+        ended = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         wheels = list(Path(name).glob("*.whl"))
         if ended.returncode or not wheels:
             print(f"Transformer Engine {release}: SKIPPED: pip download: {ended.stdout.strip()[-500:]}", flush=True)
