@@ -232,6 +232,9 @@ UNSUPPORTED: dict[str, Setting] = {
     "overlap_dispatch_backward_with_experts_wgrad": Setting(
         "delays the experts' weight gradients on a stream of its own; W delays them as the schedule says", in_config=True
     ),
+    "tp_comm_overlap": Setting(
+        "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
+    ),
     "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
     "expert_gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
     "mlp_chunks_for_training": Setting(
@@ -239,7 +242,8 @@ UNSUPPORTED: dict[str, Setting] = {
     ),
     "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
     "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
-    "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
+    "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
+    "external_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
 }
 
 

@@ -39,22 +39,24 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=args, daemon=False)
-    with _environment():
+    with environment():
         process.start()
     return process
+
+
+def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
+    return forked(serve, connection, stacks)
 
 
 class Pool:
     """Ranks are started when they are first needed, and kept until ``close``.
 
     Args:
-        backend: of the worlds that they form.
-        prepare: called first thing on every rank; found by name, like the functions.
+        start: starts the process of a rank, which calls ``serve`` with the same arguments.
     """
 
-    def __init__(self, backend: str = "gloo", prepare: Callable[[], None] | None = None) -> None:
-        self._backend = backend
-        self._prepare = (prepare.__module__, prepare.__qualname__) if prepare else None
+    def __init__(self, start: Callable[[Connection, str], BaseProcess] = _forked_rank) -> None:
+        self._start_rank = start
         self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -93,7 +95,7 @@ class Pool:
         while len(self._workers) < ranks:
             ours, theirs = multiprocessing.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
-            process = forked(_serve, theirs, str(stacks), self._backend, self._prepare)
+            process = self._start_rank(theirs, str(stacks))
             theirs.close()
             self._workers.append((process, ours, stacks))
 
@@ -126,7 +128,7 @@ class Pool:
         return [answers[rank] for rank in range(len(workers))]
 
 
-class _environment:
+class environment:
     """What a process must see when it starts: one thread, and the tests' own modules."""
 
     def __enter__(self) -> None:
@@ -139,9 +141,8 @@ class _environment:
         os.environ.update(self._saved)
 
 
-def _serve(connection: Connection, stacks: str, backend: str, prepare: tuple[str, str] | None) -> None:
-    if prepare:
-        getattr(importlib.import_module(prepare[0]), prepare[1])()
+def serve(connection: Connection, stacks: str, backend: str = "gloo") -> None:
+    """Run the functions that come over a connection, in worlds of a backend, until it is closed; a signal writes stacks to a file."""
     from megatron.pipeline.patches import older_releases
 
     older_releases.install()  # before a test's module imports what only newer releases have

@@ -1,6 +1,6 @@
 """A GPU that is not there: CPU memory that poses as a GPU's, under the product's unchanged code, and a checker of its order.
 
-``pose()`` changes a process for good, so a process of a pool of its own calls it (``Pool(pose)``). From then on
+``pose()`` changes a process for good, so the processes of a pool of its own call it (``ranks.py``). From then on
 
 - tensors made on "cuda" say that they are there, and compute in CPU memory: numbers are true (``posing.py``);
 - ``torch.cuda`` has streams and events that compute nothing and order everything (``cuda.py``);

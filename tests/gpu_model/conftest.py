@@ -1,4 +1,4 @@
-"""Ranks with a device each that poses, in worlds with NCCL's rules; they stay so, and are no other test's."""
+"""Ranks with a device each that poses; they stay so, and are no other test's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import pytest
 from pool import Pool
 
-from gpu_model import pose
+from gpu_model.ranks import posing_rank
 
 
 @pytest.fixture(scope="session")
 def gpus() -> Iterator[Pool]:
-    ranks = Pool("nccl", pose)
+    ranks = Pool(posing_rank)
     yield ranks
     ranks.close()

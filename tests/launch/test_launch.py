@@ -263,6 +263,28 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
         check_flags(Namespace(**given, microbatch_group_size_per_vp_stage=2))
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap leaves inputs .* take --pipeline-schedule stock"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 .* take --pipeline-schedule stock"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp .* take --pipeline-schedule stock"),
+        ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \(CUDA graphs\) .* take --pipeline-schedule stock"),
+        ({"external_cuda_graph": True}, r"--external-cuda-graph \(CUDA graphs\) .* take --pipeline-schedule stock"),
+        ({"fp8": "hybrid", "offload": "full"}, "^--offload with FP8: .* recompute activations"),
+        ({"fp4": "e2m1", "pipeline_costs": "profile"}, "^--pipeline-costs profile .* with FP4: .* give --pipeline-costs FILE"),
+        ({"fp8": "e4m3", "offload_profile": True}, "^--pipeline-costs profile and --offload-profile with FP8"),
+    ],
+)
+def test_what_transformer_engine_does_only_under_its_own_order_is_refused(flags: dict[str, object], words: str) -> None:
+    from megatron.pipeline.launch.check import check_flags
+
+    sizes = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    ours = {"pipeline_schedule": "zb-h1", "post_validation": False, "offload": "off", "offload_profile": False}
+    with pytest.raises(ValueError, match=words):
+        check_flags(Namespace(**sizes | ours | {"pipeline_costs": None} | flags))
+
+
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:
     config = tmp_path / "tiny.yaml"
     config.write_text("pipeline-schedule: zb-h2\ntrain-iters: 9\nlr: 1e-2\n")

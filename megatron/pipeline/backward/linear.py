@@ -95,7 +95,7 @@ def mark_accumulated(weight: torch.nn.Parameter) -> None:
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
-@cache  # a kernel less for every linear and microbatch
+@cache  # a kernel less for every linear and microbatch; not of the weight, which may be quantized: of that nothing expands
 def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.zeros(1, dtype=dtype, device=device)
 

@@ -53,13 +53,22 @@ def _on(*names: str) -> dict[str, Collection[Any]]:
     return dict.fromkeys(names, ())
 
 
+_QUANTIZED = "needs Transformer Engine and a GPU; without --offload and --pipeline-costs profile"
+
 FEATURES = (
     Feature("bfloat16", _on("bf16"), _YES, _YES),
     Feature("float16, with a loss scale", _on("fp16"), _YES, _YES),
-    Feature("FP8", _on("fp8", "fp8_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
-    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
-    Feature("Transformer Engine", {"transformer_impl": ("transformer_engine",)}, _WARNS, _WARNS, "its interface, by a stand-in"),
+    Feature("FP8", _on("fp8", "fp8_param_gather"), _NO, _WARNS, _QUANTIZED),
+    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, _QUANTIZED),
+    Feature(
+        "Transformer Engine",
+        {"transformer_impl": ("transformer_engine",)},
+        _WARNS,
+        _WARNS,
+        "its Python is tested on CPUs, its kernels are not",
+    ),
     Feature("tensor and sequence parallelism", _on("sequence_parallel"), _YES, _YES),
+    Feature("tensor-parallel communication within products", _on("tp_comm_overlap"), _NO, _NO),
     Feature(
         "context parallelism",
         {"context_parallel_size": range(2, 2**20)},
@@ -92,7 +101,7 @@ FEATURES = (
     Feature("optimizer in host memory", _on("optimizer_cpu_offload"), _NO, _WARNS),
     Feature("FSDP, of torch or of Megatron", _on("use_torch_fsdp2", "use_megatron_fsdp"), _NO, _NO),
     Feature("weights gathered again", {"gtp_weight_remat_size": range(2, 2**20)}, _NO, _NO),
-    Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
+    Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
     Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _YES),
     Feature("activations in host memory, by layer", _on("cpu_offloading"), _NO, _WARNS, "--offload, by schedule"),
     Feature(

@@ -11,13 +11,14 @@ import torch
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags import support
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
+from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Kind
 
 
@@ -41,6 +42,8 @@ def check_flags(args: Namespace) -> None:
     if refused := compat.unsupported(args):
         name, why = refused
         raise ValueError(f"{_flag(name)} {why}: leave it out, or take --pipeline-schedule stock")
+    profiles = args.pipeline_costs == PROFILE or args.offload_profile
+    te_linear.check_quantized(args, args.offload != OFF, profiles, steps_ahead=False)  # refused above for all
     args.chunks = chunks_per_rank(args)
 
 

@@ -13,6 +13,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.model import te_linear
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import Request
@@ -105,6 +106,7 @@ class Pipeline(Plans):
 
         Raises:
             RanksDiffer: the first time that a plan runs; see ``agree``.
+            ValueError: the model's numbers are quantized in a way that this pipeline does not support.
         """
         call = Call(**keywords)
         plan = self.plan(call.num_microbatches, call.forward_only)
@@ -112,6 +114,8 @@ class Pipeline(Plans):
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
         measured = self.measures and not call.forward_only
+        counted = measured and self.counts_bytes
+        te_linear.check_quantized(call.config, plan.schedule.has_copies, counted, steps_ahead=self._resolve is not None)
 
         def record() -> Recorder | Unmeasured:
             return self._record(call.chunks, plan) if measured else Unmeasured()
