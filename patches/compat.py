@@ -235,6 +235,8 @@ UNSUPPORTED: dict[str, Setting] = {
     "tp_comm_overlap": Setting(
         "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
     ),
+    "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
+    "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
     "expert_gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
     "mlp_chunks_for_training": Setting(

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import sysconfig
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from releases import reduces_experts_wrong
 from megatron.pipeline import patches
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
+from megatron.pipeline.flags.support import FEATURES
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
@@ -283,6 +284,39 @@ def test_what_transformer_engine_does_only_under_its_own_order_is_refused(flags:
     ours = {"pipeline_schedule": "zb-h1", "post_validation": False, "offload": "off", "offload_profile": False}
     with pytest.raises(ValueError, match=words):
         check_flags(Namespace(**sizes | ours | {"pipeline_costs": None} | flags))
+
+
+def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
+    assert parser.parse_args([]).yaml_cfg is None
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--yaml-cfg", "flags.yaml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "mpipe launch: --yaml-cfg replaces all flags, ours too: give flags, or a --config file of flags\n"
+    )
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_features_are_known_by_the_names_that_upstreams_parser_gives_them() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from argparse import ArgumentParser\n"
+        "from megatron.training.arguments import add_megatron_arguments\n"
+        "print(*{action.dest for action in add_megatron_arguments(ArgumentParser())._actions})"
+    )
+    command = [sys.executable, "-c", code, str(UPSTREAM.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    names = set(done.stdout.splitlines()[-1].split())
+    unknown = {feature.title for feature in FEATURES if not names & set(feature.names)}
+    # Of one release or another: gone from 0.19, or new in 0.18 or 0.19.
+    assert unknown <= {"legacy models", "paged stash of experts", "weights gathered again", "batch size by steps"}
 
 
 def test_a_config_file_supplies_flags_of_both_kinds(tmp_path: Path, stock: Steps) -> None:

@@ -47,6 +47,16 @@ def check_flags(args: Namespace) -> None:
     args.chunks = chunks_per_rank(args)
 
 
+def check_source(args: Namespace) -> None:
+    """Refuse a file that upstream reads in place of all flags, before it does: ``check_flags`` would not see ours.
+
+    Raises:
+        ValueError: says what to give in its place.
+    """
+    if getattr(args, "yaml_cfg", None) is not None:
+        raise ValueError(f"--yaml-cfg {compat.UNSUPPORTED['yaml_cfg'].reason}")
+
+
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     return None if compat.reduces_experts_right() else experts_drift(args)

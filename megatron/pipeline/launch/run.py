@@ -33,6 +33,7 @@ from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
     check_plan,
+    check_source,
     complete,
     defaults_without_gpu,
     hidden,
@@ -88,7 +89,10 @@ class Run:
         def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
             with _refusing():
                 tokens = with_config(parser, sys.argv[1:] if args is None else args, self._print_once)
-            return parse_known(tokens, namespace)
+            parsed = parse_known(tokens, namespace)
+            with _refusing():
+                check_source(parsed[0])
+            return parsed
 
         parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
 
