@@ -323,7 +323,7 @@ def _check_data(args: Namespace) -> None:
         args.split = args.split or DEFAULT_SPLIT
         _check_split(args.split)
     if args.tokenizer_type is None:
-        raise ValueError("missing --tokenizer-type: ByteLevelTokenizer needs nothing else")
+        raise ValueError("missing --tokenizer-type: NullTokenizer needs --vocab-size, ByteLevelTokenizer nothing else")
 
 
 def _check_split(split: str) -> None:
