@@ -142,7 +142,7 @@ class environment:
 
 
 def serve(connection: Connection, stacks: str, backend: str = "gloo") -> None:
-    """Run the functions that come over a connection, in worlds of a backend, until it is closed; a signal writes stacks to a file."""
+    """Run the functions that come over a connection, in worlds of a backend, until it is closed."""
     from megatron.pipeline.patches import older_releases
 
     older_releases.install()  # before a test's module imports what only newer releases have
