@@ -338,6 +338,7 @@ def install() -> None:
     """Have ``torch.distributed`` make these groups where it is asked for NCCL's."""
     dist.Backend.register_backend(BACKEND, Group, devices=["cpu", "cuda"])
     new_group, initialize, backend = dist.new_group, dist.init_process_group, dist.get_backend
+    destroy = dist.destroy_process_group
     dist.ProcessGroupNCCL = SimpleNamespace(Options=_Options)  # type: ignore[assignment, misc]
 
     def init_process_group(name: str | None = None, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
@@ -355,13 +356,20 @@ def install() -> None:
             group.max_ctas = pg_options.config.max_ctas if pg_options else 0
         return group
 
+    def destroy_process_group(group: Any = None) -> None:
+        destroy(group)
+        if group is None:
+            _groups.clear()  # gloo's threads wake up a hundred times a second for as long as a group lives
+            device().waits.clear()
+            device().arriving.clear()
+
     def get_backend(group: Any = None) -> str:
         found = backend(group)
         return "nccl" if found == BACKEND else found
 
     for place in (dist, dist.distributed_c10d):
         place.new_group, place.init_process_group, place.get_backend = make_group, init_process_group, get_backend
-        place.batch_isend_irecv = batch_isend_irecv
+        place.destroy_process_group, place.batch_isend_irecv = destroy_process_group, batch_isend_irecv
     dist.distributed_c10d._get_object_coll_device = lambda group=None: "cpu"
 
 
