@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from examples import examples
@@ -105,7 +106,8 @@ def test_messages_in_different_orders_are_swapped() -> None:
     assert crossed.hangs
     assert not any(outcome.hang for outcome in crossed.outcomes)
     assert crossed.swapped == (
-        "rank 1 receives the activation of microbatch 1 from stage 0 where rank 0 sends the activation of microbatch 0 from stage 0",
+        "rank 1 receives the activation of microbatch 1 from stage 0 "
+        "where rank 0 sends the activation of microbatch 0 from stage 0",
     )
 
 
@@ -207,8 +209,8 @@ def torch_1f1b(ranks: int, microbatches: int, gpipe: bool = False) -> Traffic:
 
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_torchs_1f1b_hangs_with_one_microbatch_in_the_first_step(ranks: int) -> None:
-    """torchtitan issue 775, and pytorch pull request 144702: it hangs at the first microbatch if there is one, others did not see it
-    with more, and GPipe is fine. A group that sends forward and receives back connects both ways before it starts; the next
+    """torchtitan issue 775, and pytorch pull request 144702: it hangs at the first microbatch if there is one, others did not see
+    it with more, and GPipe is fine. A group that sends forward and receives back connects both ways before it starts; the next
     rank receives alone, so it never gets to where it would send back."""
     groups = [TRANSPORTS["batched"]]
     one, cost = torch_1f1b(ranks, 1), uniform(linear(ranks))
@@ -230,7 +232,7 @@ def check_circle(certificate: Certificate, outcome: Outcome) -> None:
     for end, post in posts.items():
         by_item[end.rank, post.item] = end
     assert chain
-    pairs = list(zip(chain, chain[1:], strict=False))
+    pairs = list(pairwise(chain))
     if not outcome.hang.missing:
         pairs.append((chain[-1], chain[0]))
     for one, following in pairs:
@@ -301,7 +303,7 @@ def test_swapped_operations_hang_where_the_rules_say_so_and_the_circle_is_true(s
     programs = [list(program) for program in lower(schedule, costs)]
     program = generator.choice(programs)
     places = [place for place, operation in enumerate(program) if isinstance(operation, Send | Receive)]
-    for first, second in zip(places, places[1:], strict=False):
+    for first, second in pairwise(places):
         if generator.random() < 0.3:
             program[first], program[second] = program[second], program[first]
     changed: tuple[Program, ...] = tuple(map(tuple, programs))

@@ -1,5 +1,5 @@
-"""What ``megatron_interleaved`` says that ranks do is what megatron-core's own function does: it runs here, one rank after another,
-with process groups and messages that record."""
+"""What ``megatron_interleaved`` says that ranks do is what megatron-core's own function does: it runs here, one rank after
+another, with process groups and messages that record."""
 
 from __future__ import annotations
 
@@ -216,8 +216,8 @@ def over_groups(ranks: int, microbatches: int, shapes: bool, cold: bool) -> Cert
 
 def test_shapes_in_groups_hang_at_4_ranks_where_all_forwards_of_rank_0_are_warm_up() -> None:
     """Megatron-LM issue 5100: with variable_seq_lengths and batch_p2p_comm all of 4 ranks hang in ``_communicate_shapes`` in the
-    first step. It blames the order within a group, which groups do not have: with more microbatches nothing hangs. With as many as
-    ranks, one rank has an exchange in two groups that its neighbour has in one."""
+    first step. It blames the order within a group, which groups do not have: with more microbatches nothing hangs. With as many
+    as ranks, one rank has an exchange in two groups that its neighbour has in one."""
     certificate = over_groups(4, 4, shapes=True, cold=False)
     hang = certificate.outcomes[0].hang
     assert hang is not None
@@ -231,8 +231,9 @@ def test_shapes_in_groups_hang_at_4_ranks_where_all_forwards_of_rank_0_are_warm_
 
 
 def test_lazy_communicators_do_not_hang_by_their_order_at_4_ranks_and_2_chunks() -> None:
-    """Megatron-LM pull request 5240 supposes that 2-rank communicators, made at the first unbatched message at pp 4 and vpp 2, are
-    entered in an order that ranks disagree on. They agree; with groups (its remedy) there is nothing to disagree on, either."""
+    """Megatron-LM pull request 5240 supposes that 2-rank communicators, made at the first unbatched message at pp 4 and vpp 2,
+    are entered in an order that ranks disagree on. They agree; with groups (its remedy) there is nothing to disagree on,
+    either."""
     overlapped = certify(megatron_interleaved(4, 8, 2), uniform(interleaved(4, 2)), [TRANSPORTS["pair"]], cold=True)
     assert not overlapped.hangs
     assert not over_groups(4, 8, shapes=False, cold=True).hangs
@@ -257,6 +258,6 @@ def test_two_ranks_receive_each_others_other_tensor() -> None:
         ((4, 9, 2), "9 leave 1"),
     ],
 )
-def test_sizes_that_megatron_core_refuses_are_refused(sizes: tuple[int, ...], says: str) -> None:
+def test_sizes_that_megatron_core_refuses_are_refused(sizes: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         megatron_interleaved(*sizes)

@@ -28,8 +28,8 @@ class Source(NamedTuple):
 def read_traffic(path: str, flags: CostFlags) -> Source:
     """The traffic of a schedule from a JSON or CSV file.
 
-    Passes alone are lowered as training does it. Where they wait for each other in a circle there is no lowering, and each message
-    stands next to the passes that make and need it: the hang is theirs.
+    Passes alone are lowered as training does it. Where they wait for each other in a circle there is no lowering, and each
+    message stands next to the passes that make and need it: the hang is theirs.
 
     Raises:
         ValueError: the file cannot be read, is malformed, or lacks a pass that another needs; the message names the file.

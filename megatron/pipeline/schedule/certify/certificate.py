@@ -158,7 +158,8 @@ def _hang(traffic: Traffic, network: Network) -> Hang:
         row = stuck[1]
     if row is not None:
         chain = chain[[other for other, _ in chain].index(row) :]
-    # That a line has not been given a post yet, and a row waits for its host, adds nothing to what the next in the chain waits for.
+    # That a line has not been given a post yet, and a row waits for its host, adds nothing to what the next in the chain waits
+    # for.
     blocked = tuple(_blocked(traffic, network, work) for _, work in chain if work.meets or _waits(traffic, work))
     return Hang(blocked, missing=row is None)
 
@@ -183,7 +184,8 @@ def _blocked(traffic: Traffic, network: Network, work: Work) -> Blocked:
 
 
 def _longest_delay(network: Network) -> Delay | None:
-    """The message that waited longest between its later post and its start, seen from the end that was later to be first in line."""
+    """The message that waited longest between its later post and its start, seen from the end that was later to be first in
+    line."""
     posted, begun, ahead = {}, {}, {}
     for row, works in enumerate(network.works):
         before: End | None = None

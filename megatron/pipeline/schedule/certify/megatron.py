@@ -1,11 +1,11 @@
 """What ranks do in Megatron's interleaved 1F1B: ``forward_backward_pipelining_with_interleaving`` of megatron-core 0.16, with the
 posts of ``P2PCommunicator._communicate`` in their order and its waits.
 
-With ``--overlap-p2p-communication`` (the default), each tensor is posted by itself, on even ranks sends before receives and on odd
-ranks receives before sends (``_p2p_ops``). Between the first and the last backward of the steady state a rank waits for a tensor where
-it needs it, and for a send after the next one; in warm-up and cool-down it waits for all at once. Without overlap the tensors of a
-step are one group (``_batched_p2p_ops``), and the host waits for the device after it. With ``--variable-seq-lengths`` a group of
-shapes goes first, and the host waits for it (``_communicate_shapes``).
+With ``--overlap-p2p-communication`` (the default), each tensor is posted by itself, on even ranks sends before receives and on
+odd ranks receives before sends (``_p2p_ops``). Between the first and the last backward of the steady state a rank waits for a
+tensor where it needs it, and for a send after the next one; in warm-up and cool-down it waits for all at once. Without overlap
+the tensors of a step are one group (``_batched_p2p_ops``), and the host waits for the device after it. With
+``--variable-seq-lengths`` a group of shapes goes first, and the host waits for it (``_communicate_shapes``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def megatron_interleaved(
         )
     if 0 < microbatches % group < ranks:
         raise ValueError(
-            f"megatron-core needs at least {ranks} microbatches, one per rank, in the last group of {group}; {microbatches} leave "
-            f"{microbatches % group}"
+            f"megatron-core needs at least {ranks} microbatches, one per rank, in the last group of {group}; "
+            f"{microbatches} leave {microbatches % group}"
         )
     order = list(chunk_by_chunk(microbatches, group, chunks))
     warm_up = [min((ranks - rank - 1) * 2 + (chunks - 1) * group, len(order)) for rank in range(ranks)]

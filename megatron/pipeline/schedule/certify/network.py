@@ -1,7 +1,7 @@
 """Traffic over a transport, as rows that ``time/replay.py`` runs: every rank's row, its lines, and at a cold start its host.
 
-All orders are given: of steps on a rank, of posts in a line, and of messages between two ranks. So whether everything ends does not
-depend on times, and it is stuck exactly where what has not run waits for each other.
+All orders are given: of steps on a rank, of posts in a line, and of messages between two ranks. So whether everything ends does
+not depend on times, and it is stuck exactly where what has not run waits for each other.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def ends_of(traffic: Traffic) -> Iterator[tuple[End, Post]]:
 
 
 def partners(traffic: Traffic) -> dict[End, End]:
-    """For every post its other end: the n-th send from a rank to another meets the n-th receive there. Those left over have none."""
+    """For every post its other end: the n-th send from a rank to another meets the n-th receive there. Those left over have
+    none."""
     orders: dict[tuple[int, int, bool], list[End]] = defaultdict(list)
     for end, post in ends_of(traffic):
         sender, receiver = (end.rank, post.peer) if post.sends else (post.peer, end.rank)
@@ -237,7 +238,8 @@ class Network:
             self._add_meeting(row, "line", group[-1], first, makes=("done", first))
 
     def _add_hosts(self, transport: Transport) -> None:
-        """Of each rank what its host has to do before posts can start: a host step for each communicator and group of connections."""
+        """Of each rank what its host has to do before posts can start: a host step for each communicator and group of
+        connections."""
         steps: list[list[tuple[int, dict[Hashable, End]]]] = []  # by rank: place, and what is new with the post that needs it
         first: dict[tuple[int, Hashable], int] = {}  # by rank and what is new, the host's step
         for rank, row in enumerate(self._traffic.rows):

@@ -1,9 +1,9 @@
 """The CSV of ``torch.distributed.pipelining`` with communication: ``_dump_csv(path, format="compute_comms")`` in torch 2.13.
 
-Besides passes a line has ``2SEND_F0`` (stage 2 sends its activation of microbatch 0 to stage 3), ``3RECV_F0`` (stage 3 receives it),
-``SEND_B`` and ``RECV_B`` for gradients, and what FSDP does with weights (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``), which takes
-part in no message between stages and is skipped. Torch's runtime posts each where it stands, and waits for a receive directly before
-the pass that needs it.
+Besides passes a line has ``2SEND_F0`` (stage 2 sends its activation of microbatch 0 to stage 3), ``3RECV_F0`` (stage 3 receives
+it), ``SEND_B`` and ``RECV_B`` for gradients, and what FSDP does with weights (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``), which
+takes part in no message between stages and is skipped. Torch's runtime posts each where it stands, and waits for a receive
+directly before the pass that needs it.
 """
 
 from __future__ import annotations

@@ -95,7 +95,8 @@ class Traffic:
 def of_programs(schedule: Schedule, programs: Sequence[Program]) -> Traffic:
     """What lowered programs do with each other. Sends and receives that nothing stands between are one batch.
 
-    Copies to host memory and the validation of an optimizer step exchange nothing, so they are left out; copies then take no time.
+    Copies to host memory and the validation of an optimizer step exchange nothing, so they are left out; copies then take no
+    time.
     """
     return _traffic(schedule, [_in_batches(program) for program in programs])
 
