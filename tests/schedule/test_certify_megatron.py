@@ -195,18 +195,14 @@ def test_it_is_what_megatron_core_does(
         assert flat(traffic.rows[rank]) == recorded, f"rank {rank}"
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("ranks", "chunks"), [*((ranks, 2) for ranks in range(2, 9)), (2, 3), (3, 4), (4, 3)])
 def test_overlapped_messages_hang_over_no_transport(ranks: int, chunks: int) -> None:
-    for microbatches in (ranks, ranks + 1, 2 * ranks, 3 * ranks):
-        for group in {ranks, microbatches}:
-            if 0 < microbatches % group < ranks:
-                continue
-            traffic = megatron_interleaved(ranks, microbatches, chunks, group)
-            for cold in (False, True):
-                certificate = certify(traffic, uniform(traffic.placement), cold=cold)
-                assert not certificate.hangs
-                assert certificate.unlimited == min(outcome.makespan or 0 for outcome in certificate.outcomes)
+    for microbatches, group in ((ranks, ranks), (ranks + 1, ranks + 1), (2 * ranks, ranks)):
+        traffic = megatron_interleaved(ranks, microbatches, chunks, group)
+        for cold in (False, True):
+            certificate = certify(traffic, uniform(traffic.placement), cold=cold)
+            assert not certificate.hangs
+            assert certificate.unlimited == min(outcome.makespan or 0 for outcome in certificate.outcomes)
 
 
 def over_groups(ranks: int, microbatches: int, shapes: bool, cold: bool) -> Certificate:

@@ -65,7 +65,7 @@ def above(certificate: Certificate) -> dict[str, float]:
 def sizes(name: str, ranks: int) -> list[int]:
     """Microbatches that a class takes."""
     least = {"1F1B": ranks, "DualPipeV": 2 * ranks}.get(name, 1)
-    return [count for count in (1, 2, ranks, 2 * ranks, 3 * ranks) if count >= least]
+    return [count for count in (1, ranks, 2 * ranks) if count >= least]
 
 
 def test_these_are_all_classes() -> None:
@@ -74,7 +74,7 @@ def test_these_are_all_classes() -> None:
     assert public == known
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [pytest.param(each, marks=pytest.mark.whole) if 4 < each < 8 else each for each in range(2, 9)])
 @pytest.mark.parametrize("name", ["GPipe", *MULTI])
 def test_no_class_hangs(tmp_path: Path, name: str, ranks: int) -> None:
     for microbatches in sizes(name, ranks):
