@@ -87,7 +87,7 @@ class Megatron:
     def shards(self) -> Groups:
         """For collectives of a vocabulary; opened by all ranks when they first need them."""
         group = new_group(range(self.ranks))
-        return Groups(group, group)
+        return Groups(group, group, self.alone)
 
     def stages(self, placement: Placement, costs: Costs, vocabulary: Vocabulary | None = None) -> list[MegatronStage]:
         """This rank's chunks."""

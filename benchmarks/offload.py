@@ -32,6 +32,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,6 +46,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.pipeline.patches import schedules as schedules_patch
 from rich.console import Console
 from rich.table import Table
 
@@ -73,6 +75,8 @@ OFF = "off"
 MODES = (OFF, *map(str, Offload))
 PROFILED = 3  # iterations that time passes
 WARM = 2  # rounds that do not count: host memory is allocated in them
+
+_KIND = SimpleNamespace(model_type=ModelType.encoder_or_decoder)  # of a model, which releases before 0.18 ask for
 
 
 class Attention(torch.nn.Module):
@@ -150,7 +154,7 @@ class Layers:
         if self._is_last(work):
             gradients = [self._gradient.clone()]  # W may keep it
         chunk = self._chunks[work.chunk]
-        return schedules.backward_step(inputs, outputs, gradients, ModelType.encoder_or_decoder, chunk.config)
+        return schedules_patch.backward(inputs, outputs, gradients, chunk.config, _KIND)
 
     def release(self, outputs: Tensors) -> None:
         schedules.deallocate_output_tensor(outputs[0], deallocate_pipeline_outputs=True)

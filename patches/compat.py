@@ -152,6 +152,9 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.dist_checkpointing.strategies.checkpointable": {
         "CheckpointableShardedTensor": Name("its release can read our checkpoints back", "0.15-0.19", required=False),
     },
+    "megatron.core.num_microbatches_calculator": {
+        "StepBatchsizeNumMicroBatchesCalculator": Name("a growing batch size, as steps", "0.18-0.19", required=False),
+    },
     "megatron.core.tokenizers": {
         "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", "0.15-0.19", required=False),
     },
@@ -229,6 +232,11 @@ UNSUPPORTED: dict[str, Setting] = {
     "overlap_dispatch_backward_with_experts_wgrad": Setting(
         "delays the experts' weight gradients on a stream of its own; W delays them as the schedule says", in_config=True
     ),
+    "tp_comm_overlap": Setting(
+        "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
+    ),
+    "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
+    "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
     "expert_gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
     "mlp_chunks_for_training": Setting(
@@ -236,8 +244,8 @@ UNSUPPORTED: dict[str, Setting] = {
     ),
     "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
     "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
-    "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
-    "external_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
+    "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
+    "external_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
     "perform_rl_step": Setting("generates text with megatron-core's own pipeline, which does not know our placements"),
 }
 
@@ -402,6 +410,11 @@ def has_local_grouped_experts() -> bool:
 def null_tokenizer(name: str) -> str:
     """What this release calls the library of a tokenizer without a model: ``name`` from 0.17 on."""
     return name if _minor(version()) >= (0, 17) else "null"
+
+
+def ramps_up_by_steps() -> bool:
+    """Whether megatron-core takes a growing batch size as steps; from 0.18 on it ignores --rampup-batch-size."""
+    return optional("megatron.core.num_microbatches_calculator", "StepBatchsizeNumMicroBatchesCalculator") is not None
 
 
 def saves_common_state_as_object() -> bool:

@@ -39,15 +39,24 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=args, daemon=False)
-    with _environment():
+    with environment():
         process.start()
     return process
 
 
-class Pool:
-    """Ranks are started when they are first needed, and kept until ``close``."""
+def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
+    return forked(serve, connection, stacks)
 
-    def __init__(self) -> None:
+
+class Pool:
+    """Ranks are started when they are first needed, and kept until ``close``.
+
+    Args:
+        start: starts the process of a rank, which calls ``serve`` with the same arguments.
+    """
+
+    def __init__(self, start: Callable[[Connection, str], BaseProcess] = _forked_rank) -> None:
+        self._start_rank = start
         self._workers: list[tuple[BaseProcess, Connection, Path]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
 
@@ -86,7 +95,7 @@ class Pool:
         while len(self._workers) < ranks:
             ours, theirs = multiprocessing.Pipe()
             stacks = Path(self._directory.name) / f"stacks-{len(self._workers)}-{time.time_ns()}"
-            process = forked(_serve, theirs, str(stacks))
+            process = self._start_rank(theirs, str(stacks))
             theirs.close()
             self._workers.append((process, ours, stacks))
 
@@ -119,7 +128,7 @@ class Pool:
         return [answers[rank] for rank in range(len(workers))]
 
 
-class _environment:
+class environment:
     """What a process must see when it starts: one thread, and the tests' own modules."""
 
     def __enter__(self) -> None:
@@ -132,7 +141,8 @@ class _environment:
         os.environ.update(self._saved)
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+def serve(connection: Connection, stacks: str, backend: str = "gloo") -> None:
+    """Run the functions that come over a connection, in worlds of a backend, until it is closed."""
     from megatron.pipeline.patches import older_releases
 
     older_releases.install()  # before a test's module imports what only newer releases have
@@ -148,20 +158,20 @@ def _serve(connection: Connection, stacks: str) -> None:
                 function: Any = importlib.import_module(module)
                 for part in name.split("."):
                     function = getattr(function, part)
-                answer = (True, _in_world(function, args, kwargs, rank, ranks, port))
+                answer = (True, _in_world(function, args, kwargs, rank, ranks, port, backend))
             except BaseException:  # a test function may raise SystemExit
                 answer = (False, traceback.format_exc())
             connection.send(answer)
 
 
-def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int) -> Any:
+def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, ranks: int, port: int, backend: str) -> Any:
     from datetime import timedelta
 
     import torch
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
     torch.distributed.barrier()  # a function that ends at once would close connections that others are still making
     try:
         return function(*args, **kwargs)

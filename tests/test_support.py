@@ -11,7 +11,7 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline import cli
 from megatron.pipeline.cli.support import markdown
 from megatron.pipeline.flags.flags import add_flags
-from megatron.pipeline.flags.support import FEATURES, Feature, Support, untested
+from megatron.pipeline.flags.support import FEATURES, Feature, Support, of_flag, untested
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -37,8 +37,9 @@ def test_a_feature_is_refused_warned_of_or_silent_in_a_launch(feature: Feature) 
 def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     of_a_feature = {known for feature in FEATURES for known in feature.names}
     without = {  # details of a schedule of upstream's, no features
-        "expert_gtp_weight_remat_size", "mlp_chunks_for_training", "microbatch_group_size_per_vp_stage",
+        "mlp_chunks_for_training", "microbatch_group_size_per_vp_stage",
         "overlap_param_gather_with_optimizer_step", "overlap_dispatch_backward_with_experts_wgrad",
+        "gtp_weight_remat_size", "expert_gtp_weight_remat_size",  # upstream computes these from flags
     }  # fmt: skip
     assert (name in of_a_feature) != (name in without)
 
@@ -61,6 +62,23 @@ def test_every_flag_that_switches_an_untested_feature_on_is_warned_of(given: dic
 @pytest.mark.parametrize("given", [{"moe_token_dispatcher_type": "alltoall"}, {"kitchen_recipe_number": None}])
 def test_values_that_switch_nothing_on_are_silent(given: dict[str, object]) -> None:
     assert untested(Namespace(**given)) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "title"),
+    [
+        ("fp8-format", "FP8"),
+        ("fp8_recipe", "FP8"),
+        ("sft", "packed sequences (--sft)"),
+        ("optimizer-cpu-offload", "optimizer in host memory"),
+        ("optimizer-offload-fraction", None),
+        ("cpu-offloading-num-layers", "activations in host memory, by layer"),
+        ("num-layers", None),
+    ],
+)
+def test_the_feature_of_a_flag(flag: str, title: str | None) -> None:
+    feature = of_flag(flag)
+    assert (feature and feature.title) == title
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=ids)

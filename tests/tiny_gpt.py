@@ -37,7 +37,15 @@ class Run:
     """A model, its optimizer and its pipeline, ready to step."""
 
     def __init__(
-        self, schedule: str, *, pp: int, tp: int = 1, cp: int = 1, microbatches: int = 4, flags: tuple[str, ...] = ()
+        self,
+        schedule: str,
+        *,
+        pp: int,
+        tp: int = 1,
+        cp: int = 1,
+        microbatches: int = 4,
+        flags: tuple[str, ...] = (),
+        measure: bool = True,
     ) -> None:
         from megatron.pipeline import patches
 
@@ -68,7 +76,7 @@ class Run:
         args.padded_vocab_size = 64
         self.args = args
         self.microbatches = microbatches
-        self.pipeline = plan_pipeline(args, measure=True)
+        self.pipeline = plan_pipeline(args, measure=measure)
         check_slices(args, self.pipeline.splits)
         schedules.restore()
         initialize_model_parallel(args, self.pipeline.placement)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from contextlib import nullcontext
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ class Store:
 
     def __init__(self, delayed: bool) -> None:
         self.delayed = delayed
-        self.waiting: deque[tuple[Any, ...]] = deque()
+        self.context: Queue[Any] = Queue()
 
     def delay_wgrad_compute(self) -> bool:
         return self.delayed
@@ -37,12 +39,11 @@ class EngineLinear(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(SIZE, SIZE))
         self.bias = torch.nn.Parameter(torch.randn(SIZE))
-        self.fused, self.bias_is = fused, bias
+        self.fuse_wgrad_accumulation, self.bias_is = fused, bias
         self.wgrad_store = Store(delayed)
         self.wgrad_accumulation_and_reduce_hooks: list[Any] = []
-        if delayed:
-            for parameter in self.parameters():
-                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        if delayed:  # the bias, too, but megatron-core makes it anew under --use-cpu-initialization
+            self.weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         inside = None if self.bias_is == OUTSIDE else self.bias
@@ -55,14 +56,14 @@ class EngineLinear(torch.nn.Module):
     def gradients(self, hidden: torch.Tensor, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         weight: Any = self.weight
         gradient = grad_output.t() @ hidden
-        if self.fused:
+        if self.fuse_wgrad_accumulation:
             weight.main_grad.add_(gradient)
             gradient = torch.full_like(gradient, torch.nan)  # there to be seen, not to be added
         return gradient, grad_output.sum(0) if self.bias_is == IN_W else None
 
     def backward_dw(self) -> None:
-        gradient, bias_gradient = self.gradients(*self.wgrad_store.waiting.popleft())
-        if not self.fused:
+        gradient, bias_gradient = self.gradients(*self.wgrad_store.context.get()[0])
+        if not self.fuse_wgrad_accumulation:
             self.weight.grad = gradient
         if self.bias.grad is None:
             self.bias.grad = bias_gradient.to(self.bias.dtype)  # type: ignore[union-attr]
@@ -83,12 +84,14 @@ class EngineFunction(torch.autograd.Function):
         (hidden, weight), module = ctx.saved_tensors, ctx.module
         gradient = bias_gradient = None
         if module.wgrad_store.delayed:
-            module.wgrad_store.waiting.append((hidden, grad_output))
-            gradient = torch.full_like(weight, torch.nan) if module.fused else None
+            module.wgrad_store.context.put([[hidden, grad_output], None])
+            gradient = torch.full_like(weight, torch.nan) if module.fuse_wgrad_accumulation else None
         else:
             gradient, bias_gradient = module.gradients(hidden, grad_output)
-        if module.fused:
-            module.weight.grad_added_to_main_grad = True
+        if module.fuse_wgrad_accumulation and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+        elif module.fuse_wgrad_accumulation:  # hooks have hidden the parameter
+            gradient = None
         if module.bias_is == IN_B:
             bias_gradient = grad_output.sum(0)
         return grad_output @ weight, gradient, bias_gradient, None
@@ -162,6 +165,45 @@ def test_recomputed_modules_run_fused_on_request(pool: Pool) -> None:
     assert pool.run(2, gradients, "B0 B1 W0 B2 W1 W2", True, OUTSIDE, fuse_recomputed=True) == expected
 
 
+def hooked_gradients(order: str | None) -> tuple[list[float], tuple[int, int, int]]:
+    """The gradient of a weight that saved-tensor hooks hide from its module, and the bytes counted after F, B and W."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.pipeline.record.memory import ActivationMeter, hold
+
+    torch.manual_seed(3)
+    module = EngineLinear(delayed=order is not None, fused=True, bias=IN_W)
+    if order is not None:
+        assert split_weights(module) == []
+    model = build(module, delayed=order is not None)
+    meter = ActivationMeter(module.parameters())
+    hidden = torch.randn(4, SIZE).requires_grad_()
+    tasks: list[WeightTask] = []
+    with meter.observing(), meter.saving() if order is not None else nullcontext():
+        loss = (model(hidden) * torch.full((4, SIZE), 2.0)).sum()  # saves the factor; its gradient has memory for every number
+        after_f = meter.current
+        with deferring(tasks):
+            loss.backward()
+        kept = [hold(task.held) for task in tasks]
+        after_b = meter.current
+        with torch.no_grad():
+            for task in tasks:
+                task.run()
+        del kept, tasks
+    model.finish_grad_sync()
+    weight: Any = module.weight
+    return weight.main_grad.flatten().tolist(), (after_f, after_b, meter.current)
+
+
+def test_a_weight_behind_hooks_and_what_is_counted(pool: Pool) -> None:
+    expected, _ = pool.run(1, hooked_gradients, None)[0]
+    found, counted = pool.run(1, hooked_gradients, "B0 W0")[0]
+    assert any(expected) and found == expected
+    row = 4 * 4 * SIZE  # bytes of four tokens in float32
+    assert counted == (2 * row, 2 * row, 0)  # input and factor, input and output gradient
+
+
 def without_delay() -> str:
     from megatron.pipeline import patches
 
@@ -212,9 +254,20 @@ def test_settings_that_exclude_each_other_are_refused(monkeypatch: pytest.Monkey
     config = TransformerConfig(num_layers=1, hidden_size=SIZE, num_attention_heads=1)
     te_linear.delay_weight_gradients(config)
     assert config.delay_wgrad_compute
-    config.tp_comm_overlap = config.tp_comm_bulk_wgrad = True
-    with pytest.raises(ValueError, match="set tp_comm_bulk_wgrad to False"):
+    config.tp_comm_overlap, config.tp_comm_bulk_wgrad = True, False
+    with pytest.raises(ValueError, match=r"^tp_comm_overlap leaves inputs and output gradients of linears in buffers"):
         te_linear.delay_weight_gradients(config)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("fp8", "FP8"), ("fp4", "FP4")])
+def test_what_needs_plain_tensors_is_refused_with_quantized_ones(kind: str, name: str) -> None:
+    quantized, plain = SimpleNamespace(**{kind: "e4m3"}), SimpleNamespace(fp8=None)
+    te_linear.check_quantized(quantized, offloads=False, counts=False, steps_ahead=False)
+    for switched_on, flag in (("offloads", "--offload"), ("counts", "--pipeline-costs"), ("steps_ahead", "--post-validation")):
+        options = {"offloads": False, "counts": False, "steps_ahead": False} | {switched_on: True}
+        te_linear.check_quantized(plain, **options)
+        with pytest.raises(ValueError, match=f"^{flag}.* with {name}.*train in --bf16"):
+            te_linear.check_quantized(quantized, **options)
 
 
 def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:

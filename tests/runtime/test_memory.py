@@ -137,3 +137,12 @@ def test_a_forward_without_a_backward_leaves_nothing() -> None:
     assert meter.current == 4 * 64
     del probabilities
     assert meter.current == 0
+
+
+def test_a_tensor_whose_memory_is_taken_away_is_not_counted_for_ever() -> None:
+    """Transformer Engine empties tensors that it has saved, when its backward is done with them."""
+    meter = ActivationMeter([])
+    counted = meter.hold(torch.zeros(64))
+    counted.tensor.data = torch.Tensor()
+    del counted
+    assert meter.current == 0

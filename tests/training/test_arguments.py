@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.pipeline.flags.arguments import flags, parse, with_config
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, neutral
-from megatron.pipeline.flags.validation import batch_sizes, validate
+from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
@@ -51,6 +53,17 @@ def test_derived_values() -> None:
 def test_ramp_up() -> None:
     args = checked("--global-batch-size 16 --rampup-batch-size 8 4 100", world_size=2)
     assert batch_sizes(args) == [8, 12, 16]
+
+
+@given(start=st.integers(1, 4), step=st.integers(1, 4), steps=st.integers(1, 6), samples=st.integers(0, 300))
+def test_the_batch_grows_as_it_did_before_megatron_core_0_18(start: int, step: int, steps: int, samples: int) -> None:
+    """Batch size as that release's calculator has it: so many steps of ``samples / steps`` samples, in floating point."""
+    largest = start + step * steps
+    grown = batch_size_steps(Namespace(rampup_batch_size=[start, step, samples], global_batch_size=largest))
+    for consumed in range(samples + 3):
+        done = steps if consumed > samples else int(consumed / (samples / steps)) if samples else 0
+        assert [size for least, size in grown if least <= consumed][-1] == start + done * step, (consumed, grown)
+    assert batch_size_steps(Namespace(rampup_batch_size=None, global_batch_size=8)) == [(0, 8)]
 
 
 def test_config_file_is_overridden_by_the_command_line(tmp_path: Path) -> None:
@@ -102,7 +115,10 @@ def test_bad_config_file(tmp_path: Path, content: str, message: str) -> None:
         ("--moe-layer-freq [[1]]", "expected a number or a list such as"),
         ("--config /nowhere.yaml", "--config /nowhere.yaml: No such file or directory"),
         ("--use-legacy-models", "--use-legacy-models is not needed: models are always megatron-core's; leave it out"),
-        ("--fp8-format e4m3", "unknown flag --fp8-format; --help lists all flags, and mpipe launch runs Megatron-LM's own"),
+        ("--fp8-format e4m3", "--fp8-format (FP8) is not in this project's pretrain_gpt.py: mpipe launch runs Megatron-LM's"),
+        ("--use-megatron-fsdp", "(FSDP, of torch or of Megatron) does not work with our schedules: leave it out"),
+        ("--delay-wgrad-compute", "(delayed weight gradients) does not work with our schedules: leave it out (W pa"),
+        ("--train-samples 8", "unknown flag --train-samples; --help lists all flags, and mpipe launch runs Megatron-LM's own"),
         ("--vocab-parallel 3", "invalid choice: '3'"),
         ("--vocab-logits-limit 256", "expected bytes above 0 such as 256MiB, in one of KiB, MiB, GiB, MB, GB, got '256'"),
         ("--vocab-logits-limit 0MiB", "expected bytes above 0"),

@@ -15,6 +15,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from releases import EXTRA_TOKENS
 
 from megatron.pipeline.trainer import corpus, data_files
 from megatron.pipeline.trainer.tokenizer import ByteLevelTokenizer, build_tokenizer, padded_vocab_size
@@ -35,7 +36,8 @@ def test_bytes_are_lossless(data: bytes) -> None:
 
 def test_null_tokenizer() -> None:
     tokenizer = build_tokenizer(Namespace(tokenizer_type="NullTokenizer", vocab_size=10))
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.tokenize("1 2")) == (11, 10, [1, 2])
+    size = 10 + EXTRA_TOKENS
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.tokenize("1 2")) == (size, size - 1, [1, 2])
 
 
 @pytest.mark.parametrize(

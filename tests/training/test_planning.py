@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from megatron.core.transformer.enums import LayerType
+from releases import EXTRA_TOKENS
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.model.layout import stage_layers
@@ -181,19 +182,20 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
     [
         (
             "",
-            "--vocab-parallel 2: 64 rows on each of 2 ranks, in all 100 tokens, 28 rows of padding that count",
+            "--vocab-parallel 2: 64 rows on each of 2 ranks, in all {tokens} tokens, {padding} rows of padding that count",
         ),
-        ("--vocab-mask-padding", "0 rows of padding that count in the softmax, 28 that do not"),
+        ("--vocab-mask-padding", "0 rows of padding that count in the softmax, {padding} that do not"),
         (
             "--make-vocab-size-divisible-by 1",
-            "56 rows on each of 2 ranks, in all 100 tokens",
+            "56 rows on each of 2 ranks, in all {tokens} tokens",
         ),
     ],
 )
 def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
     flags = f"{MODEL} --tokenizer-type NullTokenizer --vocab-size 99 --vocab-parallel 2 {flags}"
     args, _, pipeline = program.prepare(flags.split(), world_size=2)
-    assert words in plan_in_words(args, pipeline)[0]
+    tokens = 99 + EXTRA_TOKENS
+    assert words.format(tokens=tokens, padding=128 - tokens) in plan_in_words(args, pipeline)[0]
 
 
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from pool import forked
 
 from megatron.pipeline.dist import processes
 from megatron.pipeline.trainer import program
-from megatron.pipeline.trainer.startup_lines import obstacles
+from megatron.pipeline.trainer.startup_lines import first_words, obstacles
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 MODEL = (
@@ -80,6 +80,14 @@ def test_launcher_exits_with_2(tmp_path: Path) -> None:
     process.join(timeout=120)
     assert process.exitcode == 2
     assert (tmp_path / "stderr").read_text() == "pretrain_gpt.py: unknown flag --num-layer; did you mean --num-layers?\n"
+
+
+@pytest.mark.parametrize(("flags", "words"), [("", ", going on from saved"), ("--finetune", ", with the weights of saved")])
+def test_what_is_taken_from_a_checkpoint_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, words: str) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    args, _, pipeline = program.prepare(f"{MODEL} --load {tmp_path} {flags}".split(), world_size=2)
+    [line] = first_words(args, pipeline, Path("saved"))
+    assert line.startswith(" schedule zb-h1 on 2 ranks") and line.endswith(words)
 
 
 @pytest.mark.parametrize(

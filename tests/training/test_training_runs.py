@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 from pool import Pool
+from releases import CORE
 from training.short_runs import batches, metrics, train
 
 from megatron.pipeline.trainer import checkpoint_files
@@ -52,7 +53,7 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
     ids=["distributed-optimizer", "adam", "sgd"],
 )
 def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:
-    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1"
+    flags = f"{data} {flags} --fp16 --initial-loss-scale {2**21} --hysteresis 1 --train-iters 12"
     assert ran(pool.run(ranks, train, f"{flags} --metrics {tmp_path}/whole.jsonl"))
     whole = metrics(tmp_path / "whole.jsonl")
     assert [norm is None for _, _, norm in whole[:2]] == [True, True] and whole[-1][2] is not None
@@ -70,6 +71,7 @@ def test_a_dynamic_loss_scale_follows_a_constant_one(pool: Pool, data: str, tmp_
     assert metrics(tmp_path / "m.jsonl") == metrics(tmp_path / "constant.jsonl")
 
 
+@pytest.mark.skipif(CORE >= (0, 19), reason="its common state lies among the tensors, where this test cannot change it")
 def test_a_checkpoint_of_megatrons_goes_on(pool: Pool, data: str, tmp_path: Path) -> None:
     """One in its layout; tests/launch has those that Megatron-LM itself wrote."""
     flags = f"{data} --eval-iters 1 --eval-interval 2 --clip-grad 0 --metrics {tmp_path}/{{}}.jsonl"

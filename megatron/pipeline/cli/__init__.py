@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.pipeline.cli import compare, draw, export, launch, memory, plan, serve, simulate, support, tune, vocabulary
+from megatron.pipeline.cli import certify, compare, draw, export, launch, memory, plan, serve, simulate, support, tune, vocabulary
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.packages import Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
@@ -18,6 +18,7 @@ COMMANDS = (
     "plan",
     "simulate",
     "verify",
+    "certify",
     "draw",
     "compare",
     "export",
@@ -31,7 +32,8 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, or 2 after one line on stderr that says what is wrong.
+    """Run one command; returns the exit code: 0, what the command returns, or 2 after one line on stderr that says what
+    is wrong.
 
     Args:
         arguments: the command line; by default that of this process.
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with without_collecting():
             options = parse(arguments)
-            options.run(options)
+            code = options.run(options)
         if sys.stdout is not None:  # a process may be started without one
             sys.stdout.flush()
     except BrokenPipeError:
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(str(error))
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code or 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -88,6 +90,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
-    for command in (plan, simulate, draw, compare, export, vocabulary, memory, tune, serve, launch, support):
+    for command in (plan, simulate, certify, draw, compare, export, vocabulary, memory, tune, serve, launch, support):
         command.add(commands)
     return parser, commands.choices

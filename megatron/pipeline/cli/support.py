@@ -10,7 +10,7 @@ from megatron.pipeline.flags.support import FEATURES
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
 _LEGEND = (
     "tested: on CPUs over gloo; nothing has run on a GPU yet. untested: accepted, with a warning at the start. refused: with an "
-    "error that says what to use. pretrain_gpt.py is this project's; mpipe launch runs Megatron-LM's own script."
+    "error before training. pretrain_gpt.py is this project's; mpipe launch runs Megatron-LM's own script."
 )
 
 

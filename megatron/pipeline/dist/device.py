@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -14,11 +15,18 @@ def this_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """What starts in here on a GPU neither waits for what computes nor keeps it waiting."""
-    return torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext()
+def to_device(numbers: Sequence[float]) -> torch.Tensor:
+    """Numbers as a float64 tensor on this process's device; on a GPU the host does not wait for the copy."""
+    device = this_device()
+    on_gpu = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.float64, pin_memory=on_gpu).to(device, non_blocking=on_gpu)
 
 
-@cache  # the allocator keeps memory for every stream
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str = "collectives") -> AbstractContextManager[Any]:
+    """What starts in here on a GPU neither waits for what computes nor keeps it waiting; one stream for each purpose."""
+    return torch.cuda.stream(_stream(device, purpose)) if device.type == "cuda" else nullcontext()
+
+
+@cache  # the allocator keeps memory for every stream, and torch has 32 in all, of which NCCL's are some
+def _stream(device: torch.device, _purpose: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

@@ -1,18 +1,22 @@
-"""Process groups in addition to those of megatron-core's parallel_state."""
+"""Process groups in addition to those of megatron-core's parallel_state, and barriers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+
+from megatron.pipeline.dist.device import this_device
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.ProcessGroup | None:
     """A group of these ranks, while other ranks make other groups.
 
     Collective over the world, like ``torch.distributed.new_group``, but every rank names only the group that it is a member
-    of (or an empty one). An all-gather of these lists tells every rank which groups to make.
+    of (or an empty one). An all-gather of these lists tells every rank which groups to make. Its timeout is the world's:
+    torch's default, 10 minutes with NCCL, would end a run that waits longer on purpose.
 
     Args:
         ranks: global ranks, this one among them, the same on all of them; empty for none.
@@ -22,7 +26,49 @@ def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.Process
     torch.distributed.all_gather_object(everyone, tuple(ranks))
     mine = None
     for wanted in sorted(set(filter(None, everyone))):
-        group = torch.distributed.new_group(list(wanted), **options)
+        group = torch.distributed.new_group(list(wanted), timeout=_timeout_of_world(), **options)
         if wanted == tuple(ranks):
             mine = group
     return mine
+
+
+def like(group: torch.distributed.ProcessGroup, high_priority: bool = False, max_ctas: int | None = None) -> dict[str, Any]:
+    """Options of a new group with the backend of another.
+
+    Args:
+        high_priority: with NCCL its kernels go before others.
+        max_ctas: with NCCL the most thread blocks of a kernel, which wait on as many SMs for other ranks; None for its choice.
+    """
+    backend = torch.distributed.get_backend(group)
+    if backend != "nccl":
+        return {"backend": backend}
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return {"backend": backend, "pg_options": options}
+
+
+def barrier() -> None:
+    """Wait for all ranks of the world.
+
+    With NCCL it says which device it means. Otherwise a first barrier would guess one, the rank modulo the node's GPUs, and make
+    a communicator there: another GPU than the rank's on a node with fewer ranks than GPUs.
+    """
+    on_gpu = torch.distributed.get_backend() == "nccl"
+    torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+
+
+def connect(group: torch.distributed.ProcessGroup | None) -> None:
+    """Make the communicator of a group's collectives now, where NCCL would make it at the first one. Collective over the group.
+
+    Making it blocks the host until all members come, and takes device memory: within an iteration that could be a deadlock, and
+    memory that the plan does not know.
+    """
+    if group is not None and torch.distributed.get_backend(group) == "nccl":
+        torch.distributed.all_reduce(torch.zeros(1, device=this_device()), group=group)
+
+
+def _timeout_of_world() -> timedelta:
+    world: Any = torch.distributed.group.WORLD
+    timeout: timedelta = world._get_backend(this_device()).options._timeout
+    return timeout

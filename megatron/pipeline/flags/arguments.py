@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from megatron.pipeline.flags import fork_flags
+from megatron.pipeline.flags import fork_flags, support
 from megatron.pipeline.flags.flags import add_flags
 
 logger = logging.getLogger(__name__)
@@ -167,8 +167,18 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
         return f"{name} is not needed: {_NOT_NEEDED[key]}; leave it out"
     if closest := difflib.get_close_matches(key, known, n=1, cutoff=0.85):
         return f"unknown flag {name}; did you mean {known[closest[0]]}?"
-    elsewhere = ", and mpipe launch runs Megatron-LM's own script with all of its flags" if isinstance(parser, _Parser) else ""
-    return f"unknown flag {name}; --help lists all flags{elsewhere}"
+    if not isinstance(parser, _Parser):
+        return f"unknown flag {name}; --help lists all flags"
+    if feature := support.of_flag(key):
+        return f"{name} ({feature.title}) {_elsewhere(feature)}"
+    return f"unknown flag {name}; --help lists all flags, and mpipe launch runs Megatron-LM's own script with its flags"
+
+
+def _elsewhere(feature: support.Feature) -> str:
+    if feature.launch is support.Support.REFUSED:
+        return "does not work with our schedules: leave it out" + (f" ({feature.note})" if feature.note else "")
+    runs = f"mpipe launch runs Megatron-LM's own script with it ({feature.launch}: mpipe support)"
+    return f"is not in this project's pretrain_gpt.py: {runs}"
 
 
 def _key(name: str) -> str:

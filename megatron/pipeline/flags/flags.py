@@ -141,6 +141,9 @@ _NEW = {
             pass_seconds, metavar="SECONDS"),
         add("--pipeline-p2p",
             "start the sends and receives between two passes one by one, or together", ["single", "batched"], "single"),
+        add("--pipeline-max-ctas",
+            "NCCL: at most this many thread blocks, and so SMs of a GPU, for a message or a collective of the vocabulary. They "
+            "wait on them for the other rank; NCCL's own choice if not given", positive_int, metavar="N"),
         files("--pipeline-trace", "write the measured timeline of every logged iteration here", str, metavar="DIR"),
         schedule("--recompute-fused-backward",
             "B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps"),

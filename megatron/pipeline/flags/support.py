@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-__all__ = ["FEATURES", "Feature", "Support", "untested"]
+__all__ = ["FEATURES", "Feature", "Support", "of_flag", "untested"]
 
 
 class Support(StrEnum):
@@ -29,7 +29,8 @@ class Feature(NamedTuple):
 
     Attributes:
         title: what its users call it.
-        names: the settings that switch it on, with the values that do; no values for all but None, False and "none".
+        names: the settings that switch it on, as Megatron-LM's parser names them, with the values that do; no values for all
+            but None, False and "none".
         trainer: under this project's ``pretrain_gpt.py``. What is refused there has no flag, or a value that is refused.
         launch: under ``mpipe launch`` of Megatron-LM's own script.
         note: with what condition, or what to use in its place.
@@ -53,6 +54,8 @@ def _on(*names: str) -> dict[str, Collection[Any]]:
     return dict.fromkeys(names, ())
 
 
+_QUANTIZED = "needs Transformer Engine and a GPU; without --offload and --pipeline-costs profile"
+
 FEATURES = (
     Feature("bfloat16", _on("bf16"), _YES, _YES),
     Feature("float16, with a loss scale", _on("fp16"), _YES, _YES),
@@ -61,12 +64,19 @@ FEATURES = (
         _on("fp8", "fp8_param_gather", "te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number"),
         _NO,
         _WARNS,
-        "needs Transformer Engine and a GPU",
+        _QUANTIZED,
     ),
-    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, "needs Transformer Engine and a GPU"),
+    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, _QUANTIZED),
     Feature("residuals in float32", _on("fp32_residual_connection"), _NO, _WARNS, "needs a GPU"),
-    Feature("Transformer Engine", {"transformer_impl": ("transformer_engine",)}, _WARNS, _WARNS, "its interface, by a stand-in"),
+    Feature(
+        "Transformer Engine",
+        {"transformer_impl": ("transformer_engine",)},
+        _WARNS,
+        _WARNS,
+        "its Python is tested on CPUs, its kernels are not",
+    ),
     Feature("tensor and sequence parallelism", _on("sequence_parallel"), _YES, _YES),
+    Feature("tensor-parallel communication within products", _on("tp_comm_overlap"), _NO, _NO),
     Feature(
         "context parallelism",
         {"context_parallel_size": range(2, 2**20)},
@@ -119,10 +129,21 @@ FEATURES = (
     Feature("precision-aware optimizer", _on("use_precision_aware_optimizer"), _NO, _WARNS),
     Feature("optimizer in host memory", _on("optimizer_cpu_offload"), _NO, _WARNS),
     Feature("FSDP, of torch or of Megatron", _on("use_torch_fsdp2", "use_megatron_fsdp"), _NO, _NO),
-    Feature("weights gathered again", {"gtp_weight_remat_size": range(2, 2**20)}, _NO, _NO),
+    Feature(
+        "weights gathered again",
+        _on("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+        _NO,
+        _NO,
+    ),
     Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
     Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _YES),
-    Feature("activations in host memory, by layer", _on("cpu_offloading"), _NO, _WARNS, "--offload, by schedule"),
+    Feature(
+        "activations in host memory, by layer",
+        {"cpu_offloading_num_layers": range(1, 2**20)},
+        _NO,
+        _WARNS,
+        "--offload, by schedule",
+    ),
     Feature(
         "activations in host memory, by module", _on("fine_grained_activation_offloading"), _NO, _NO, "--offload, by schedule"
     ),
@@ -141,7 +162,8 @@ FEATURES = (
         "not with --vocab-parallel",
     ),
     Feature("reinforcement learning", _on("perform_rl_step"), _NO, _NO, "--pipeline-schedule stock"),
-    Feature("rampup of the batch size", _on("rampup_batch_size"), _YES, _YES),
+    Feature("rampup of the batch size", _on("rampup_batch_size"), _YES, _YES, "launch: ignored by megatron-core from 0.18 on"),
+    Feature("batch size by steps", _on("step_batch_size_schedule"), _NO, _WARNS, "--rampup-batch-size"),
     Feature("in-process restart", _on("inprocess_restart"), _NO, _WARNS),
     Feature("a YAML file in place of flags", _on("yaml_cfg"), _NO, _NO, "--config FILE"),
     Feature("models on the meta device", _on("init_model_with_meta_device"), _NO, _NO),
@@ -150,5 +172,20 @@ FEATURES = (
 
 
 def untested(args: Namespace) -> list[Feature]:
-    """The features that these flags of Megatron-LM switch on, and that the launch accepts untested."""
+    """The features that these flags of Megatron-LM, as parsed, switch on, and that the launch accepts untested."""
     return [feature for feature in FEATURES if feature.launch is Support.UNTESTED and feature.is_on(args)]
+
+
+def of_flag(flag: str) -> Feature | None:
+    """The feature to which a flag belongs that ``pretrain_gpt.py`` does not have; None for flags that the table does not know.
+
+    Args:
+        flag: without the dashes before it: a setting of the feature, or a switch with more words, as ``fp8-format``.
+    """
+    given = flag.replace("-", "_")
+
+    def has(feature: Feature) -> bool:
+        names = feature.names.items()
+        return any(given == name or (not values and given.startswith(f"{name}_")) for name, values in names)
+
+    return next((feature for feature in FEATURES if feature.trainer is Support.REFUSED and has(feature)), None)

@@ -70,6 +70,22 @@ def batch_sizes(args: Namespace) -> list[int]:
     return [*range(start, args.global_batch_size, step), args.global_batch_size]
 
 
+def batch_size_steps(args: Namespace) -> list[tuple[int, int]]:
+    """The ramp-up of ``batch_sizes`` as megatron-core did it before 0.18: from how many consumed samples on, which batch size."""
+    sizes = batch_sizes(args)
+    if len(sizes) == 1:
+        return [(0, sizes[0])]
+    each = args.rampup_batch_size[2] / (len(sizes) - 1)  # samples for a step, not rounded
+    if not each:
+        return [(0, sizes[0]), (1, sizes[-1])]
+    steps = []
+    for step, size in enumerate(sizes):
+        samples = math.ceil(step * each)
+        samples += int(samples / each) < step  # where the division rounds
+        steps.append((samples, size))
+    return steps
+
+
 def _check_required(args: Namespace) -> None:
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
     missing = [flag_of(name) for name in required if getattr(args, name) is None]
@@ -307,7 +323,7 @@ def _check_data(args: Namespace) -> None:
         args.split = args.split or DEFAULT_SPLIT
         _check_split(args.split)
     if args.tokenizer_type is None:
-        raise ValueError("missing --tokenizer-type: ByteLevelTokenizer needs nothing else")
+        raise ValueError("missing --tokenizer-type: NullTokenizer needs --vocab-size, ByteLevelTokenizer nothing else")
 
 
 def _check_split(split: str) -> None:

@@ -36,6 +36,7 @@ class Situation:
         waits_for_all: it takes part in a collective that others may not have reached.
         finished: the last few passes of this iteration, oldest first.
         line: of Python that the main thread is in; empty where it waits for a message.
+        of_device: it is where the GPU is; the host has launched more.
         process: pipeline rank, device, host and process, to find the rank by.
     """
 
@@ -46,6 +47,7 @@ class Situation:
     waits_for_all: bool = False
     finished: tuple[str, ...] = ()
     line: str = ""
+    of_device: bool = False
     process: str = ""
 
     @classmethod

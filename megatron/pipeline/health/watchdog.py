@@ -26,6 +26,7 @@ from types import TracebackType
 import torch
 from megatron.core import parallel_state
 
+from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
 
@@ -73,14 +74,14 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         self._process = _this_process()
         self._heartbeat = Heartbeat(lambda: self._situation().to_text(), self._interval, timeout=self._silence)
-        torch.distributed.barrier()
+        barrier()
         self._heartbeat.open()
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
-            torch.distributed.barrier()
+            barrier()
         self._ended.set()
         self._thread.join()
         if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
@@ -95,7 +96,8 @@ class Watchdog:
 
     def _situation(self) -> Situation:
         mine = self._place()
-        return replace(mine, line="" if mine.waits_for is not None else _line_of_main_thread(), process=self._process)
+        elsewhere = mine.waits_for is not None or mine.of_device
+        return replace(mine, line="" if elsewhere else _line_of_main_thread(), process=self._process)
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval):
@@ -167,6 +169,11 @@ class Watchdog:
         for child in multiprocessing.active_children():  # megatron-core's checkpoint writer keeps one
             child.kill()
         os._exit(1)
+
+
+def stuck_seconds(distributed_timeout_minutes: float) -> float:
+    """After which time ranks that stand still outside an iteration are stuck: before the backend ends them without a word."""
+    return 0.8 * 60 * distributed_timeout_minutes
 
 
 def in_words(error: BaseException) -> str:

@@ -46,5 +46,8 @@ def install() -> None:
         try:
             patches.install_training(Run(versions))
         except ImportError as error:
-            why = versions.difference or f"install what it needs; it was found in {versions.training_path}"
+            why = versions.difference or (
+                "install what Megatron-LM's scripts import (pip install six regex pydantic triton pybind11); it was found in "
+                f"{versions.training_path}"
+            )
             raise RuntimeError(f"megatron.training cannot be imported ({error}): {why}") from error

@@ -11,13 +11,14 @@ import torch
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags import support
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
+from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import STOCK
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Kind
 
 
@@ -39,6 +40,8 @@ def check_flags(args: Namespace) -> None:
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
     _check_settings(args)
+    profiles = args.pipeline_costs == PROFILE or args.offload_profile
+    te_linear.check_quantized(args, args.offload != OFF, profiles, steps_ahead=False)  # refused above for all
     args.chunks = chunks_per_rank(args)
 
 
@@ -58,6 +61,16 @@ def _check_settings(args: Namespace, in_config: bool = False) -> None:
         raise ValueError(f"{_flag(name)} {why}: leave it out, or take --pipeline-schedule stock")
 
 
+def check_source(args: Namespace) -> None:
+    """Refuse a file that upstream reads in place of all flags, before it does: ``check_flags`` would not see ours.
+
+    Raises:
+        ValueError: says what to give in its place.
+    """
+    if getattr(args, "yaml_cfg", None) is not None:
+        raise ValueError(f"--yaml-cfg {compat.UNSUPPORTED['yaml_cfg'].reason}")
+
+
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     return None if compat.reduces_experts_right() else experts_drift(args)
@@ -67,13 +80,18 @@ def untested(args: Namespace) -> list[str]:
     """Warnings of flags that are accepted and not tested with our schedules."""
     if args.pipeline_schedule == STOCK:
         return []
-    titles = ", ".join(feature.title for feature in support.untested(args))
-    if not titles:
-        return []
-    return [
-        f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some "
-        f"iterations with --pipeline-schedule {STOCK}"
-    ]
+    warnings = []
+    if titles := ", ".join(feature.title for feature in support.untested(args)):
+        warnings.append(
+            f"WARNING: not tested with --pipeline-schedule {args.pipeline_schedule}: {titles} (mpipe support). Compare some "
+            f"iterations with --pipeline-schedule {STOCK}"
+        )
+    if getattr(args, "rampup_batch_size", None) is not None and compat.ramps_up_by_steps():
+        warnings.append(
+            f"WARNING: megatron-core {compat.version()} ignores --rampup-batch-size: take --step-batch-size-schedule, or the "
+            "batch is --global-batch-size from the start"
+        )
+    return warnings
 
 
 def _flag(name: str) -> str:
@@ -111,7 +129,8 @@ def complete(args: Namespace) -> Namespace:
 
     ours = copy.copy(args)
     if args.rampup_batch_size is not None:
-        ours.rampup_batch_size = [int(size) for size in args.rampup_batch_size]
+        ignored = compat.ramps_up_by_steps()
+        ours.rampup_batch_size = None if ignored else [int(size) for size in args.rampup_batch_size]
     if args.pipeline_schedule == STOCK:
         ours.chunks = args.virtual_pipeline_model_parallel_size
     tokenizer = get_tokenizer() if args.vocab_size is None else None

@@ -27,12 +27,13 @@ from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
 from megatron.pipeline.flags.flags import add_new_flags
-from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.check import (
     check_flags,
     check_model,
     check_plan,
+    check_source,
     check_validated,
     complete,
     defaults_without_gpu,
@@ -89,7 +90,10 @@ class Run:
         def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
             with _refusing():
                 tokens = with_config(parser, sys.argv[1:] if args is None else args, self._print_once)
-            return parse_known(tokens, namespace)
+            parsed = parse_known(tokens, namespace)
+            with _refusing():
+                check_source(parsed[0])
+            return parsed
 
         parser.parse_known_args = parse  # type: ignore[assignment, method-assign]
 
@@ -221,7 +225,7 @@ class Run:
             print(f" {self._versions.in_words}\n schedule {pipeline.name}", *plan_in_words(ours, pipeline), sep="\n", flush=True)
         guard: AbstractContextManager[object] = nullcontext()
         if not pipeline.is_stock:  # upstream's own schedules do not say where they are
-            guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, 60 * ours.distributed_timeout_minutes)
+            guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck_seconds(ours.distributed_timeout_minutes))
         self._progress = Progress(ours, pipeline)
         with guard, self._progress:
             return original(*rest, **options)

@@ -66,9 +66,10 @@ class BoundaryModules:
         _, (last, _) = self._homes
         torch.distributed.broadcast(num_tokens, group_src=last, group=self._pipeline)
         torch.distributed.all_reduce(num_tokens, group=pg_collection.dp_cp)
-        if num_tokens > 0:
-            for chunk in chunks:
-                chunk.scale_gradients(1.0 / num_tokens)  # type: ignore[operator]
+        # On the device: the host would wait for all ranks' backwards here.
+        share = torch.where(num_tokens > 0, 1.0 / num_tokens.clamp(min=1), 1.0)
+        for chunk in chunks:
+            chunk.scale_gradients(share)  # type: ignore[operator]
 
     def _copies(self, chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
         """This rank's copies of a weight that the first and the last stage share, the first stage's copy first."""

@@ -13,16 +13,20 @@ one that is to go straight into ``main_grad``. ``backward_dw`` and DDP's hook th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.backward import weight_tasks
+from megatron.pipeline.backward.linear import mark_accumulated
 
 OLDEST = "2.8"
+_DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
 
 
 def check_version() -> None:
@@ -49,15 +53,45 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     communication: upstream's only use of it, and not ours.
 
     Raises:
-        ValueError: as ``check_version``, or the settings overlap communication with weight gradients.
+        ValueError: as ``check_version``, or ``compat.UNSUPPORTED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    if config.tp_comm_overlap and config.tp_comm_bulk_wgrad:
-        raise ValueError(
-            "tp_comm_overlap with tp_comm_bulk_wgrad hides a reduce-scatter behind weight gradients, which W computes later: "
-            "set tp_comm_bulk_wgrad to False"
-        )
+    if refused := compat.unsupported(config, in_config=True):
+        setting, reason = refused
+        raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
     config.delay_wgrad_compute = True
+
+
+def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bool) -> None:
+    """Refuse FP8 and FP4 together with what takes every tensor for plain memory.
+
+    Args:
+        settings: a TransformerConfig, or Megatron-LM's flags.
+        offloads: activations are copied to host memory by the schedule.
+        counts: the bytes that autograd saves are counted.
+        steps_ahead: optimizer steps may be taken back.
+
+    Raises:
+        ValueError: says what to use instead.
+    """
+    kind = next((name.upper() for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
+    if kind is None:
+        return
+    if offloads:
+        raise ValueError(
+            f"--offload with {kind}: it would move Transformer Engine's {kind} weights with every microbatch: leave --offload "
+            "out and recompute activations (--recompute-granularity), or train in --bf16"
+        )
+    if counts:
+        raise ValueError(
+            f"--pipeline-costs profile and --offload-profile with {kind}: they count the bytes of plain tensors, which {kind} "
+            "tensors are not: give --pipeline-costs FILE with measured costs, or train in --bf16"
+        )
+    if steps_ahead:
+        raise ValueError(
+            f"--post-validation with {kind}: it takes steps back, and would leave Transformer Engine's scales as they are: leave "
+            "--post-validation out, or train in --bf16"
+        )
 
 
 def is_engines(module: torch.nn.Module) -> bool:
@@ -72,22 +106,36 @@ def is_delayed(module: torch.nn.Module) -> bool:
 
 
 def prepare(module: torch.nn.Module) -> None:
-    """Make a ``DelayedGradient`` of every backward of a module that is delayed."""
+    """Make a ``DelayedGradient`` of every backward of a module that is delayed, and have W add its product to ``main_grad``.
+
+    Transformer Engine's products do that without apex, for which ``config.gradient_accumulation_fusion`` asks: on its own, a W
+    would round a gradient to the weight's precision and DDP would add it, and GroupedLinear keeps such gradients from B to W.
+    """
+    module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+    for name, parameter in module.named_parameters(recurse=False):
+        if _DELAYED.fullmatch(name):  # marked already, but megatron-core makes biases anew under --use-cpu-initialization
+            parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
     module.register_forward_pre_hook(_mark_input)
 
 
 class DelayedGradient:
-    """The weight gradient of a module for one microbatch: what its store holds, and what its backward left in ``grad``."""
+    """The weight gradient of a module for one microbatch, whose backward has just run.
+
+    Attributes:
+        held: what the module's store keeps for it, without what a product is added to.
+    """
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._parameters = _delayed_parameters(module)
-        self._gradients = [_take_gradient(parameter) for parameter in self._parameters]
-
-    @property
-    def held(self) -> Sequence[torch.Tensor]:
-        """Empty: the module's own store holds the tensors, on a GPU, where bytes are not counted this way."""
-        return ()
+        parameters = _delayed_parameters(module)
+        self._weights = [parameter for parameter in parameters if parameter.dim() > 1]
+        self._bias_gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.dim() == 1]
+        for parameter in parameters:
+            parameter.grad = None  # of a weight it is a stand-in, or nothing: saved-tensor hooks hide the weight from 2.8 to 2.14
+        main_grads = {weight.main_grad.untyped_storage().data_ptr() for weight in self._weights if hasattr(weight, "main_grad")}
+        newest = list(module.wgrad_store.context.queue)[-1:]
+        found = _tensors([tensors for tensors, _ in newest])
+        self.held: Sequence[torch.Tensor] = [one for one in found if one.untyped_storage().data_ptr() not in main_grads]
 
     def prefetch(self) -> None:
         """Nothing to fetch: under sequence parallelism the module's store has the whole input."""
@@ -100,9 +148,11 @@ class DelayedGradient:
         """
         if not self._module.wgrad_accumulation_and_reduce_hooks:
             raise RuntimeError(weight_tasks.DDP_DOES_NOT_WAIT)
-        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-            parameter.grad = gradient
-        self._gradients.clear()
+        for weight in self._weights:
+            mark_accumulated(weight)
+        for bias, gradient in self._bias_gradients:
+            bias.grad = gradient
+        self._bias_gradients.clear()
         self._module.backward_dw()
 
 
@@ -115,12 +165,15 @@ def _delayed_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     ]
 
 
-def _take_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Take the gradient that backward has left in ``grad``; in place of an unread stand-in, one element of storage."""
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is not None and getattr(parameter, "grad_added_to_main_grad", False):
-        return parameter.new_zeros(1).expand(parameter.shape)
-    return gradient
+def _tensors(stored: Any) -> Iterator[torch.Tensor]:
+    """The tensors with memory of their own in an entry of a store: in lists, and those that a quantized tensor is made of."""
+    if isinstance(stored, (list, tuple)):
+        for one in stored:
+            yield from _tensors(one)
+    elif type(stored) in (torch.Tensor, torch.nn.Parameter):
+        yield stored
+    else:
+        yield from (part for part in getattr(stored, "__dict__", {}).values() if type(part) is torch.Tensor)
 
 
 def _mark_input(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -31,6 +31,7 @@ class ActivationMeter:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._holders: dict[int, int] = {}
+        self._bytes: dict[int, int] = {}  # when first counted: Transformer Engine empties tensors that it is done with
         self.current = 0
         self.peak = 0
 
@@ -55,17 +56,18 @@ class ActivationMeter:
             return CountedTensor(tensor, None, key)
         if key not in self._holders:
             self._holders[key] = 0
-            self.current += storage.nbytes()
+            self._bytes[key] = storage.nbytes()
+            self.current += self._bytes[key]
             self.peak = max(self.peak, self.current)
         self._holders[key] += 1
         # Without its graph: a node that saves its own output would keep itself alive where no backward ever frees it.
         return CountedTensor(tensor.detach(), self, key)
 
-    def _release(self, tensor: torch.Tensor, key: int) -> None:
+    def _release(self, key: int) -> None:
         self._holders[key] -= 1
         if not self._holders[key]:
             del self._holders[key]
-            self.current -= tensor.untyped_storage().nbytes()
+            self.current -= self._bytes.pop(key)
 
 
 class CountedTensor:
@@ -80,4 +82,4 @@ class CountedTensor:
 
     def __del__(self) -> None:
         if self._meter is not None:
-            self._meter._release(self.tensor, self._key)
+            self._meter._release(self._key)

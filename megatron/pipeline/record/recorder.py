@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.pipeline.dist.device import side_stream, this_device
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.timeline import Timed
@@ -86,7 +87,7 @@ class Recorder:
         self._epoch: float | None = None  # the moment of the first event, once it is known
         if self._on_gpu:
             self._first = self._last = self._mark()
-            self._allocated = torch.cuda.memory_allocated()
+            self._allocated = _allocated()
             torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
@@ -135,7 +136,8 @@ class Recorder:
         if self._on_gpu:
             self._last.synchronize()
             if self._epoch is None:
-                self._epoch = time.time() - self._first.elapsed_time(_reached_now()) / 1000
+                now = _reached_now()  # before the host's clock is read
+                self._epoch = time.time() - self._first.elapsed_time(now) / 1000
         return Record(
             tuple(Timed(work, self._seconds(start), self._seconds(end)) for work, start, end, _ in self._passes),
             tuple(Waited(message, self._seconds(start), self._seconds(end)) for message, start, end in self._waits),
@@ -145,7 +147,7 @@ class Recorder:
         )
 
     def _held(self) -> int:
-        return self._meter.current if self._meter else torch.cuda.memory_allocated() - self._allocated
+        return self._meter.current if self._meter else _allocated() - self._allocated
 
     def _range(self, work: Pass) -> AbstractContextManager[Any]:
         return torch.cuda.nvtx.range(str(work)) if self._on_gpu else nullcontext()
@@ -166,6 +168,13 @@ class Recorder:
 def _reached_now() -> torch.cuda.Event:
     """An event of this moment, on an idle stream: it relates the clock of events to the host's."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.Stream())
+    with side_stream(this_device(), "clock"):
+        event.record()
     event.synchronize()
     return event
+
+
+def _allocated() -> int:
+    """Bytes that the allocator has given out, without the list of all its statistics in order that ``memory_allocated`` makes."""
+    bytes_: int = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"]
+    return bytes_

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
@@ -77,9 +78,10 @@ class Executor:
         transport: carries the messages.
         recorder: measures the passes, or does not.
         around: a context for every pass, such as the one that lets DDP reduce gradients.
+        device: notes what has been launched on a GPU; None on a CPU, where an operation is over when it returns.
 
     Attributes:
-        position: the operation that this rank is in, for a report of a hang; None before the first and after the last.
+        position: the operation that this rank's host is in, for a report of a hang; None before the first and after the last.
         begun: how many operations have begun; it distinguishes operations that look alike.
     """
 
@@ -91,6 +93,7 @@ class Executor:
         transport: Transport,
         recorder: Recorder | Unmeasured,
         around: Callable[[Pass], AbstractContextManager[None]] = lambda _: nullcontext(),
+        device: DeviceProgress | None = None,
     ) -> None:
         self.program = program
         self.transport = transport
@@ -98,6 +101,7 @@ class Executor:
         self._handlers = handlers
         self._recorder = recorder
         self._around = around
+        self._device = device
         self._operations = iter(program)
         self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
         self._received: dict[Message, Tensors] = {}
@@ -135,6 +139,15 @@ class Executor:
         self._made.clear()
         self.position = None
 
+    @property
+    def reached(self) -> tuple[Operation | None, int]:
+        """The operation that this rank is in, and how many have begun: on a GPU the device's, which the host runs ahead of.
+
+        May be asked from another thread.
+        """
+        number = self._device.current() if self._device else None
+        return (self.position, self.begun) if number is None else (self.program[number - 1], number)
+
     def _go_on(self) -> None:
         handlers, transport, recorder = self._handlers, self.transport, self._recorder
         for operation in self._operations:
@@ -169,6 +182,8 @@ class Executor:
                     self._note(operation)
                 case Validate():
                     return
+            if self._device and isinstance(operation, (Compute, Wait)):
+                self._device.launched(self.begun)
 
     def _note(self, operation: Operation) -> None:
         """Record what is held where the schedule has a copy: at its start, or at its end."""

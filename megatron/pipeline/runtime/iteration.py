@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 
+from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
@@ -147,7 +148,10 @@ class Iteration:
         dtype = config.pipeline_dtype or config.params_dtype
         device = next(call.chunks[0].parameters()).device
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, device, self.posting)
-        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around)
+        progress = DeviceProgress() if device.type == "cuda" else None
+        self.executor = executor = Executor(
+            program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around, progress
+        )
         self.attempts += 1
         with self.recorder.observing():
             executor.begin()
@@ -160,11 +164,12 @@ class Iteration:
             iterations: how many have begun.
         """
         executor = self.executor
-        position = executor.position if executor else None
-        progress = iterations, self.attempts, executor.begun if executor else 0
+        position, begun = executor.reached if executor else (None, 0)
+        progress = iterations, self.attempts, begun
         if executor is None or position is None:
             return Situation(progress=progress)
-        return Situation.in_program(executor.program, position, executor.begun, progress, self.channels.ranks.__getitem__)
+        here = Situation.in_program(executor.program, position, begun, progress, self.channels.ranks.__getitem__)
+        return replace(here, of_device=executor.position is not position)
 
     @property
     def _holds_output(self) -> bool:

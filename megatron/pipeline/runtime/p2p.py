@@ -8,13 +8,14 @@ is that of the programs, which both ends share. gloo needs no such care and gets
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.groups import connect, like, new_group
 from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS, Posting
 from megatron.pipeline.schedule.lower.program import Flow, Message, Send
 
@@ -42,16 +43,40 @@ class Channels:
     shapes: Any = None
 
     @classmethod
-    def open(cls, pipeline: torch.distributed.ProcessGroup, variable_lengths: bool) -> Channels:
-        """Make the groups of a pipeline; collective over the world, every rank with the pipeline that it is in."""
+    def open(cls, pipeline: torch.distributed.ProcessGroup, variable_lengths: bool, max_ctas: int | None = None) -> Channels:
+        """Make the groups of a pipeline; collective over the world, every rank with the pipeline that it is in.
+
+        Args:
+            variable_lengths: shapes travel before tensors.
+            max_ctas: the most thread blocks of an NCCL kernel; None for NCCL's choice.
+        """
         ranks = tuple(torch.distributed.get_process_group_ranks(pipeline))
         members = ranks if len(ranks) > 1 else ()
-        options: dict[str, Any] = {"backend": torch.distributed.get_backend(pipeline)}
-        if options["backend"] == "nccl":
-            # Messages are short and others wait for them: they go before the passes' kernels.
-            options["pg_options"] = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        # Messages are short and others wait for them: they go before the passes' kernels.
+        options = like(pipeline, high_priority=True, max_ctas=max_ctas)
         shapes = new_group(members, backend="gloo") if variable_lengths else None
         return cls(ranks, pipeline.rank(), new_group(members, **options), new_group(members, **options), shapes)
+
+    def connect(self, pairs: Iterable[tuple[int, int]], posting: Posting) -> None:
+        """Make the communicators of messages between these ranks before the first pass; see ``groups.connect``.
+
+        NCCL has one of its own for every pair of ranks, and one of the whole group for what is posted in batches, of which all
+        ranks of the group must take part in the first use. Collective over the pipeline.
+
+        Args:
+            pairs: sender and receiver, ranks of the pipeline; the same on all ranks.
+        """
+        if self.up is None or torch.distributed.get_backend(self.up) != "nccl":
+            return
+        if posting is Posting.BATCHED:
+            connect(self.up)
+            connect(self.down)
+        for sender, receiver in sorted(pairs):  # in one order on all ranks: each host waits here for its peer
+            group = self.group(sender, receiver)
+            if posting is Posting.SINGLE and self.rank in (sender, receiver):
+                number = torch.zeros(1, device=this_device())
+                peer = torch.distributed.get_group_rank(group, self.ranks[receiver if self.rank == sender else sender])
+                (group.send if self.rank == sender else group.recv)([number], peer, 0).wait()
 
     def group(self, sender: int, receiver: int) -> Any:
         """For messages from one rank of the pipeline to another."""

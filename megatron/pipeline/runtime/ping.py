@@ -34,8 +34,8 @@ def ping(transport: Transport, rank: int, placement: Placement) -> list[float]:
 def _ask(transport: Transport, peer: int) -> list[float]:
     seconds = []
     for message, answer in zip(*_messages(), strict=True):
-        _receive(transport, answer, peer)
         began = _now()
+        _receive(transport, answer, peer)
         _send(transport, message, peer, transport.blank(message.flow))
         transport.wait(answer)
         seconds.append((_now() - began) / 2)
@@ -72,6 +72,7 @@ def _send(transport: Transport, message: Message, peer: int, tensors: Tensors) -
 
 
 def _now() -> float:
+    """The time at which the current stream is done. Other streams may be waiting for what a peer sends only after our message."""
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +13,7 @@ from megatron.pipeline.patches import schedules as schedules_patch
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.model import te_linear
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import Request
@@ -27,6 +28,7 @@ from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
+from megatron.pipeline.schedule.lower.program import Send
 from megatron.pipeline.schedule.time.simulate import simulate
 
 __all__ = ["Pipeline"]
@@ -40,6 +42,7 @@ class Pipeline(Plans):
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
+        max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None for NCCL's choice.
 
     Raises:
         ValueError: see ``Plans``.
@@ -51,14 +54,17 @@ class Pipeline(Plans):
         posting: Posting = Posting.SINGLE,
         measure: bool = False,
         settings: Settings | None = None,
+        max_ctas: int | None = None,
     ) -> None:
         self.settings = settings or Settings()
         super().__init__(request, posting, self.settings.host_limit)
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
         # Opened when they are first needed, by all ranks of the world together.
-        self._channels_of, self._groups_of = cache(Channels.open), cache(Groups.open)
+        self._channels_of = cache(partial(Channels.open, max_ctas=max_ctas))
+        self._groups_of = cache(partial(Groups.open, max_ctas=max_ctas))
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
+        self._connected: set[tuple[int, int]] = set()  # sender and receiver, whose communicators are there
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -100,6 +106,7 @@ class Pipeline(Plans):
 
         Raises:
             RanksDiffer: the first time that a plan runs; see ``agree``.
+            ValueError: the model's numbers are quantized in a way that this pipeline does not support.
         """
         call = Call(**keywords)
         plan = self.plan(call.num_microbatches, call.forward_only)
@@ -107,14 +114,18 @@ class Pipeline(Plans):
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
         measured = self.measures and not call.forward_only
+        counted = measured and self.counts_bytes
+        te_linear.check_quantized(call.config, plan.schedule.has_copies, counted, steps_ahead=self._resolve is not None)
 
         def record() -> Recorder | Unmeasured:
             return self._record(call.chunks, plan) if measured else Unmeasured()
 
+        channels = self._channels_of(call.pipeline, call.config.variable_seq_lengths)
+        self._connect(channels, plan)
         self._iterations += 1
         self._iteration = Iteration(
             plan,
-            self._channels_of(call.pipeline, call.config.variable_seq_lengths),
+            channels,
             record,
             self._posting,
             self._resolve,
@@ -168,6 +179,13 @@ class Pipeline(Plans):
             return None
         expected = _simulated_span(report.schedule, self.costs)
         return report.timeline.span / expected if expected else None
+
+    def _connect(self, channels: Channels, plan: Planned) -> None:
+        """Make the communicators that a plan is the first to use."""
+        sends = ((rank, one.peer) for rank, program in enumerate(plan.programs) for one in program if isinstance(one, Send))
+        if new := set(sends) - self._connected:
+            channels.connect(new, self._posting)
+            self._connected |= new
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]

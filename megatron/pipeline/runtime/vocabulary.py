@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.dist import sequence
 from megatron.pipeline.dist.device import side_stream
-from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.dist.groups import connect, like, new_group
 from megatron.pipeline.model.adapter import signature
 from megatron.pipeline.model.slices import noting
 from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
@@ -40,20 +40,34 @@ class Groups:
     Attributes:
         pipeline: the ranks of a pipeline, in its order.
         shards: all tensor- and pipeline-parallel ranks of one model, each of which has a shard.
+        tensor: the tensor-parallel ranks, for what the side stream sums over them. On the model's own group it would have the
+            passes that follow wait for what the side stream waits for: the statistics of all shards.
     """
 
     pipeline: Any
     shards: Any
+    tensor: Any
 
     @classmethod
-    def open(cls, pipeline: torch.distributed.ProcessGroup) -> Groups:
-        """Make the groups; collective over the world, every rank with the pipeline that it is in."""
-        backend = torch.distributed.get_backend(pipeline)
+    def open(cls, pipeline: torch.distributed.ProcessGroup, max_ctas: int | None = None) -> Groups:
+        """Make the groups; collective over the world, every rank with the pipeline that it is in.
+
+        Args:
+            max_ctas: the most thread blocks of an NCCL kernel; None for NCCL's choice.
+        """
+        options = like(pipeline, max_ctas=max_ctas)
+        tensor = parallel_state.get_tensor_model_parallel_group()
         members = [
-            torch.distributed.get_process_group_ranks(group) for group in (pipeline, parallel_state.get_model_parallel_group())
+            torch.distributed.get_process_group_ranks(group)
+            for group in (pipeline, parallel_state.get_model_parallel_group(), tensor)
         ]
-        own = new_group(members[0], backend=backend)
-        return cls(own, own if len(members[0]) == len(members[1]) else new_group(members[1], backend=backend))
+        own = new_group(members[0], **options)
+        shards = own if len(members[0]) == len(members[1]) else new_group(members[1], **options)
+        if tensor.size() > 1 and options["backend"] == "nccl":  # gloo has no streams
+            tensor = new_group(members[2], **options)
+        for group in dict.fromkeys((own, shards, tensor)):
+            connect(group)
+        return cls(own, shards, tensor)
 
 
 class Reader(torch.nn.Module):
@@ -186,8 +200,10 @@ class VocabularyPasses:
                 assert one.part is not None
                 statistics = one.part.statistics
                 one.gathered = statistics.new_empty((self._shard.shards.count, *statistics.shape))
-                parts = list(one.gathered.unbind())
-                work = torch.distributed.all_gather(parts, statistics, group=self._groups.shards, async_op=True)
+                # Not into a list: NCCL would gather into memory of its own, given back when the side stream has waited,
+                # which the stream that it was allocated on has not.
+                whole = one.gathered.flatten(0, 1)
+                work = torch.distributed.all_gather_into_tensor(whole, statistics, group=self._groups.shards, async_op=True)
             case Exchange.GRADIENT:
                 with self._gradient_ready(one, collective.microbatch):
                     assert one.gradient is not None, "S or T has run"
@@ -318,11 +334,11 @@ class VocabularyPasses:
             if device.type == "cuda":
                 for tensor in (one.gathered, one.part.statistics, *one.part.held):
                     tensor.record_stream(torch.cuda.current_stream())
-                one.gradient = one.part.input_gradient(self._join_statistics(one))
+                one.gradient = one.part.input_gradient(self._join_statistics(one), self._groups.tensor)
             else:
                 self._compute_losses(one)
                 assert one.statistics is not None
-                one.gradient = one.part.input_gradient(one.statistics)
+                one.gradient = one.part.input_gradient(one.statistics, self._groups.tensor)
         if device.type == "cuda":
             one.gradient.record_stream(torch.cuda.current_stream())
         one.held = hold(one.part.held)

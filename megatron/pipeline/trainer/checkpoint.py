@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
@@ -78,19 +79,19 @@ def save(args: Namespace, training: Training) -> Path:
             for leftover in root.glob(f"iter_*{UNFINISHED}"):
                 shutil.rmtree(leftover)
             unfinished.mkdir(parents=True)
-        torch.distributed.barrier()
+        barrier()
         with _gathered_parameters(args, training):
             state = _sharded_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
             state |= _common_state(args, training)
             dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
-        torch.distributed.barrier()
+        barrier()
         if torch.distributed.get_rank() == 0:
             progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
             summary = progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
             write_text(unfinished / SUMMARY, json.dumps(summary, indent=2))
             _put_in_place(unfinished, final)
             write_text(root / TRACKER, str(training.iteration))
-        torch.distributed.barrier()
+        barrier()
     # The writer has errors of many kinds, torch's own not even an Exception. Each message must name the checkpoint that remains.
     except (Exception, CheckpointException) as error:
         usable = latest(args.save)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import warnings
 from argparse import Namespace
@@ -176,15 +177,16 @@ def masked_loss(
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def check_finite(loss: torch.Tensor) -> None:
-    """Refuse a loss that is not finite.
+def check_finite(losses: Sequence[torch.Tensor]) -> None:
+    """Refuse losses of microbatches that are not finite.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: one is not.
     """
-    if not torch.isfinite(loss):
+    wrong = [loss for loss in torch.stack(list(losses)).tolist() if not math.isfinite(loss)] if losses else []
+    if wrong:
         raise RuntimeError(
-            f"the loss of a microbatch is {loss.item()} on rank {torch.distributed.get_rank()}: lower --lr, or go on "
+            f"the loss of a microbatch is {wrong[0]} on rank {torch.distributed.get_rank()}: lower --lr, or go on "
             "regardless with --no-check-for-nan-in-loss-and-grad"
         )
 

@@ -19,7 +19,7 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.device import to_device
 from megatron.pipeline.dist.reduction import Reduction
 from megatron.pipeline.model import seeding
 from megatron.pipeline.optimizer.policy import Observation, Policy
@@ -49,8 +49,9 @@ class _Open:
         ended: when its step had been taken, by this rank's clock.
         loss: sum of the losses and number of tokens, over the data-parallel ranks; None away from the last stage.
         report: what was measured.
-        agreed: over the world: terminated, late, bytes of the copy, seconds and wasted seconds per microbatch (see
-            ``Observation``).
+        losses: of this rank's microbatches, to be checked.
+        agreed: the largest in the world: terminated, late, whether a loss is not finite, bytes of the copy, seconds and wasted
+            seconds per microbatch (see ``Observation``).
         before: whether the step before was ahead, and accepted; None where the time of this iteration does not depend on that.
     """
 
@@ -61,6 +62,7 @@ class _Open:
     ended: float
     loss: Reduction | None
     report: PendingReport | None
+    losses: list[torch.Tensor]
     agreed: Reduction
     before: tuple[bool, bool] | None
 
@@ -84,7 +86,7 @@ class Iterations:
         self._policy = Policy(args.post_validation_when == "always") if args.post_validation else None
         self._snapshot = snapshot_of(training.optimizer, Keep(args.post_validation_copy)) if self._policy else None
         self._open: _Open | None = None
-        self._unchecked: list[torch.Tensor] = []  # losses of forwards that may yet be void
+        self._losses: list[torch.Tensor] = []  # of the microbatches so far
         self._last: tuple[float, tuple[bool, bool]] | None = None  # when the last step was taken, and its fate
         self._wasted = 0.0
         self._copied = 0.0  # the most bytes that copies have taken on a rank
@@ -108,8 +110,12 @@ class Iterations:
         seeding.set_iteration(self._training.chunks, self._training.iteration)
         if self._open is None:
             self._clear_gradients()
-        with self._pipeline.validating(self._resolve) if self._open else nullcontext():
-            reports = run_schedule(self._args, self._training, self._data, microbatches, check=self._check())
+        try:
+            with self._pipeline.validating(self._resolve) if self._open else nullcontext():
+                reports = run_schedule(self._args, self._training, self._data, microbatches, check=self._check())
+        except Exception:
+            check_finite(self._losses)  # from which the error may come, such as gradients that are not finite
+            raise
         if any(self.stopped):
             return True
         self._open = done = self._step(reports, began, batch, microbatches, may_be_ahead)
@@ -128,7 +134,10 @@ class Iterations:
         ended = time.perf_counter()
         costs = [seconds / microbatches for seconds in (ended - began, self._wasted)]
         copied = self._snapshot.bytes if self._snapshot else 0
-        agreed = torch.tensor([*self._stops(), copied, *costs], dtype=torch.float64, device=this_device())
+        losses, self._losses = self._losses, []
+        agreed = to_device([*self._stops(), 0.0, copied, *costs])
+        if losses:
+            agreed[2] = torch.stack(losses).isfinite().logical_not_().any()
         training.iteration += 1
         training.consumed_samples += batch
         return _Open(
@@ -139,6 +148,7 @@ class Iterations:
             ended=ended,
             loss=_start_total(reports) if reports else None,
             report=self._pipeline.start_report() if self._pipeline.measures else None,
+            losses=losses,
             agreed=Reduction(agreed, torch.distributed.ReduceOp.MAX),
             before=self._last[1] if self._last else None,
         )
@@ -157,7 +167,9 @@ class Iterations:
         wasted = time.perf_counter() - done.ended
         outcome = done.outcome()
         norm = outcome.grad_norm if outcome.successful else None
-        terminated, late, copied, *times = done.agreed.wait()
+        terminated, late, not_finite, copied, *times = done.agreed.wait()
+        if not_finite:
+            check_finite(done.losses)
         self.stopped = bool(terminated), bool(late)
         lines = []
         if self._policy and done.before and (line := self._policy.observe(Observation(*done.before, *times))):
@@ -175,13 +187,13 @@ class Iterations:
             loss=_quotient(*done.loss.wait()) if done.loss else float("nan"),
             grad_norm=None if norm is None else float(norm),
             learning_rate=get_canonical_lr_for_logging(self._training.optimizer.param_groups) or 0.0,
-            loss_scale=float(self._training.optimizer.get_loss_scale()),
+            # Without fp16 it is 1, and asking for it would wait for the forwards that run ahead.
+            loss_scale=float(self._training.optimizer.get_loss_scale()) if self._args.fp16 else 1.0,
             seconds=done.seconds,
             step="undone" if outcome.rolled_back else "ahead" if done.ahead else "synchronous",
         )
         if outcome.successful:
             self._training.scheduler.step(increment=done.batch)
-        unchecked, self._unchecked = self._unchecked, []
         self._tell(step, done.report, lines)
         if any(self.stopped):
             return ValidationResult.STOPPED
@@ -190,16 +202,13 @@ class Iterations:
             if self._snapshot and self._policy and self._policy.ahead:
                 self._snapshot.take_early()
         if outcome.rolled_back:
+            self._losses.clear()  # of forwards that start anew
             return ValidationResult.ROLLED_BACK
-        for loss in unchecked:
-            check_finite(loss)
         return ValidationResult.ACCEPTED
 
     def _check(self) -> Callable[[torch.Tensor], None] | None:
-        """What becomes of a microbatch's loss: on parameters that may not stand, it cannot be judged yet."""
-        if not self._args.check_for_nan_in_loss_and_grad:
-            return None
-        return lambda loss: self._unchecked.append(loss) if self._open else check_finite(loss)
+        """What becomes of a microbatch's loss. All are checked together: the host does not wait for each."""
+        return self._losses.append if self._args.check_for_nan_in_loss_and_grad else None
 
     def _clear_gradients(self) -> None:
         for chunk in self._training.chunks:
@@ -213,11 +222,14 @@ def evaluate(args: Namespace, training: Training, data: Iterators) -> float:
     timers, training.config.timers = training.config.timers, None
     for chunk in training.chunks:
         chunk.eval()
-    check = check_finite if args.check_for_nan_in_loss_and_grad else None
+    losses: list[torch.Tensor] = []
+    check = losses.append if args.check_for_nan_in_loss_and_grad else None
     total = torch.zeros(2)
     with torch.no_grad():
         for _ in range(args.eval_iters):
             reports = run_schedule(args, training, data, microbatches, check=check, forward_only=True)
+            check_finite(losses)
+            losses.clear()
             if reports:
                 total += torch.tensor(_start_total(reports).wait())
     for chunk in training.chunks:

@@ -16,13 +16,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator, init_num_microbatches_calculator
 from megatron.core.timers import Timers
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.flags.validation import batch_size_steps, validate
 from megatron.pipeline.health.progress import Situation
-from megatron.pipeline.health.watchdog import Watchdog
+from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.offload import numa
@@ -93,7 +95,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         # What goes on belongs to the next iteration, or to an evaluation or a checkpoint after this one.
         return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
 
-    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=60 * args.distributed_timeout_minutes)
+    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=stuck_seconds(args.distributed_timeout_minutes))
     with _megatron_state(args, pipeline.placement), guarded:
         pipeline.agree()
         pipeline.install()
@@ -105,7 +107,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
             for line in [*first_words(args, pipeline, loaded), *(plan_in_words(args, pipeline) if log.writes else ())]:
                 log.line(line)
             train(args, training, samples, pipeline, log, timers)
-            torch.distributed.barrier()  # what other ranks write is there
+            barrier()  # what other ranks write is there
             if log.writes:
                 log.line(_last_words(args, log))
 
@@ -146,12 +148,15 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
 def _megatron_state(args: Namespace, placement: Placement) -> Iterator[None]:
     """What megatron-core keeps in globals: its process groups, and the number of microbatches."""
     initialize_model_parallel(args, placement)
+    ramp: dict[str, Any] = {"rampup_batch_size": args.rampup_batch_size}
+    if compat.ramps_up_by_steps() and args.rampup_batch_size is not None:
+        ramp = {"step_batch_size_schedule": " ".join(f"{samples}:{size}" for samples, size in batch_size_steps(args))}
     init_num_microbatches_calculator(
         torch.distributed.get_rank(),
-        args.rampup_batch_size,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        **ramp,
     )
     yield
     destroy_num_microbatches_calculator()

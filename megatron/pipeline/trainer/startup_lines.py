@@ -45,7 +45,7 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
     )
     words = f" schedule {pipeline.name} on {torch.distributed.get_world_size()} ranks ({sizes})"
     if loaded:
-        return [f"{words}, going on from {loaded}"]
+        return [f"{words}, {'with the weights of' if args.finetune else 'going on from'} {loaded}"]
     missing = [f" WARNING: no checkpoint in {args.load}: training starts from iteration 0 with new weights"] if args.load else []
     return [words, *missing]
 

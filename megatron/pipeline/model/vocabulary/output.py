@@ -7,6 +7,7 @@ place and a few tokens at a time, so that no float32 copy of all logits exists a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -18,7 +19,15 @@ from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, en
 from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.shape.shards import Shards
 
-_ELEMENTS = 4 * 1024**2  # logits in float32 at a time: few enough to stay in a GPU's cache between kernels
+_ELEMENTS = 4 * 1024**2  # logits in float32 at a time, on a CPU
+
+
+@cache
+def _rows_at_once(columns: int, device: torch.device) -> int:
+    """How many tokens' logits elementwise work takes at a time: in float32 they fill a GPU's cache twice, so that kernels are few
+    and most of what one writes is still there for the next."""
+    elements = torch.cuda.get_device_properties(device).L2_cache_size // 2 if device.type == "cuda" else _ELEMENTS
+    return max(1, elements // columns)
 
 
 class OutputShard(torch.nn.Module):
@@ -135,7 +144,7 @@ class OutputPart:
         labelled.copy_(self._at_labels(logits, piece).masked_fill(~self._own[piece], 0))
         for out in summed:
             torch.sum(logits[:, : self._layer.counted], 1, dtype=torch.float32, out=out)
-        for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
+        for rows in _slices(len(logits), _rows_at_once(logits.size(1), logits.device)):
             exponentials = torch.sub(logits[rows], maximum[rows, None]).exp_()
             torch.sum(exponentials, 1, out=total[rows])
             if probabilities is not None:
@@ -160,11 +169,15 @@ class OutputPart:
         return (probability - statistics.label_share).masked_fill_(~self._own, 0)
 
     @torch.no_grad()
-    def input_gradient(self, statistics: Statistics) -> torch.Tensor:
+    def input_gradient(self, statistics: Statistics, tp_group: torch.distributed.ProcessGroup | None = None) -> torch.Tensor:
         """This shard's part of the gradient by the hidden states, in their shape, for ``loss.weigh`` to finish.
 
         To be summed over the pipeline's ranks, and without sequence parallelism over tensor-parallel ranks. Once, for a part
         made with ``with_gradient``.
+
+        Args:
+            statistics: of all shards.
+            tp_group: the tensor-parallel ranks, over which sequence parallelism sums; None for the layer's own group.
         """
         assert self._products is not None
         layer, weight = self._layer, self._layer.weight
@@ -176,7 +189,8 @@ class OutputPart:
         if statistics.uniform_share:
             uniform = enlarged(weight.dtype) * statistics.uniform_share
             gradient -= uniform * weight[: layer.counted].sum(0, dtype=torch.float32)
-        part, reduction = sequence.reduce_scatter(gradient.to(weight.dtype).view(self._shape), layer.sequence_group)
+        group = layer.sequence_group and (tp_group or layer.sequence_group)
+        part, reduction = sequence.reduce_scatter(gradient.to(weight.dtype).view(self._shape), group)
         reduction.wait()
         return part
 
@@ -224,7 +238,7 @@ class OutputPart:
         uniform = statistics.uniform_share * weights[piece]
         at_labels = self._label_share(statistics)[piece] * weights[piece] - uniform
         maximum, scale = statistics.maximum[piece], statistics.softmax_scale[piece] * weights[piece]
-        for rows in _slices(len(logits), max(1, _ELEMENTS // logits.size(1))):
+        for rows in _slices(len(logits), _rows_at_once(logits.size(1), logits.device)):
             part = torch.sub(logits[rows], maximum[rows, None]).exp_().mul_(scale[rows, None])
             if statistics.uniform_share:
                 part[:, : self._layer.counted] -= uniform[rows, None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.offloading import Offloading
@@ -45,15 +46,15 @@ def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_rank
     probe = _Probe(offloading)
     alone = both = (0.0, 0.0)
     for turn in range(pipeline_ranks):
-        torch.distributed.barrier()
+        barrier()
         if turn == pipeline_rank:
             alone = probe.to_host(), probe.to_device()
             both = probe.both()
     crowded = []
     for one_way in (probe.to_host, probe.to_device):
-        torch.distributed.barrier()
+        barrier()
         crowded.append(one_way())
-    torch.distributed.barrier()
+    barrier()
     mine = Speeds(host, pipeline_rank, alone, both, (crowded[0], crowded[1]))
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)

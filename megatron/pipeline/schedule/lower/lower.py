@@ -81,12 +81,12 @@ def communications(schedule: Schedule) -> Iterator[Transfer | Gathering]:
     """
     order = ((rank, schedule.passes[rank][slot]) for rank, run in dependency_order(schedule) for slot in run)
     places = {work: place for place, work in enumerate(order)}
-    placed: list[tuple[int, Transfer | Gathering]] = [(places[maker], one) for maker, one in _messages(schedule)]
+    placed: list[tuple[int, Transfer | Gathering]] = [(places[maker], one) for maker, one in messages(schedule)]
     placed += [(max(places[maker] for maker in one.producers), one) for one in gatherings(schedule)]
     return (one for _, one in sorted(placed, key=itemgetter(0)))
 
 
-def _messages(schedule: Schedule) -> Iterator[tuple[tuple[int, Pass], Transfer]]:
+def messages(schedule: Schedule) -> Iterator[tuple[tuple[int, Pass], Transfer]]:
     """Every transfer, with the (rank, pass) that makes it."""
     slots: list[dict[Pass, int]] = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
     for rank, passes in enumerate(schedule.passes):

@@ -11,18 +11,19 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.schedule import Schedule
 
-__all__ = ["from_csv", "to_csv"]
+__all__ = ["KINDS", "OVERLAPPED", "Cell", "from_csv", "lines", "placement_of", "to_csv"]
 
 _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
-_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
 _NOT_COMPUTED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 
 
@@ -79,12 +80,12 @@ def from_csv(text: str, name: str, placement: Placement | None = None) -> Schedu
     Raises:
         ValueError: a cell is not a pass, or stages are not where the placement, or any placement, has them.
     """
-    cells = [list(row) for row in _rows(text)]
+    cells = [list(row) for row in lines(text, _cell)]
     while cells and not cells[-1]:
         cells.pop()
     if not cells:
         raise ValueError("not a schedule: the CSV has no passes; expected one line per rank with cells such as 2F0")
-    placement = _placement(cells) if placement is None else placement
+    placement = placement_of(cells) if placement is None else placement
     if len(cells) != placement.ranks:
         raise ValueError(f"not a schedule: {len(cells)} lines for a placement of {placement.ranks} ranks; give one per rank")
     rows = []
@@ -93,27 +94,33 @@ def from_csv(text: str, name: str, placement: Placement | None = None) -> Schedu
             if not 0 <= stage <= placement.last_stage or placement.home(stage)[0] != rank:
                 mine = ", ".join(map(str, placement.stages[rank]))
                 raise ValueError(f"{where}: stage {stage} is not on rank {rank}, which holds {mine}")
-        rows.append(tuple(Pass(_KINDS[letter], microbatch, placement.home(stage)[1]) for _, stage, letter, microbatch in row))
+        rows.append(tuple(Pass(KINDS[letter], microbatch, placement.home(stage)[1]) for _, stage, letter, microbatch in row))
     microbatches = 1 + max(microbatch for row in cells for _, _, _, microbatch in row)
     return Schedule(name, placement, microbatches, tuple(rows))
 
 
-_Cell = tuple[str, int, str, int]  # where it stands, stage, letter of the kind, microbatch
+Cell = tuple[str, int, str, int]  # where it stands, stage, letter of the kind, microbatch
+_Read = TypeVar("_Read")
 
 
-def _rows(text: str) -> Iterator[Iterator[_Cell]]:
+def lines(text: str, cell: Callable[[str, str], Iterator[_Read]]) -> Iterator[Iterator[_Read]]:
+    """What ``cell`` makes, line by line, of where a cell stands and of its text.
+
+    Raises:
+        ValueError: not CSV, or what ``cell`` raises.
+    """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         for row in reader:
             line = reader.line_num
-            yield (cell for number, each in enumerate(row, 1) for cell in _cell(f"line {line}, cell {number}", each.strip()))
+            yield (read for number, each in enumerate(row, 1) for read in cell(f"line {line}, cell {number}", each.strip()))
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: not CSV ({error})") from None
 
 
-def _cell(where: str, text: str) -> Iterator[_Cell]:
+def _cell(where: str, text: str) -> Iterator[Cell]:
     """The pass in a cell, or the two of an overlapped pair, or none."""
-    overlapped = _OVERLAPPED.fullmatch(text)
+    overlapped = OVERLAPPED.fullmatch(text)
     for part in overlapped[1].split(";") if overlapped else [text] if text else []:
         if match := _ACTION.fullmatch(part.strip()):
             yield where, int(match[1]), match[2], int(match[3])
@@ -122,11 +129,11 @@ def _cell(where: str, text: str) -> Iterator[_Cell]:
         else:
             raise ValueError(
                 f"{where}: {part[:40]!r} is not a pass: expected STAGE KIND MICROBATCH such as 2F0, with KIND one of "
-                f"{', '.join(_KINDS)}"
+                f"{', '.join(KINDS)}"
             )
 
 
-def _placement(cells: list[list[_Cell]]) -> Placement:
+def placement_of(cells: Sequence[Sequence[Cell]]) -> Placement:
     """The placement that the stages of every rank's passes tell, chunks in ascending order of their stages."""
     homes: dict[int, int] = {}
     for rank, row in enumerate(cells):

@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.time.simulate import activation_changes
 
 F = Kind.F  # found once: looking it up takes longer than everything else that is done with a pass
 
-__all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
+__all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_passes", "verify_programs"]
 
 
 class LimitExceeded(ScheduleError, LimitTooLow):
@@ -43,16 +43,25 @@ def verify(
     Raises:
         ScheduleError: a rule is broken; the message names the rank and the first pass that breaks it.
     """
+    verify_passes(schedule, forward_only)
+    passes_of_a_chunk_are_in_microbatch_order(schedule)
+    dependencies_can_be_met(schedule)
+    if memory_limit is not None:
+        memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
+
+
+def verify_passes(schedule: Schedule, forward_only: bool = False) -> None:
+    """Check that all passes are there, once, and in order on their own rank: what any runtime needs.
+
+    Raises:
+        ScheduleError: a rule is broken; the message names the rank and the first pass that breaks it.
+    """
     every_pass_is_known(schedule)
     no_pass_is_repeated(schedule)
     every_pass_is_there(schedule, forward_only)
     every_part_is_there(schedule)
     every_copy_has_its_other_half(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
-    passes_of_a_chunk_are_in_microbatch_order(schedule)
-    dependencies_can_be_met(schedule)
-    if memory_limit is not None:
-        memory_stays_within(schedule, costs or uniform(schedule.placement), memory_limit)
 
 
 def every_pass_is_known(schedule: Schedule) -> None:

@@ -53,8 +53,6 @@ def replay(
 ) -> Replay:
     """Run every row's passes in their order, each as soon as it can.
 
-    Times follow from the order alone, so rows need not take turns: each runs until it needs a result that does not exist yet.
-
     Args:
         seconds_of: durations by slot, of the rows whose passes do not take what their links say.
         later: the later of two times, element by element, if times are arrays of draws; None if they are numbers.
@@ -65,6 +63,29 @@ def replay(
     for rank, own in enumerate(schedule.rows):
         if (misplaced := own.first_before_its_need()) is not None:
             raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
+    run, blocked = advance(rows, schedule.ranks, seconds_of, later)
+    if blocked:
+        raise _first_stuck(schedule, run, blocked)
+    return run
+
+
+def advance(
+    rows: Rows,
+    parts_of_all: int,
+    seconds_of: Sequence[Sequence[Any] | None] | None = None,
+    later: Callable[[Any, Any], Any] | None = None,
+) -> tuple[Replay, dict[int, list[int]]]:
+    """Run every row as far as it gets.
+
+    Times follow from the order alone, so rows need not take turns: each runs until it needs a result that does not exist yet.
+
+    Args:
+        parts_of_all: how many parts make a result that every rank has a part in.
+        seconds_of, later: as in ``replay``.
+
+    Returns:
+        The times of what ran, and by number of a result that is never made the rows that wait for it.
+    """
     made_at = results_at_start(rows)
     parts: dict[int, list[float]] = {}  # of results that every rank has a part in: when the parts made so far were made
     free: list[float] = [0] * len(rows.passes)
@@ -92,7 +113,7 @@ def replay(
             if is_part:
                 there = parts.setdefault(made + microbatch, [])
                 there.append(now)
-                if len(there) < schedule.ranks:
+                if len(there) < parts_of_all:
                     continue
                 made_at[made + microbatch] = reduce(later or max, there)
             else:
@@ -101,9 +122,7 @@ def replay(
                 runnable += blocked.pop(made + microbatch)
         free[row] = now
         run.runs.append((row, range(first, len(ends))))
-    if blocked:
-        raise _first_stuck(schedule, run, blocked)
-    return run
+    return run, blocked
 
 
 def results_at_start(rows: Rows) -> list[Any]:

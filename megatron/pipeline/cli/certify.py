@@ -1,0 +1,152 @@
+"""``mpipe certify``: whether a schedule from anywhere hangs, over each way in which messages travel."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.pipeline.cli.arguments import Commands, cost_flags, names, report_flags
+from megatron.pipeline.cli.request import changes
+from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.flags.flag_types import positive_int
+from megatron.pipeline.planning.certify import Source, read_traffic
+from megatron.pipeline.planning.costs import costs_of
+from megatron.pipeline.schedule.certify.certificate import Certificate, Hang, Outcome, certify
+from megatron.pipeline.schedule.certify.megatron import NAME, megatron_interleaved
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
+
+_SIZES = ("pp", "microbatches", "chunks")
+
+
+def add(commands: Commands) -> None:
+    help = "say for each transport whether a schedule from anywhere hangs, and where"
+    listed = "; ".join(f"{each.name}: {each.meaning}" for each in TRANSPORTS.values())
+    parser = commands.add_parser(
+        "certify",
+        help=help,
+        description=f"{help}. Exit code: 0 if nothing hangs, 1 if something does, 2 for bad input.",
+        parents=[
+            cost_flags(),
+            report_flags("one JSON object", "write there instead of to the terminal: .json, or .txt for text"),
+        ],
+    )
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        help="what mpipe plan --json wrote; .csv of torch.distributed.pipelining, passes alone or with communication; or "
+        f"{NAME}, which is Megatron's own schedule for --pp, --microbatches and --chunks",
+    )
+    parser.add_argument("--transport", type=names, metavar="NAME,..", help=f"only these (default: all). {listed}")
+    parser.add_argument(
+        "--cold", action="store_true", help="as in a first iteration: communicators and connections are made at the first message"
+    )
+    parser.add_argument("--pp", type=positive_int, metavar="P", help=f"{NAME}: pipeline ranks")
+    parser.add_argument("--microbatches", type=positive_int, metavar="M", help=f"{NAME}: microbatches of an iteration")
+    parser.add_argument("--chunks", type=positive_int, metavar="V", help=f"{NAME}: chunks of a rank")
+    parser.add_argument(
+        "--group", type=positive_int, metavar="G", help=f"{NAME}: microbatches that run through a chunk in a row (default: P)"
+    )
+    parser.add_argument("--no-overlap", action="store_true", help=f"{NAME}: with --no-overlap-p2p-communication")
+    parser.add_argument("--variable-seq-lengths", action="store_true", help=f"{NAME}: with --variable-seq-lengths")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns 1 if anything hangs over one of the transports, or messages are swapped; else 0."""
+    check_output(options)
+    transports = _transports(options.transport)
+    source = _source(options)
+    certificate = certify(source.traffic, source.costs, transports, options.cold)
+    write(_fields(source, certificate, options.cold), lambda: "\n".join(_text(source, certificate, options.cold)), options)
+    return int(certificate.hangs)
+
+
+def _transports(asked: list[str] | None) -> list[Transport]:
+    for name in asked or ():
+        if name not in TRANSPORTS:
+            raise ValueError(f"unknown transport {name!r}; they are {', '.join(TRANSPORTS)}")
+    return [each for name, each in TRANSPORTS.items() if not asked or name in asked]
+
+
+def _source(options: argparse.Namespace) -> Source:
+    flags = changes(options).costs
+    if options.file != NAME:
+        for name in (*_SIZES, "group", "no_overlap", "variable_seq_lengths"):
+            if getattr(options, name):
+                raise ValueError(f"--{name.replace('_', '-')} is only for {NAME}; a file has its own sizes")
+        return read_traffic(options.file, flags)
+    missing = [f"--{name}" for name in _SIZES if getattr(options, name) is None]
+    if missing:
+        raise ValueError(f"{NAME} needs {', '.join(missing)}")
+    sizes = options.pp, options.microbatches, options.chunks, options.group
+    traffic = megatron_interleaved(*sizes, overlap=not options.no_overlap, shapes=options.variable_seq_lengths)
+    return Source(traffic, costs_of(flags, traffic.placement), "messages where megatron-core has them")
+
+
+def _fields(source: Source, certificate: Certificate, cold: bool) -> dict[str, Any]:
+    traffic = certificate.traffic
+    return {
+        "schedule": traffic.name,
+        "pp": traffic.ranks,
+        "chunks": traffic.placement.chunks,
+        "microbatches": traffic.microbatches,
+        "messages": source.how,
+        "cold": cold,
+        "hangs": certificate.hangs,
+        "swapped": list(certificate.swapped),
+        "makespan_unlimited": certificate.unlimited,
+        "transports": {outcome.transport.name: _outcome(outcome, certificate.unlimited) for outcome in certificate.outcomes},
+    }
+
+
+def _outcome(outcome: Outcome, unlimited: float | None) -> dict[str, Any]:
+    hang, delay = outcome.hang, outcome.delay
+    return {
+        "hangs": hang is not None,
+        "makespan": outcome.makespan,
+        "waiting": None if outcome.makespan is None or unlimited is None else outcome.makespan - unlimited,
+        "longest_wait": delay and {name: getattr(delay, name) for name in ("rank", "peer", "item", "ready", "start", "behind")},
+        "cycle": [blocked.fields() for blocked in hang.chain] if hang and not hang.missing else None,
+        "chain": [blocked.fields() for blocked in hang.chain] if hang and hang.missing else None,
+    }
+
+
+def _text(source: Source, certificate: Certificate, cold: bool) -> Iterator[str]:
+    traffic, unlimited = certificate.traffic, certificate.unlimited
+    chunks = f" with {traffic.placement.chunks} chunks each" if traffic.placement.chunks > 1 else ""
+    start = ", cold start" if cold else ""
+    yield f"{traffic.name}: {traffic.ranks} ranks{chunks}, {traffic.microbatches} microbatches; {source.how}{start}"
+    wide = max(len(outcome.transport.name) for outcome in certificate.outcomes)
+    for outcome in certificate.outcomes:
+        yield f"  {outcome.transport.name:<{wide}}  {_verdict(outcome, unlimited)}"
+    for swapped in certificate.swapped:
+        yield f"swapped: {swapped}"
+    hangs: dict[tuple[str, ...], list[str]] = {}  # by what a chain says, the transports
+    for outcome in certificate.outcomes:
+        if outcome.hang:
+            hangs.setdefault(tuple(_chain(outcome.hang)), []).append(outcome.transport.name)
+    for chain, over in hangs.items():
+        yield f"the hang over {', '.join(over)}:"
+        yield from chain
+
+
+def _verdict(outcome: Outcome, unlimited: float | None) -> str:
+    if outcome.makespan is None:
+        return "HANGS"
+    text = f"does not hang; makespan {outcome.makespan:g}"
+    if unlimited and outcome.makespan > unlimited * (1 + 1e-9):
+        text += f", {outcome.makespan / unlimited - 1:.1%} above {unlimited:g} without lines"
+        if delay := outcome.delay:
+            text += (
+                f"; at most {delay.start - delay.ready:g}, for the {delay.item}, on rank {delay.rank} behind its {delay.behind}"
+            )
+    return text
+
+
+def _chain(hang: Hang) -> Iterator[str]:
+    for number, blocked in enumerate(hang.chain):
+        yield f"  {'waits for ' if number else ''}{blocked}"
+    if not hang.missing:
+        first = hang.chain[0]
+        yield f"  waits for rank {first.rank}, as above"

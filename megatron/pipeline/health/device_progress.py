@@ -1,0 +1,46 @@
+"""Where a GPU is in a program whose host may be far ahead of it.
+
+The host posts receives and launches passes without waiting, so in a hang all hosts stand in the next read of the device, and
+their own position says nothing of who waits for whom. An event behind every pass and every wait says where the device is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class DeviceProgress:
+    """The operations of one iteration whose end the device has yet to reach. ``current`` may be asked from another thread.
+
+    Args:
+        make_event: returns an event with ``record`` and ``query``.
+    """
+
+    def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
+        self._make_event = make_event
+        self._lock = threading.Lock()
+        self._launched: deque[tuple[int, Any]] = deque()
+
+    def launched(self, number: int) -> None:
+        """The host has launched an operation; the current stream reaches its end later.
+
+        Args:
+            number: grows from operation to operation.
+        """
+        event = self._make_event()
+        event.record()
+        with self._lock:
+            self._launched.append((number, event))
+        self.current()
+
+    def current(self) -> int | None:
+        """The first operation that the device has not ended; None if it has ended all that were launched."""
+        with self._lock:
+            while self._launched and self._launched[0][1].query():
+                self._launched.popleft()
+            return self._launched[0][0] if self._launched else None

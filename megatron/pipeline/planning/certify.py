@@ -1,0 +1,54 @@
+"""What ``mpipe certify`` reads: any schedule as traffic between ranks, with the costs that its times follow from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.pipeline.planning.costs import CostFlags, costs_of, with_shards
+from megatron.pipeline.planning.document import naming
+from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
+from megatron.pipeline.schedule.certify.traffic import Traffic, late, of_programs
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.torch_csv import from_csv
+from megatron.pipeline.schedule.rules.verify import dependencies_can_be_met, verify_passes
+
+
+class Source(NamedTuple):
+    """Traffic with its costs, and ``how`` its messages came to stand where they do, in words."""
+
+    traffic: Traffic
+    costs: Costs
+    how: str
+
+
+def read_traffic(path: str, flags: CostFlags) -> Source:
+    """The traffic of a schedule from a JSON or CSV file.
+
+    Passes alone are lowered as training does it. Where they wait for each other in a circle there is no lowering, and each
+    message stands next to the passes that make and need it: the hang is theirs.
+
+    Raises:
+        ValueError: the file cannot be read, is malformed, or lacks a pass that another needs; the message names the file.
+    """
+    return naming(path, lambda text: _read(path, text, flags))
+
+
+def _read(path: str, text: str, flags: CostFlags) -> Source:
+    if Path(path).suffix.lower() == ".csv":
+        if has_messages(text):
+            traffic = from_comms_csv(text, Path(path).stem)
+            return Source(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
+        schedule, file = from_csv(without_weights(text), Path(path).stem), {}
+    else:
+        schedule, file = Schedule.from_json(text), json.loads(text)
+    verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
+    costs = with_shards(costs_of(flags, schedule.placement, file, copies=schedule.has_copies), schedule.vocabulary)
+    try:
+        dependencies_can_be_met(schedule)
+    except ValueError:
+        return Source(late(schedule), costs, "each message next to its passes, which wait for each other in a circle")
+    return Source(of_programs(schedule, lower(schedule, costs)), costs, "messages where training has them")

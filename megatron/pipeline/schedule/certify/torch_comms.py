@@ -1,0 +1,119 @@
+"""The CSV of ``torch.distributed.pipelining`` with communication: ``_dump_csv(path, format="compute_comms")`` in torch 2.13.
+
+Besides passes a line has ``2SEND_F0`` (stage 2 sends its activation of microbatch 0 to stage 3), ``3RECV_F0`` (stage 3 receives
+it), ``SEND_B`` and ``RECV_B`` for gradients, and what FSDP does with weights (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``), which
+takes part in no message between stages and is skipped. Torch's runtime posts each where it stands, and waits for a receive
+directly before the pass that needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from megatron.pipeline.schedule.certify.traffic import Await, Post, Row, Step, Traffic, grouped
+from megatron.pipeline.schedule.core.kinds import Flow
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.lower.program import Compute, Message
+from megatron.pipeline.schedule.lower.torch_csv import KINDS, OVERLAPPED, Cell, lines, placement_of
+
+_ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join(KINDS)}|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{{1,9}})")
+_WEIGHTS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_FLOWS = {"F": Flow.ACTIVATION, "B": Flow.GRADIENT}
+_NEEDED = {"I": "F", "B": "F", "W": "I"}  # on the same stage
+
+
+def has_messages(text: str) -> bool:
+    """Whether a CSV has any cell that sends or receives."""
+    return re.search("SEND_|RECV_", text) is not None
+
+
+def without_weights(text: str) -> str:
+    """A CSV with empty cells in the place of what FSDP does with weights."""
+    return _WEIGHTS.sub("", text)
+
+
+def from_comms_csv(text: str, name: str) -> Traffic:
+    """Read passes and communication of every rank, one line each.
+
+    Raises:
+        ValueError: a cell cannot be read, is there twice, or stands before what it needs on its own rank; the message names line
+            and cell. A message that only one of its ranks has is no error here: it hangs.
+    """
+    cells = [list(row) for row in lines(text, _cell)]
+    while cells and not cells[-1]:
+        cells.pop()
+    passes = [[cell for cell in row if cell[2] in KINDS] for row in cells]
+    if not any(passes):
+        raise ValueError("not a schedule: the CSV has no passes; expected one line per rank with cells such as 2F0")
+    placement = placement_of(passes)
+    rows = tuple(grouped(_Reader(placement, rank).steps(row)) for rank, row in enumerate(cells))
+    return Traffic(name, placement, 1 + max(cell[3] for row in passes for cell in row), rows)
+
+
+def _cell(where: str, text: str) -> Iterator[Cell]:
+    overlapped = OVERLAPPED.fullmatch(text)
+    for part in overlapped[1].split(";") if overlapped else [text] if text else []:
+        if match := _ACTION.fullmatch(part.strip()):
+            yield where, int(match[1]), match[2], int(match[3])
+        elif not _WEIGHTS.fullmatch(part):
+            raise ValueError(
+                f"{where}: {part[:40]!r} is neither a pass nor communication: expected STAGE ACTION MICROBATCH such as 2F0 or "
+                f"2SEND_F0, with ACTION one of {', '.join(KINDS)}, SEND_F, RECV_F, SEND_B, RECV_B"
+            )
+
+
+class _Reader:
+    """One rank's line."""
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self._placement, self._rank = placement, rank
+        self._seen: set[str] = set()
+
+    def steps(self, cells: list[Cell]) -> Iterator[Step | Post]:
+        for where, stage, action, microbatch in cells:
+            text = f"{stage}{action}{microbatch}"
+            if text in self._seen:
+                raise ValueError(f"{where}: {text} is there twice; remove one")
+            if stage > self._placement.last_stage or self._home(stage) != self._rank:
+                raise ValueError(f"{where}: {text}: rank {self._rank} does not hold stage {stage}")
+            if action in KINDS:
+                yield from self._passes(where, stage, action, microbatch)
+            else:
+                yield self._post(where, stage, action, microbatch)
+            self._seen.add(text)
+
+    def _passes(self, where: str, stage: int, action: str, microbatch: int) -> Row:
+        text = f"{stage}{action}{microbatch}"
+        if action in _NEEDED:
+            self._check(where, text, f"{stage}{_NEEDED[action]}{microbatch}")
+        compute = Compute(Pass(KINDS[action], microbatch, self._placement.home(stage)[1]))
+        source = stage - 1 if KINDS[action] is Kind.F else stage + 1
+        if action == "W" or not 0 <= source <= self._placement.last_stage:
+            return (compute,)
+        letter = "F" if KINDS[action] is Kind.F else "B"
+        if self._home(source) == self._rank:
+            self._check(where, text, *(f"{source}{kind}{microbatch}" for kind in ("F" if letter == "F" else "BI")))
+            return (compute,)
+        self._check(where, text, f"{stage}RECV_{letter}{microbatch}")
+        return Await(Message(_FLOWS[letter], microbatch, source)), compute
+
+    def _post(self, where: str, stage: int, action: str, microbatch: int) -> Post:
+        letter, sends = action[-1], action.startswith("SEND")
+        text = f"{stage}{action}{microbatch}"
+        other = stage + (1 if sends == (letter == "F") else -1)
+        if not 0 <= other <= self._placement.last_stage:
+            raise ValueError(f"{where}: {text}: there is no stage {other}")
+        if self._home(other) == self._rank:
+            raise ValueError(f"{where}: {text}: stage {other} is on the same rank, which hands tensors over without a message")
+        if sends:
+            self._check(where, text, *(f"{stage}{kind}{microbatch}" for kind in ("F" if letter == "F" else "BI")))
+        return Post(sends, Message(_FLOWS[letter], microbatch, stage if sends else other), self._home(other))
+
+    def _check(self, where: str, text: str, *one_of: str) -> None:
+        if self._seen.isdisjoint(one_of):
+            raise ValueError(f"{where}: {text} needs {' or '.join(one_of)} before it on this line")
+
+    def _home(self, stage: int) -> int:
+        return self._placement.home(stage)[0]

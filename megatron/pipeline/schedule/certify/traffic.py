@@ -1,0 +1,186 @@
+"""What ranks do with each other, from any schedule: passes, messages posted, and waits, in the order of every rank.
+
+Programs of ours say the same (``of_programs``). A file with communication operations of its own, or Megatron's own schedule,
+becomes traffic as it stands, and so may hang.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import messages
+from megatron.pipeline.schedule.lower.program import Collective, Compute, Join, Message, Program, Receive, Send, Validate, Wait
+
+
+class Shape(NamedTuple):
+    """The shape of a tensor, which travels before it."""
+
+    of: Message
+
+    def __str__(self) -> str:
+        return f"shape of the {self.of}"
+
+
+Item: TypeAlias = Message | Shape
+
+
+class Post(NamedTuple):
+    """One end of a message: this rank sends it to a peer, or receives it from one."""
+
+    sends: bool
+    item: Item
+    peer: int
+
+    def __str__(self) -> str:
+        return (
+            f"Send of the {self.item} to rank {self.peer}" if self.sends else f"Receive of the {self.item} from rank {self.peer}"
+        )
+
+
+class Batch(NamedTuple):
+    """Posts that stand next to each other. Only some transports make one group of them: see ``transports.py``."""
+
+    posts: tuple[Post, ...]
+
+
+class Await(NamedTuple):
+    """What is computed after this needs that a message that this rank has posted (either end), or a collective, is over."""
+
+    item: Item | Collective
+
+
+class Sync(NamedTuple):
+    """The host goes on only after all that stands before this has ended on the device (``torch.cuda.synchronize``)."""
+
+
+Step: TypeAlias = Compute | Batch | Await | Join | Sync
+Row: TypeAlias = tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The rows of all ranks. A rank posts an item once.
+
+    Attributes:
+        name: of the schedule.
+        placement: which stage each (rank, chunk) holds.
+        microbatches, splits: as of a schedule.
+    """
+
+    name: str
+    placement: Placement
+    microbatches: int
+    rows: tuple[Row, ...]
+    splits: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    def pass_before(self, rank: int, place: int) -> Pass | None:
+        """The last pass that a rank computes before a place of its row."""
+        return next((step.work for step in reversed(self.rows[rank][:place]) if isinstance(step, Compute)), None)
+
+    def pass_after(self, rank: int, place: int) -> Pass | None:
+        """The first pass that a rank computes from a place of its row on."""
+        return next((step.work for step in self.rows[rank][place:] if isinstance(step, Compute)), None)
+
+
+def of_programs(schedule: Schedule, programs: Sequence[Program]) -> Traffic:
+    """What lowered programs do with each other. Sends and receives that nothing stands between are one batch.
+
+    Copies to host memory and the validation of an optimizer step exchange nothing, so they are left out; copies then take no
+    time.
+    """
+    return _traffic(schedule, [_in_batches(program) for program in programs])
+
+
+def _in_batches(program: Program) -> Row:
+    row = _Grouped()
+    for operation in program:
+        match operation:
+            case Send(message, peer):
+                row.post(Post(True, message, peer))
+            case Receive(message, peer):
+                row.post(Post(False, message, peer))
+            case Wait(Message() | Collective() as item):
+                row.add(Await(item))
+            case Compute() | Join():
+                row.add(operation)
+            case Validate():
+                row.flush()
+    return row.steps()
+
+
+def late(schedule: Schedule) -> Traffic:
+    """A schedule with every Receive directly before the pass that needs it, and every Send directly after the pass that makes it.
+
+    It can be made of a schedule whose passes wait for each other in a circle, too; ``lower`` needs one that can finish.
+
+    Raises:
+        ValueError: the schedule spreads its vocabulary.
+    """
+    if schedule.vocabulary:
+        raise ValueError(f"{schedule.name} spreads its vocabulary over all ranks, and its passes wait for each other in a circle")
+    before: dict[tuple[int, int], list[Post]] = defaultdict(list)
+    after: dict[tuple[int, int], list[Post]] = defaultdict(list)
+    for _, (message, sender, producer, receiver, consumer) in messages(schedule):
+        after[sender, producer].append(Post(True, message, receiver))
+        before[receiver, consumer].append(Post(False, message, sender))
+    rows = []
+    for rank, passes in enumerate(schedule.passes):
+        row = _Grouped()
+        for slot, work in enumerate(passes):
+            for post in before[rank, slot]:
+                row.post(post)
+            for post in before[rank, slot]:
+                row.add(Await(post.item))
+            if not work.kind.is_concurrent:
+                row.add(Compute(work))
+            for post in after[rank, slot]:
+                row.post(post)
+        rows.append(row.steps())
+    return _traffic(schedule, rows)
+
+
+def grouped(steps: Iterable[Step | Post]) -> Row:
+    """A row whose posts that nothing stands between are one batch."""
+    row = _Grouped()
+    for step in steps:
+        if isinstance(step, Post):
+            row.post(step)
+        else:
+            row.add(step)
+    return row.steps()
+
+
+class _Grouped:
+    def __init__(self) -> None:
+        self._steps: list[Step] = []
+        self._posted: list[Post] = []
+
+    def post(self, post: Post) -> None:
+        self._posted.append(post)
+
+    def add(self, step: Step) -> None:
+        self.flush()
+        self._steps.append(step)
+
+    def flush(self) -> None:
+        if self._posted:
+            self._steps.append(Batch(tuple(self._posted)))
+            self._posted = []
+
+    def steps(self) -> Row:
+        self.flush()
+        return tuple(self._steps)
+
+
+def _traffic(schedule: Schedule, rows: Iterable[Row]) -> Traffic:
+    return Traffic(schedule.name, schedule.placement, schedule.microbatches, tuple(rows), schedule.splits)

@@ -1,0 +1,62 @@
+"""Test with Transformer Engine's own Python, on a machine without a GPU: ``check_transformer_engine.py [RELEASE ..]``.
+
+pip fetches each release's wheel without what it depends on, and it is unpacked under ``build/transformer-engine``: Python files
+alone, under a megabyte. ``tests/engine`` runs them with operations of torch in place of the compiled module
+(``tests/engine/stand_in.py``); once they are there, ``make test`` does so, too. A release that cannot be fetched is
+left out, with a line that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "transformer-engine"
+NEWEST = "newest"
+RELEASES = ("2.8.0", "2.14.0", "2.15.0", NEWEST)  # the first whose backward splits, the last before and the first after a change
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fetch releases that are not there, and test with those; returns pytest's status, 0 if there is nothing to test with."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("releases", nargs="*", default=RELEASES, metavar="RELEASE", help=f"{' '.join(RELEASES)}")
+    found = [release for wanted in parser.parse_args(argv).releases if (release := fetch(wanted))]
+    if not found:
+        print("Transformer Engine: SKIPPED: no release could be fetched", flush=True)
+        return 0
+    print(f"Transformer Engine: testing with {', '.join(found)}", flush=True)
+    command = [sys.executable, "-m", "pytest", "tests/engine", "-k", " or ".join(found)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False).returncode
+
+
+def fetch(release: str) -> str | None:
+    """Unpack a release; returns its number, or None if pip cannot fetch it, after a line that says why."""
+    if (FOLDER / release).is_dir():
+        return release
+    wanted = "transformer-engine" if release == NEWEST else f"transformer-engine=={release}"
+    with tempfile.TemporaryDirectory() as name:
+        download = "download --quiet --no-deps --only-binary :all: --retries 1 --timeout 15 --dest".split()
+        pip = [sys.executable, "-m", "pip", *download, name, wanted]
+        ended = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        wheels = list(Path(name).glob("*.whl"))
+        if ended.returncode or not wheels:
+            print(f"Transformer Engine {release}: SKIPPED: pip download: {ended.stdout.strip()[-500:]}", flush=True)
+            return None
+        number = wheels[0].name.split("-")[1]
+        if not (FOLDER / number).is_dir():
+            unpacked = Path(name) / "unpacked"
+            shutil.unpack_archive(wheels[0], unpacked, "zip")
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            shutil.move(unpacked, FOLDER / number)
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""Transformer Engine's own linears, of every release that scripts/check_transformer_engine.py has fetched, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine import gpt
+from engine.linears import FP8, HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, TOKENS, counted_bytes, gradients
+from engine.releases import fetched, ranks_with
+from pool import Pool
+
+_SKIP = pytest.mark.skip(
+    reason="build/ has no release of Transformer Engine: python scripts/check_transformer_engine.py fetches some"
+)
+_RELEASES: Sequence[Any] = fetched() or [pytest.param("", marks=_SKIP, id="none")]
+
+_RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+@pytest.fixture(scope="module", params=_RELEASES)
+def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Ranks with a release of Transformer Engine."""
+    ranks = ranks_with(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("saving", [PLAIN, METERED, OFFLOADED, RECOMPUTED, FP8])
+@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=["fp32", "bias bf16"])
+def test_equals_a_backward_that_delays_nothing(engine: Pool, bias: bool, dtype: torch.dtype, saving: str) -> None:
+    expected = engine.run(2, gradients, None, bias, dtype, FP8 if saving == FP8 else PLAIN)
+    assert all(any(values) for values in expected[0])
+    if saving == FP8:
+        assert expected != engine.run(2, gradients, None, bias, dtype)
+    for order in ORDERS:
+        assert engine.run(2, gradients, order, bias, dtype, saving) == expected, order
+
+
+def test_counts_what_the_stores_keep_from_b_to_w(engine: Pool) -> None:
+    """Of each linear its input and the gradient of its output, in bfloat16, and nothing of a weight's size."""
+    [(forward, between, after)] = engine.run(1, counted_bytes)
+    inputs, outputs = HIDDEN + INNER + HIDDEN + HIDDEN, INNER + HIDDEN + HIDDEN + HIDDEN
+    assert forward > 0 and after == 0
+    assert between == 2 * TOKENS * (inputs + outputs)
+
+
+_TRAININGS = {
+    "bf16": (2, 1, "--bf16"),
+    "recomputed": (2, 1, f"--swiglu --normalization RMSNorm --disable-bias-linear {_RECOMPUTED}"),
+    "distributed optimizer": (4, 1, "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "sequence parallel": (4, 2, "--bf16 --sequence-parallel"),
+    "experts": (4, 1, "--bf16 --num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm --disable-bias-linear"),
+}
+
+
+@pytest.mark.parametrize("training", _TRAININGS)
+def test_a_gpt_trains_as_under_megatron_cores_schedule(engine: Pool, training: str) -> None:
+    ranks, tensor, flags = _TRAININGS[training]
+    expected = engine.run(ranks, gpt.train, "stock", flags, tensor)
+    assert expected[-1][0][0] is not None
+    assert engine.run(ranks, gpt.train, "zb-h1", flags, tensor) == expected

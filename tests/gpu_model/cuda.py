@@ -1,0 +1,257 @@
+"""``torch.cuda`` of the posing device: streams and events that order, and say so to the checker; nothing computes on them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu_model.memory import Memory
+from gpu_model.order import HOST, At, Clock, Order
+
+CUDA = torch.device("cuda", 0)
+_numbers = itertools.count(1)
+
+
+class Sync(NamedTuple):
+    """A wait of the host: why, where in the code, and for which stream; for an event none is named."""
+
+    why: str
+    place: str
+    stream: str
+
+
+class Device:
+    """One rank's device, and what the host has asked of it.
+
+    Attributes:
+        order, memory: what is known of the order of work, and of the memory that it uses.
+        syncs: where the host waited for the device.
+        kernels: operations that were launched.
+    """
+
+    def __init__(self) -> None:
+        self.order = Order()
+        self.memory = Memory(self.order)
+        self.default = Stream(name="compute")
+        self.syncs: list[Sync] = []
+        self.kernels = 0
+        self._local = threading.local()
+        self.arriving: list[
+            tuple[set[int], Callable[[], None]]
+        ] = []  # storages that gloo has yet to fill, and how to wait for that
+        self.waits: list[Callable[[], None]] = []  # what ``synchronize`` waits for beside the streams: posted messages
+
+    @property
+    def current(self) -> Stream:
+        stream: Stream = getattr(self._local, "stream", self.default)
+        return stream
+
+    @contextmanager
+    def on(self, stream: Stream | None) -> Iterator[None]:
+        """``torch.cuda.stream``."""
+        before = self.current
+        self._local.stream = stream or before
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def land(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have what arrives in some tensors be there, whether or not a stream has waited for it: numbers stay true, and what
+        was not ordered is a race in the report."""
+        if self.arriving:
+            storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+            for targets, wait in [one for one in self.arriving if one[0] & storages]:
+                self.arriving.remove((targets, wait))
+                wait()
+
+    def launch(self, stream: Stream | None = None) -> At:
+        """One kernel or copy on a stream; the current one by default."""
+        self.kernels += 1
+        return self.order.launch((stream or self.current).name)
+
+    def host_waits(self, clock: Clock, why: str, place: str, stream: str = "") -> None:
+        """The host blocks until an event has happened."""
+        self.memory.sweep()
+        self.syncs.append(Sync(why, place, stream))
+        self.order.wait(HOST, clock)
+
+    def synchronize(self) -> None:
+        """The host blocks until every stream is done, also with the messages that were posted."""
+        from gpu_model.memory import _place
+
+        for wait in list(self.waits):
+            wait()
+        self.memory.sweep()
+        self.syncs.append(Sync("synchronize", _place(), "all"))
+        self.order.wait_for_all()
+
+
+_device: Device | None = None
+
+
+def device() -> Device:
+    """This process's."""
+    assert _device is not None, "pose() makes it"
+    return _device
+
+
+def place_device() -> Device:
+    """Make this process's device."""
+    global _device
+    _device = Device()
+    return _device
+
+
+class Stream:
+    """A queue of the device. ``name`` is unique."""
+
+    def __init__(self, device: Any = None, priority: int = 0, name: str | None = None, **_: Any) -> None:
+        self.name = name or f"stream {next(_numbers)}"
+        self.priority = priority
+        self.device = CUDA
+        self.cuda_stream = self.stream_id = hash(self.name)
+        self.device_index, self.device_type = 0, 1
+
+    def wait_event(self, event: Event) -> None:
+        device().memory.sweep()
+        if event.clock is not None:
+            device().order.wait(self.name, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        device().memory.sweep()
+        device().order.wait(self.name, device().order.record(other.name))
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        from gpu_model.memory import _place
+
+        device().host_waits(device().order.record(self.name), "synchronize of a stream", _place(), self.name)
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> Stream:
+        self._on = device().on(self)
+        self._on.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._on.__exit__(*error)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+class Event:
+    """A place in a stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.clock: Clock | None = None
+        self._at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        device().memory.sweep()
+        self.clock = device().order.record((stream or device().current).name)
+        self._at = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or device().current).wait_event(self)
+
+    def synchronize(self) -> None:
+        from gpu_model.memory import _place
+
+        if self.clock is not None:
+            device().host_waits(self.clock, "synchronize of an event", _place())
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Event) -> float:
+        """Milliseconds, of the host's clock when they were recorded."""
+        return (other._at - self._at) * 1000
+
+
+class _NoRange:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+def names() -> dict[str, Any]:
+    """What takes the place of ``torch.cuda``'s own names."""
+
+    def allocated(*_: Any) -> int:
+        device().memory.sweep()
+        return device().memory.allocated
+
+    def peak(*_: Any) -> int:
+        device().memory.sweep()
+        return device().memory.peak
+
+    def reset(*_: Any) -> None:
+        device().memory.sweep()
+        device().memory.peak = device().memory.allocated
+
+    def all_of(names: str, answer: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+        """A function of its own for each name: torch.compile's tables want no two names for one."""
+        return {name: functools.partial(answer) for name in names.split()}
+
+    def nothing(*_: Any, **__: Any) -> None:
+        pass
+
+    def register(address: int, *_: Any) -> int:
+        device().memory.registered.add(address)
+        return 0
+
+    def unregister(address: int) -> int:
+        device().memory.registered.discard(address)
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    ranges = SimpleNamespace(range=lambda *_: _NoRange(), range_push=nothing, range_pop=nothing, mark=nothing)
+    return {
+        **all_of("is_available is_initialized is_bf16_supported", lambda *_: True),
+        **all_of("set_device set_stream empty_cache _lazy_init init ipc_collect check_error", nothing),
+        **all_of("manual_seed manual_seed_all", torch.default_generator.manual_seed),
+        **all_of("memory_allocated memory_reserved", allocated),
+        **all_of("max_memory_allocated max_memory_reserved", peak),
+        "_lazy_call": lambda call, **_: call(),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: device().on(stream),
+        "current_stream": lambda *_: device().current,
+        "default_stream": lambda *_: device().default,
+        "synchronize": lambda *_: device().synchronize(),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "get_device_name": lambda *_: "posing",
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            total_memory=80 * 2**30, major=9, minor=0, name="posing", multi_processor_count=132, L2_cache_size=50 * 2**20
+        ),
+        "is_current_stream_capturing": lambda: False,
+        "reset_peak_memory_stats": reset,
+        "memory_stats": lambda *_: {"allocated_bytes.all.current": allocated()},
+        "memory_stats_as_nested_dict": lambda *_: {"allocated_bytes": {"all": {"current": allocated(), "peak": peak()}}},
+        "mem_get_info": lambda *_: (80 * 2**30 - allocated(), 80 * 2**30),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+        "default_generators": (torch.default_generator,),
+        "cudart": lambda: runtime,
+        "nvtx": ranges,
+    }

@@ -1,0 +1,200 @@
+"""Which work uses which bytes, and what of that is not ordered: races between streams, and memory reused while in use.
+
+Device memory is the caching allocator's: a block belongs to the stream that was current when it was allocated, and goes back to
+that stream's pool at the moment in which the last tensor dies on the host. The next tensor may get it at once, in that stream's
+order (torch.cuda's notes, "Memory management"; c10/cuda/CUDACachingAllocator.cpp). ``record_stream`` keeps it back until what was
+launched on another stream is over. Pinned host memory is used by the host at the moment of the call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from gpu_model.order import HOST, At, Order
+
+_OURS = ("/megatron/pipeline/", "/patches/")
+_NOT_A_PLACE = ("/gpu_model/", "/torch/")
+
+
+class Use(NamedTuple):
+    """Some work on some bytes.
+
+    Attributes:
+        at: when.
+        what: the operation.
+        place: the file and line of the product that started it.
+    """
+
+    at: At
+    what: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.what} on stream {self.at.timeline} ({self.place})"
+
+
+class Race(NamedTuple):
+    """Two uses that nothing orders.
+
+    Attributes:
+        kind: "read", "write" of bytes that an earlier use may still be at; or "reuse", of memory that goes back to its pool.
+        later: what comes too early; None for a reuse, which the next allocation brings.
+        earlier: what may still run.
+        bytes: of the block.
+    """
+
+    kind: str
+    later: Use | None
+    earlier: Use
+    bytes: int
+
+    def __str__(self) -> str:
+        if self.later is None:
+            return f"memory ({self.bytes} bytes) goes back to its pool while {self.earlier} may still run"
+        return f"{self.kind} by {self.later} of {self.bytes} bytes that {self.earlier} may still use"
+
+
+class _Span(NamedTuple):
+    timeline: str
+    low: int
+    high: int
+    write: bool
+
+
+@dataclass
+class _Block:
+    """A storage on the device, or in pinned host memory.
+
+    Attributes:
+        home: the stream whose pool it came from; the host for pinned memory.
+        uses: the last of every timeline on every span.
+        recorded: streams of ``record_stream``.
+        guarded: pinned memory of torch's own allocator, which asks all streams that have used it before it gives it away.
+    """
+
+    alive: StorageWeakRef
+    home: str
+    bytes: int
+    uses: dict[_Span, Use] = field(default_factory=dict)
+    recorded: set[str] = field(default_factory=set)
+    guarded: bool = False
+
+
+class Memory:
+    """The blocks of one rank.
+
+    Attributes:
+        races: what was found, each pair of places once.
+        allocated, peak: bytes on the device.
+        registered: addresses of host memory that the product has pinned itself.
+    """
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._blocks: dict[int, _Block] = {}
+        self._found: set[tuple[str, str, str]] = set()
+        self.races: list[Race] = []
+        self.allocated = 0
+        self.peak = 0
+        self.registered: set[int] = set()
+
+    def allocate(self, tensor: torch.Tensor, home: str, guarded: bool = False) -> None:
+        """A tensor's storage is on the device from now on, or pinned (``home`` is the host)."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if (block := self._blocks.get(key)) is not None:
+            if not block.alive.expired():
+                return
+            self._free(key)
+        self._blocks[key] = _Block(StorageWeakRef(storage), home, storage.nbytes(), guarded=guarded)
+        if home != HOST:
+            self.allocated += storage.nbytes()
+            self.peak = max(self.peak, self.allocated)
+
+    def home(self, tensor: torch.Tensor) -> str | None:
+        """Where a tensor is: the stream whose pool its storage came from, the host for pinned memory, None for other memory."""
+        block = self._block(tensor)
+        return block.home if block is not None and not block.alive.expired() else None
+
+    def use(self, tensor: torch.Tensor, at: At, what: str, write: bool) -> None:
+        """Work on a tensor's bytes."""
+        block = self._block(tensor)
+        if block is None or not tensor.numel():
+            return
+        low, high = _extent(tensor)
+        use = Use(at, what, _place())
+        for span, earlier in list(block.uses.items()):
+            if span.low >= high or span.high <= low:
+                continue
+            ordered = span.timeline == at.timeline or self._order.comes_before(earlier.at, at.timeline)
+            if (write or span.write) and not ordered:
+                self._report(Race("write" if write else "read", use, earlier, block.bytes))
+            if write and low <= span.low and span.high <= high:
+                del block.uses[span]
+        block.uses[_Span(at.timeline, low, high, write)] = use
+
+    def record(self, tensor: torch.Tensor, stream: str) -> None:
+        """``record_stream``."""
+        if (block := self._block(tensor)) is not None:
+            block.recorded.add(stream)
+
+    def sweep(self) -> None:
+        """Give back the memory of what has died."""
+        for key in [key for key, block in self._blocks.items() if block.alive.expired()]:
+            self._free(key)
+
+    def _free(self, key: int) -> None:
+        block = self._blocks.pop(key)
+        if block.home != HOST:
+            self.allocated -= block.bytes
+        for use in () if block.guarded else block.uses.values():
+            # The host launches what uses it next; the allocator asks an event on each of the recorded streams before that.
+            if not any(self._order.comes_before(use.at, timeline) for timeline in (block.home, HOST, *block.recorded)):
+                self._report(Race("reuse", None, use, block.bytes))
+
+    def _block(self, tensor: torch.Tensor) -> _Block | None:
+        storage = tensor.untyped_storage()
+        block = self._blocks.get(storage._cdata)
+        if block is None and self.registered:
+            first = storage.data_ptr()
+            if any(first <= address < first + storage.nbytes() for address in self.registered):
+                self.allocate(tensor, HOST)
+                block = self._blocks[storage._cdata]
+        return block
+
+    def _report(self, race: Race) -> None:
+        key = race.kind, race.later.place if race.later else "", race.earlier.place
+        if key not in self._found:
+            self._found.add(key)
+            self.races.append(race)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and that behind the last."""
+    low = tensor.storage_offset() * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(low), int(low + (last + 1) * tensor.element_size())
+
+
+def _place() -> str:
+    """The line of the product, or else of who called it, that the host is in."""
+    other = ""
+    for frame, line in _frames():
+        if any(part in frame for part in _OURS):
+            return f"{frame.rpartition('/megatron/pipeline/')[2] or frame}:{line}"
+        if not other and not any(part in frame for part in _NOT_A_PLACE):
+            other = f"{frame}:{line}"
+    return other
+
+
+def _frames() -> Iterator[tuple[str, int]]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,20 @@
+"""Ranks of a pool that believe they have a GPU each, in worlds with NCCL's rules."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from pool import forked, serve
+
+
+def posing_rank(connection: Connection, stacks: str) -> BaseProcess:
+    """For ``Pool``."""
+    return forked(_pose_and_serve, connection, stacks)
+
+
+def _pose_and_serve(connection: Connection, stacks: str) -> None:
+    from gpu_model import pose
+
+    pose()
+    serve(connection, stacks, "nccl")

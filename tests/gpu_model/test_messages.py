@@ -1,0 +1,211 @@
+"""What the host does around messages and groups on a GPU: measured hops, timeouts, barriers, first uses of communicators."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+from pool import Pool
+
+from gpu_model import cuda, device, nccl
+from gpu_model.cuda import Sync
+
+UNTIED = ("--untie-embeddings-and-output-weights",)
+
+
+def pinged() -> list[float]:
+    from megatron.pipeline.runtime.p2p import Channels, Transport
+    from megatron.pipeline.runtime.ping import ping
+    from megatron.pipeline.schedule import families
+    from megatron.pipeline.schedule.core.kinds import Flow
+
+    channels = Channels.open(torch.distributed.group.WORLD, variable_lengths=False)  # type: ignore[arg-type]
+    shapes = {Flow.ACTIVATION: [(4, 2)], Flow.GRADIENT: [(4, 2)]}
+    transport = Transport(channels, shapes, torch.float32, torch.device("cuda", 0))
+    return ping(transport, torch.distributed.get_rank(), families.placement("1f1b", 2))
+
+
+def test_a_hop_is_measured_without_waiting_for_the_answer_of_another(gpus: Pool) -> None:
+    """``torch.cuda.synchronize`` would wait for a posted receive whose sender waits for us."""
+    measured, nothing = gpus.run(2, pinged)
+    assert len(measured) == 5 and nothing == []
+
+
+def timeouts(minutes: float) -> list[timedelta]:
+    """Of all groups that the product makes in a world with a timeout of its own."""
+    import tiny_gpt
+
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(timeout=timedelta(minutes=minutes))
+    before = len(nccl.groups())
+    flags = ("--untie-embeddings-and-output-weights", "--vocab-parallel", "2", "--distributed-timeout-minutes", str(int(minutes)))
+    tiny_gpt.train("zb-v", pp=2, iterations=1, flags=flags)
+    return [group.timeout for group in nccl.groups()[before:]]
+
+
+def test_all_groups_have_the_timeout_of_the_world(gpus: Pool) -> None:
+    for found in gpus.run(2, timeouts, 60.0):
+        assert set(found) == {timedelta(minutes=60)}
+
+
+def watched() -> list[tuple[str, bool]]:
+    from megatron.pipeline.health.progress import Situation
+    from megatron.pipeline.health.watchdog import Watchdog
+
+    nccl.barriers.clear()
+    with Watchdog(Situation):
+        pass
+    return nccl.barriers
+
+
+def test_barriers_say_which_device_they_mean(gpus: Pool) -> None:
+    """NCCL guesses rank modulo GPUs where nobody says it: another GPU on a node with fewer ranks than GPUs."""
+    for found in gpus.run(2, watched):
+        assert len(found) == 2 and all(said for _, said in found)
+
+
+def first_uses(posting: str) -> tuple[int, int]:
+    """How many communicators the pipeline's own groups have before the first pass, and after two iterations."""
+    import tiny_gpt
+
+    from megatron.pipeline.runtime.executor import Executor
+
+    before, begin, made = len(nccl.groups()), Executor.begin, []
+
+    def count() -> int:
+        own = [group for group in nccl.groups()[before:] if any("runtime/" in place for place in group.places)]
+        return sum(len(group.communicators) for group in own)
+
+    def counting(executor: Executor) -> None:
+        made.append(count())
+        begin(executor)
+
+    with patch.object(Executor, "begin", counting):
+        flags = ("--untie-embeddings-and-output-weights", "--vocab-parallel", "2", "--pipeline-p2p", posting)
+        tiny_gpt.train("zb-v", pp=2, iterations=2, flags=flags)
+    return made[0], count()
+
+
+def test_communicators_are_made_before_the_first_pass(gpus: Pool) -> None:
+    """Making one blocks the host until all members come: in the middle of a program that can be a deadlock."""
+    for posting in ("single", "batched"):
+        for before, after in gpus.run(2, first_uses, posting):
+            assert before == after > 2
+
+
+def streams_of_tensor_groups() -> list[set[str]]:
+    """From which streams the tensor-parallel ranks' groups were used, in the iterations."""
+    import tiny_gpt
+    from megatron.core import parallel_state
+
+    run = tiny_gpt.Run("zb-v", pp=2, tp=2, flags=("--sequence-parallel", "--vocab-parallel", "2", *UNTIED))
+    run.step(0)
+    for group in nccl.groups():
+        group.posted_from.clear()
+    run.forward_backward(1)
+    mine = tuple(torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group()))
+    return [group.posted_from for group in nccl.groups() if tuple(torch.distributed.get_process_group_ranks(group)) == mine]
+
+
+def test_the_side_stream_has_tensor_parallel_ranks_of_its_own(gpus: Pool) -> None:
+    """Otherwise each all-reduce of the passes queues behind a reduce-scatter that waits for all ranks' statistics."""
+    for found in gpus.run(4, streams_of_tensor_groups):
+        used = [streams for streams in found if streams]
+        assert len(used) == 2 and all(len(streams) == 1 for streams in used) and used[0] != used[1], found
+
+
+def host_waits(directory: str, flags: str) -> list[Sync]:
+    """Where the host waits for the passes' stream, or for all, while passes of a training run; not the first two iterations.
+
+    Without megatron-core's own check of gradients, which reads a norm of each bucket when its passes are over.
+    """
+    from training.short_runs import train
+
+    from megatron.pipeline.runtime.iteration import Iteration
+
+    run, found = Iteration.run, []
+
+    def noting(iteration: Iteration, call: object) -> object:
+        device().syncs.clear()
+        result = run(iteration, call)  # type: ignore[arg-type]
+        found.append([one for one in device().syncs if one.stream in ("compute", "all")])
+        return result
+
+    with patch.object(Iteration, "run", noting):
+        error = train(f"{directory} {flags}")
+    assert not error, error
+    return [one for several in found[2:] for one in several if not one.place.startswith("model/boundary.py")]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-schedule zb-h1",
+        "--pipeline-schedule zb-v --vocab-parallel 2 --untie-embeddings-and-output-weights",
+        "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB",
+        "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",
+    ],
+)
+def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
+    """The host runs ahead of the device through all passes of an iteration: it reads nothing."""
+    for found in gpus.run(2, host_waits, data, f"--pipeline-model-parallel-size 2 {flags}"):
+        assert found == []
+
+
+def thread_blocks() -> list[int]:
+    """Of every group that an iteration uses for messages and the vocabulary."""
+    import tiny_gpt
+
+    before = len(nccl.groups())
+    tiny_gpt.train("zb-v", pp=2, iterations=1, flags=(*UNTIED, "--vocab-parallel", "2", "--pipeline-max-ctas", "4"))
+    own = [group for group in nccl.groups()[before:] if group.places & {"runtime/p2p.py", "runtime/vocabulary.py"}]
+    return [group.max_ctas for group in own]
+
+
+def test_messages_take_no_more_of_a_gpu_than_the_flag_says(gpus: Pool) -> None:
+    for found in gpus.run(2, thread_blocks):
+        assert found == [4, 4, 4]
+
+
+def buckets(schedule: str) -> list[int]:
+    """Of each chunk's gradients."""
+    import tiny_gpt
+
+    run = tiny_gpt.Run(schedule, pp=2, flags=("--overlap-grad-reduce", "--ddp-bucket-size", "4096"))
+    return [len(chunk.buffers[0].buckets) for chunk in run.chunks]
+
+
+def test_gradients_of_every_chunk_of_a_v_are_reduced_in_buckets(pool: Pool) -> None:
+    """All of its chunks end last; interleaved chunks but the first end early, and are reduced in one piece.
+
+    On the first pipeline rank: on others megatron-core's DDP makes one bucket of each chunk, whatever it is asked for.
+    """
+    assert min(pool.run(2, buckets, "zb-v")[0]) > 1
+    assert pool.run(2, buckets, "gis")[0][1] == 1
+
+
+def streams_made(directory: str) -> tuple[int, int]:
+    """How many streams there are after a few measured iterations, and after some more."""
+    from training.short_runs import train
+
+    from megatron.pipeline.record import recorder
+
+    made, reach = [], recorder._reached_now
+
+    def reaching() -> object:
+        event = reach()
+        made.append(next(cuda._numbers))
+        return event
+
+    with patch.object(recorder, "_reached_now", reaching):
+        error = train(f"{directory} --pipeline-model-parallel-size 2 --metrics /dev/null")
+    assert not error, error
+    return made[1], made[-1]
+
+
+def test_reports_make_no_new_streams(gpus: Pool, data: str) -> None:
+    """torch has 32, NCCL's among them: a report would one day wait for a collective of others."""
+    for early, late in gpus.run(2, streams_made, data):
+        assert late - early == 4  # the test's own numbers, one for each iteration

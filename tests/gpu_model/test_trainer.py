@@ -1,0 +1,41 @@
+"""The training program on the device model: nothing that runs beside the passes races with them."""
+
+from __future__ import annotations
+
+import pytest
+from pool import Pool
+
+from gpu_model import device
+
+TWO = "--pipeline-model-parallel-size 2"
+RUNS = {
+    "measured": "--pipeline-schedule zb-h1 --metrics /dev/null",
+    "evaluations": "--pipeline-schedule v-half --eval-interval 2 --eval-iters 2",
+    "profile": "--pipeline-schedule zb-v --pipeline-costs profile --train-iters 12",
+    "offload profile": "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB --offload-profile --train-iters 10",
+    "steps ahead": "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",
+    "copies on the host": (
+        "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --post-validation-copy host --clip-grad 0.3"
+    ),
+    "undone steps": "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0.3",
+    "16 bits": "--pipeline-schedule v-half --bf16 --accumulate-allreduce-grads-in-fp32",
+    "interlaced": "--pipeline-schedule 1f1b --vocab-parallel interlaced --untie-embeddings-and-output-weights",
+    "tied": "--pipeline-schedule zb-v --vocab-parallel 2",
+}
+
+
+def races(flags: str) -> list[str]:
+    """Of a whole training."""
+    from training.short_runs import train
+
+    one = device()
+    one.memory.races.clear()
+    error = train(flags)
+    assert not error, error
+    one.memory.sweep()
+    return [str(race) for race in one.memory.races]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_races(gpus: Pool, data: str, name: str) -> None:
+    assert gpus.run(2, races, f"{data} {TWO} {RUNS[name]}") == [[], []]

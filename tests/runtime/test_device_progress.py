@@ -1,0 +1,69 @@
+"""On a GPU, where a rank is is where its device is, however far its host has run ahead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.pipeline.health.device_progress import DeviceProgress
+from megatron.pipeline.health.progress import Situation
+from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.runtime.executor import Executor, Handlers
+from megatron.pipeline.runtime.iteration import Iteration
+from megatron.pipeline.runtime.wiring import Wiring
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Program, Receive, Wait
+
+GRADIENT = Message(Flow.GRADIENT, 0, 1)
+PROGRAM: Program = (Compute(Pass(Kind.F, 0)), Receive(GRADIENT, 1), Wait(GRADIENT), Compute(Pass(Kind.B, 0)))
+
+
+class Event:
+    """Reached once the device has come as far as the test says."""
+
+    device = 0
+    recorded = 0
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self._place = Event.recorded
+
+    def query(self) -> bool:
+        return self._place <= Event.device
+
+
+def run_ahead() -> Iteration:
+    """An iteration whose host has launched everything."""
+    Event.device = Event.recorded = 0
+    transport: Any = SimpleNamespace(
+        receive=lambda *_: None, wait=lambda _: [], start=lambda: None, sweep=lambda: None, unsent=list, finish=lambda *_: None
+    )
+    handlers = Handlers({Kind.F: lambda *_: {}, Kind.B: lambda *_: {}})
+    executor = Executor(PROGRAM, Wiring({}, {}, {}), handlers, transport, Unmeasured(), device=DeviceProgress(Event))
+    channels: Any = SimpleNamespace(ranks=(10, 11))
+    iteration = Iteration(plan=None, channels=channels)  # type: ignore[arg-type]
+    iteration.executor = executor
+    executor.begin()
+    executor.finish()
+    return iteration
+
+
+def test_the_device_is_reported() -> None:
+    iteration = run_ahead()
+    first = iteration.situation(1)
+    assert first.place == "Compute F0.0" and first.in_iteration and first.of_device
+    Event.device = 1
+    second = iteration.situation(1)
+    assert second.place == "Wait gradient of microbatch 0 from stage 1, for B0.0"
+    assert second.waits_for == 11 and second.finished == ("F0.0",)
+    assert second.progress != first.progress
+    Event.device = 3
+    assert iteration.situation(1) == Situation(progress=(1, 0, 4))
+
+
+def test_events_are_let_go_of() -> None:
+    progress = DeviceProgress(Event)
+    Event.device, Event.recorded = 5, 0
+    for number in range(5):
+        progress.launched(number)
+    assert not progress._launched and progress.current() is None

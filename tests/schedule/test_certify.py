@@ -1,0 +1,368 @@
+"""What hangs over which transport, where, and what lines cost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_strategies import costs_of, parse, schedules
+
+from megatron.pipeline import planning
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.certify.certificate import Blocked, Certificate, Outcome, certify
+from megatron.pipeline.schedule.certify.network import End, Network, ends_of, partners
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Post, Row, Step, Traffic, grouped, late, of_programs
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.kinds import Flow
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import interleaved, linear
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
+from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
+from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
+from megatron.pipeline.schedule.time.simulate import simulate
+
+IN_ORDER = ("rendezvous", "shared", "pair", "direction")
+
+
+def message(number: int, stage: int = 0, flow: Flow = Flow.ACTIVATION) -> Message:
+    return Message(flow, number, stage)
+
+
+def send(item: Message, peer: int) -> Post:
+    return Post(True, item, peer)
+
+
+def receive(item: Message, peer: int) -> Post:
+    return Post(False, item, peer)
+
+
+def forward(number: int = 0) -> Compute:
+    return Compute(Pass(Kind.F, number))
+
+
+def traffic(*rows: list[Step | Post], batches: bool = True) -> Traffic:
+    made = [grouped(row) for row in rows]
+    if not batches:
+        made = [tuple(Batch((step,)) if isinstance(step, Post) else step for step in row) for row in rows]
+    return Traffic("by hand", linear(len(rows)), 4, tuple(made))
+
+
+def outcomes(one: Traffic, hop: float = 0.0, cold: bool = False) -> dict[str, Outcome]:
+    certificate = certify(one, uniform(one.placement, hop=hop), cold=cold)
+    return {outcome.transport.name: outcome for outcome in certificate.outcomes}
+
+
+def hanging(one: Traffic, cold: bool = False) -> set[str]:
+    return {name for name, outcome in outcomes(one, cold=cold).items() if outcome.hang}
+
+
+UP, DOWN = message(0, 0), message(0, 1, Flow.GRADIENT)
+
+
+def test_two_ranks_that_both_send_first_hang_where_one_line_has_both_directions() -> None:
+    head_on = traffic([forward(), send(UP, 1), receive(DOWN, 1)], [forward(), send(DOWN, 0), receive(UP, 0)], batches=False)
+    assert hanging(head_on) == {"rendezvous", "shared", "pair", "batched"}
+    in_groups = traffic([forward(), send(UP, 1), receive(DOWN, 1)], [forward(), send(DOWN, 0), receive(UP, 0)])
+    assert hanging(in_groups) == {"rendezvous", "shared", "pair"}
+    chain = outcomes(head_on)["pair"].hang
+    assert chain is not None
+    assert [str(blocked) for blocked in chain.chain] == [
+        "rank 0, after F0.0: Send of the activation of microbatch 0 from stage 0 to rank 1",
+        "rank 1, after F0.0: Send of the gradient of microbatch 0 from stage 1 to rank 0",
+    ]
+
+
+def test_a_message_that_only_one_rank_has_is_named() -> None:
+    lonely = traffic([forward(), send(UP, 1)], [forward(1)])
+    assert hanging(lonely) == set(TRANSPORTS)
+    for outcome in outcomes(lonely).values():
+        assert outcome.hang is not None
+        assert outcome.hang.missing
+        assert [blocked.what for blocked in outcome.hang.chain] == [
+            "Send of the activation of microbatch 0 from stage 0 to rank 1, which that rank never receives"
+        ]
+    unsent = traffic([forward()], [receive(UP, 0), Await(UP), forward(1)])
+    assert hanging(unsent) == set(TRANSPORTS)
+    assert certify(unsent, uniform(linear(2))).unlimited is None
+    hang = outcomes(unsent)["pair"].hang
+    assert hang is not None
+    assert [str(blocked) for blocked in hang.chain] == [
+        "rank 1, before F1.0: Wait for the activation of microbatch 0 from stage 0",
+        "rank 1, before F1.0: Receive of the activation of microbatch 0 from stage 0 from rank 0, which that rank never sends",
+    ]
+
+
+def test_messages_in_different_orders_are_swapped() -> None:
+    one, two = message(0), message(1)
+    crossed = certify(traffic([send(one, 1), send(two, 1)], [receive(two, 0), receive(one, 0)]), uniform(linear(2)))
+    assert crossed.hangs
+    assert not any(outcome.hang for outcome in crossed.outcomes)
+    assert crossed.swapped == (
+        "rank 1 receives the activation of microbatch 1 from stage 0 "
+        "where rank 0 sends the activation of microbatch 0 from stage 0",
+    )
+
+
+def test_a_receive_holds_up_the_send_behind_it_on_the_same_communicator_alone() -> None:
+    """Rank 0 waits in line for rank 2, which computes for 3 seconds, before it can send to rank 1."""
+    back = message(0, 2, Flow.GRADIENT)
+    line = traffic(
+        [receive(back, 2), send(UP, 1), forward(), Await(back), forward(1)],
+        [receive(UP, 0), Await(UP), forward()],
+        [forward(), forward(1), forward(2), send(back, 0)],
+    )
+    found = outcomes(line, hop=0.5)
+    assert certify(line, uniform(linear(3), hop=0.5)).unlimited == 4.5
+    assert {name: outcome.makespan for name, outcome in found.items()} == {
+        "rendezvous": 6.0,  # 3 s, a hop for each message, and two passes
+        "shared": 5.0,  # the send starts at 3.5; a hop and a pass later rank 1 ends
+        "pair": 4.5,
+        "direction": 4.5,
+        "batched": 4.5,
+        "batched-direction": 4.5,
+    }
+    delay = found["shared"].delay
+    assert delay is not None
+    assert (delay.rank, delay.peer, delay.ready, delay.start) == (0, 1, 0.0, 3.5)
+    assert delay.item == str(UP)
+    assert delay.behind == "Receive of the gradient of microbatch 0 from stage 2 from rank 2"
+    assert found["pair"].delay is None
+
+
+def test_a_group_ends_as_a_whole() -> None:
+    """Rank 1 has its tensor after a hop, and waits for the group that receives from rank 2 as well."""
+    late_one = message(0, 2, Flow.GRADIENT)
+    group = traffic(
+        [send(UP, 1)],
+        [receive(UP, 0), receive(late_one, 2), Await(UP), forward()],
+        [forward(), forward(1), send(late_one, 1)],
+    )
+    found = outcomes(group, hop=1.0)
+    assert found["pair"].makespan == 2
+    assert found["batched"].makespan == 2 + 1 + 1
+    assert found["batched-direction"].makespan == 2  # they come from both directions
+
+
+def test_a_cold_start_connects_hosts_in_the_order_of_their_posts() -> None:
+    """Three hosts that each connect to the next rank first wait in a circle; their devices would not."""
+    one, two, three = (message(0, stage) for stage in range(3))
+    ring = traffic(
+        [send(one, 1), receive(three, 2)], [send(two, 2), receive(one, 0)], [send(three, 0), receive(two, 1)], batches=False
+    )
+    assert hanging(ring, cold=True) >= {"direction"}
+    assert "direction" not in hanging(ring)
+    hang = outcomes(ring, cold=True)["direction"].hang
+    assert hang is not None
+    assert all(blocked.what.startswith("connecting for the Send") for blocked in hang.chain)
+    assert [blocked.rank for blocked in hang.chain] in ([0, 1, 2], [1, 2, 0], [2, 0, 1])
+
+
+def torch_1f1b(ranks: int, microbatches: int, gpipe: bool = False) -> Traffic:
+    """What torch's Schedule1F1B did without a check of sizes: the last forward's send of warm-up is in one group with the first
+    gradient's receive, and from then on a send with the next receive (``_step_microbatches`` in torch 2.13)."""
+    rows: list[Row] = []
+    for rank in range(ranks):
+        steps: list[Step] = []
+
+        def exchange(*posts: Post, into: list[Step] = steps, wait: bool = True) -> None:
+            if posts:
+                into.append(Batch(posts))
+                into.extend(Await(post.item) for post in posts if wait)
+
+        def of(flow: Flow, number: int, sends: bool, at: int = rank) -> tuple[Post, ...]:
+            forwards = flow is Flow.ACTIVATION
+            peer = at + 1 if forwards == sends else at - 1
+            stage = at if sends else peer
+            return (Post(sends, Message(flow, number, stage), peer),) if 0 <= peer < ranks else ()
+
+        warm_up = microbatches if gpipe else min(microbatches, ranks - rank)
+        held: tuple[Post, ...] = ()
+        for number in range(warm_up):
+            exchange(*of(Flow.ACTIVATION, number, sends=False))
+            steps.append(Compute(Pass(Kind.F, number)))
+            held = of(Flow.ACTIVATION, number, sends=True)
+            if gpipe or number < warm_up - 1:
+                exchange(*held, wait=False)
+                held = ()
+        for number in range(microbatches):
+            exchange(*held, *of(Flow.GRADIENT, number, sends=False))
+            steps.append(Compute(Pass(Kind.BW, number)))
+            held = of(Flow.GRADIENT, number, sends=True)
+            if (ahead := number + warm_up) < microbatches:
+                exchange(*held, *of(Flow.ACTIVATION, ahead, sends=False))
+                steps.append(Compute(Pass(Kind.F, ahead)))
+                held = of(Flow.ACTIVATION, ahead, sends=True)
+            else:
+                exchange(*held, wait=False)
+                held = ()
+        rows.append(tuple(steps))
+    return Traffic("torch's 1F1B", linear(ranks), microbatches, tuple(rows))
+
+
+@pytest.mark.parametrize("ranks", range(2, 9))
+def test_torchs_1f1b_hangs_with_one_microbatch_in_the_first_step(ranks: int) -> None:
+    """torchtitan issue 775, and pytorch pull request 144702: it hangs at the first microbatch if there is one, others did not see
+    it with more, and GPipe is fine. A group that sends forward and receives back connects both ways before it starts; the next
+    rank receives alone, so it never gets to where it would send back."""
+    groups = [TRANSPORTS["batched"]]
+    one, cost = torch_1f1b(ranks, 1), uniform(linear(ranks))
+    assert not certify(one, cost, groups).hangs
+    outcome = certify(one, cost, groups, cold=True).outcomes[0]
+    assert outcome.hang is not None
+    assert not outcome.hang.missing
+    for microbatches in (2, ranks, 2 * ranks):
+        for cold in (False, True):
+            assert not certify(torch_1f1b(ranks, microbatches), cost, groups, cold).hangs
+    assert not certify(torch_1f1b(ranks, 1, gpipe=True), cost, groups, cold=True).hangs
+
+
+def check_circle(certificate: Certificate, outcome: Outcome) -> None:
+    """Each of a hang really waits for the next: the rules of ``transports.py``, from the order of the rows alone."""
+    assert outcome.hang is not None
+    traffic, transport, chain = certificate.traffic, outcome.transport, outcome.hang.chain
+    posts, other, by_item = dict(ends_of(traffic)), partners(traffic), {}
+    for end, post in posts.items():
+        by_item[end.rank, post.item] = end
+    assert chain
+    pairs = list(pairwise(chain))
+    if not outcome.hang.missing:
+        pairs.append((chain[-1], chain[0]))
+    for one, following in pairs:
+        step = traffic.rows[one.rank][one.place]
+        if isinstance(step, Await):
+            assert isinstance(step.item, Message)
+            end = by_item[one.rank, step.item]
+            assert following.rank == one.rank
+            assert following.end is not None
+            assert is_in_line(transport, posts, following, end, before_only=False)
+            continue
+        assert one.end is not None
+        end = other[one.end]
+        assert following.rank == end.rank
+        if following.row == "line":
+            assert is_in_line(transport, posts, following, end, before_only=True)
+        elif following.end is not None and isinstance(traffic.rows[following.rank][following.place], Batch):
+            assert transport.line is None
+            assert following.end < end
+        else:
+            assert following.place < end.place  # what blocks the row stands before the post
+
+
+def is_in_line(transport: Transport, posts: dict[End, Post], blocked: Blocked, end: End, before_only: bool) -> bool:
+    assert transport.line is not None
+    assert blocked.end is not None
+
+    def communicator(at: End) -> object:
+        ways = (at.rank, posts[at].peer) if posts[at].sends else (posts[at].peer, at.rank)
+        return transport.line(*ways) if transport.line else None
+
+    same = communicator(blocked.end) == communicator(end)
+    order = blocked.end < end if before_only else blocked.end <= end or (transport.grouped and blocked.end.place == end.place)
+    return same and order
+
+
+@examples(150)
+@given(st.data())
+def test_what_is_lowered_here_hangs_over_no_transport_that_runs_posts_in_order(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    costs = data.draw(costs_of(schedule.placement))
+    programs = lower(schedule, costs)
+    certificate = certify(of_programs(schedule, programs), costs)
+    assert certificate.swapped == ()
+    assert certificate.unlimited is not None
+    ends = max((timed.end for row in simulate(schedule, costs).ranks for timed in row), default=0)
+    assert certificate.unlimited == pytest.approx(float(ends))
+    for outcome in certificate.outcomes:
+        if outcome.transport.name in IN_ORDER:
+            assert outcome.hang is None, outcome.transport.name
+        if outcome.makespan is None:
+            check_circle(certificate, outcome)
+        else:
+            assert outcome.makespan >= certificate.unlimited - 1e-9
+    # The proof for batches asks for more than the transport does.
+    try:
+        batches_do_not_deadlock(programs, schedule.placement)
+    except ScheduleError:
+        return
+    assert next(each for each in certificate.outcomes if each.transport.name == "batched-direction").hang is None
+
+
+@examples(150)
+@given(schedules(), st.integers(0, 2**32))
+def test_swapped_operations_hang_where_the_rules_say_so_and_the_circle_is_true(schedule: Schedule, seed: int) -> None:
+    """``nothing_deadlocks`` is another implementation of the rendezvous."""
+    generator, costs = random.Random(seed), uniform(schedule.placement)
+    programs = [list(program) for program in lower(schedule, costs)]
+    program = generator.choice(programs)
+    places = [place for place, operation in enumerate(program) if isinstance(operation, Send | Receive)]
+    for first, second in pairwise(places):
+        # A rank cannot wait for what it posts later.
+        moved, waited = program[first], {each.message for each in program[first:second] if isinstance(each, Wait)}
+        if generator.random() < 0.3 and isinstance(moved, Send | Receive) and moved.message not in waited:
+            program[first], program[second] = program[second], program[first]
+    changed: tuple[Program, ...] = tuple(map(tuple, programs))
+    certificate = certify(of_programs(schedule, changed), costs)
+    if certificate.swapped:  # the rules compare messages by name, and NCCL does not
+        return
+    try:
+        nothing_deadlocks(changed)
+        deadlocks = False
+    except ScheduleError:
+        deadlocks = True
+    assert (certificate.outcomes[0].hang is not None) == deadlocks
+    for outcome in certificate.outcomes:
+        if outcome.hang:
+            check_circle(certificate, outcome)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved", "zb-v", "v-min", "dualpipe-v", "dualpipe", "gis"])
+def test_families_hang_over_no_transport_and_their_late_receives_do(name: str) -> None:
+    costs = uniform(families.placement(name, ranks=4), hop=0.1)
+    schedule = planning.plan(name, ranks=4, microbatches=8, costs=costs)
+    for cold in (False, True):
+        certificate = certify(of_programs(schedule, lower(schedule, costs)), costs, cold=cold)
+        assert not [each.transport.name for each in certificate.outcomes if each.hang and each.transport.name in IN_ORDER]
+    certificate = certify(late(schedule), costs)
+    assert {"rendezvous", "pair"} <= {each.transport.name for each in certificate.outcomes if each.hang}
+    for outcome in certificate.outcomes:
+        if outcome.hang:
+            check_circle(certificate, outcome)
+
+
+def test_passes_that_wait_for_each_other_hang_over_every_transport() -> None:
+    circular = Schedule("circular", interleaved(2, 2), 1, parse("F0.1 F0.0 BW0.1 BW0.0", "F0.0 F0.1 BW0.1 BW0.0"))
+    certificate = certify(late(circular), uniform(circular.placement))
+    assert certificate.unlimited is None
+    assert all(each.hang for each in certificate.outcomes)
+    for outcome in certificate.outcomes:
+        check_circle(certificate, outcome)
+
+
+@pytest.mark.parametrize("how", list(Vocabulary))
+def test_collectives_of_the_vocabulary_meet(how: Vocabulary) -> None:
+    costs = uniform(linear(4), hop=0.25)
+    schedule = planning.plan("1f1b", ranks=4, microbatches=6, costs=costs, vocabulary=how)
+    certificate = certify(of_programs(schedule, lower(schedule, costs)), costs)
+    assert not [each.transport.name for each in certificate.outcomes if each.hang and each.transport.name in IN_ORDER]
+    assert certificate.unlimited == pytest.approx(simulate(schedule, costs).makespan, rel=0.2)
+
+
+def test_costs_of_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="costs of 3 stages"):
+        certify(traffic([forward()], [forward()]), Costs((StageCosts(1.0, 1.0, 1.0),) * 3))
+
+
+def test_a_network_counts_only_passes() -> None:
+    """Messages after the last pass take no part in the makespan."""
+    one = traffic([forward(), send(UP, 1)], [receive(UP, 0)])
+    network = Network(one, replace(uniform(linear(2)), hop=9.0), TRANSPORTS["pair"])
+    assert not network.blocked
+    assert network.makespan == 1

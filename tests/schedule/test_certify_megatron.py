@@ -1,0 +1,259 @@
+"""What ``megatron_interleaved`` says that ranks do is what megatron-core's own function does: it runs here, one rank after
+another, with process groups and messages that record."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import ModelParallelConfig
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from releases import CORE
+
+from megatron.pipeline.schedule.certify.certificate import Certificate, certify
+from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Row, Shape, Sync
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS
+from megatron.pipeline.schedule.core.costs import uniform
+from megatron.pipeline.schedule.core.kinds import Flow
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import interleaved
+from megatron.pipeline.schedule.lower.program import Compute, Message
+
+pytestmark = pytest.mark.skipif(CORE != (0, 16), reason="the rows are those of megatron-core 0.16")
+
+# (ranks, microbatches, chunks, group): a group of more than one per rank, a last group that is smaller, all forwards in warm-up.
+SIZES = [(2, 4, 2, 2), (3, 6, 2, 3), (4, 8, 2, 4), (4, 8, 3, 4), (4, 4, 2, 4), (4, 10, 2, 5), (4, 9, 2, 5), (3, 5, 2, 5)]
+
+
+class Instead:
+    """A module with some names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module = module
+        self.__dict__ |= names
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class Recorder:
+    """One rank of megatron-core's function. What it receives gets its name from the pass that takes it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, rank: int, size: tuple[int, int, int, int], overlap: bool, shapes: bool
+    ) -> None:
+        self.rank, (self.ranks, self.microbatches, self.chunks, self.group) = rank, size
+        self.steps: list[Any] = []  # of a post: (sends, tensor, peer); of a wait: tensor
+        self.names: dict[int, Any] = {}  # by tensor
+        self._kept: list[torch.Tensor] = []  # so that no other gets their id
+        self._shapes: list[tuple[bool, Any]] = []
+        self._patch(monkeypatch)
+        config = ModelParallelConfig(
+            pipeline_model_parallel_size=self.ranks,
+            virtual_pipeline_model_parallel_size=self.chunks,
+            microbatch_group_size_per_vp_stage=self.group,
+            pipeline_dtype=torch.float32,
+            overlap_p2p_comm=overlap,
+            batch_p2p_comm=not overlap,
+            variable_seq_lengths=shapes,
+        )
+        config.hidden_size = 1
+        config.num_microbatches_with_partial_activation_checkpoints = None
+        config.overlap_moe_expert_parallel_comm = False
+        config.fine_grained_activation_offloading = False
+        config.mtp_standalone = False
+        self._run(config)
+
+    def _run(self, config: Any) -> None:
+        group = SimpleNamespace(size=lambda: self.ranks, rank=lambda: self.rank)
+        communicator = p2p_communication.P2PCommunicator.__new__(p2p_communication.P2PCommunicator)
+        communicator.__dict__ |= {
+            "pp_group": group, "config": config, "virtual_pipeline_model_parallel_size": self.chunks,
+            "next_rank": (self.rank + 1) % self.ranks, "prev_rank": (self.rank - 1) % self.ranks,
+        }  # fmt: skip
+        model = [torch.nn.Identity() for _ in range(self.chunks)]
+        for chunk, part in enumerate(model):
+            part.config, part.model_type, part.chunk = config, None, chunk  # type: ignore[assignment]
+        one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+        groups = SimpleNamespace(tp=one, cp=one, embd=None, pos_embd=None, pp=group, dp_cp=one)
+        schedules.forward_backward_pipelining_with_interleaving(
+            forward_step_func=None,
+            data_iterator=[iter(()) for _ in model],
+            model=model,
+            num_microbatches=self.microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            p2p_communicator=communicator,
+            pg_collection=groups,
+        )
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def isend(tensor: torch.Tensor, dst: int, group: Any) -> Any:
+            return self._post([(True, tensor, dst)])
+
+        distributed = Instead(
+            torch.distributed,
+            isend=isend,
+            irecv=lambda tensor, src=None, group=None: self._post([(False, tensor, src)]),
+            P2POp=lambda op, tensor, peer, group: (op is isend, tensor, peer),
+            batch_isend_irecv=lambda posts: [self._post(posts)],
+            get_backend=lambda group: "nccl",
+            group=SimpleNamespace(WORLD=None),
+        )
+
+        def zeros(*size: Any, device: str, **more: Any) -> torch.Tensor:
+            return torch.zeros(*size, **more)
+
+        cuda = Instead(torch.cuda, current_device=lambda: "cpu", synchronize=lambda: self.steps.append(Sync()))
+        on_cpu = Instead(torch, distributed=distributed, cuda=cuda, zeros=zeros)
+        monkeypatch.setattr(p2p_communication, "torch", on_cpu)
+        monkeypatch.setattr(schedules, "torch", on_cpu)
+        monkeypatch.setattr(schedules, "forward_step", self._forward)
+        monkeypatch.setattr(schedules, "backward_step", self._backward)
+        monkeypatch.setattr(schedules, "get_model_type", lambda model: None)
+        # These ask torch.distributed, which has no process group here.
+        monkeypatch.setattr(schedules, "is_pp_first_stage", lambda group: group.rank() == 0)
+        monkeypatch.setattr(schedules, "is_pp_last_stage", lambda group: group.rank() == group.size() - 1)
+
+    def _post(self, posts: list[tuple[bool, torch.Tensor, int]]) -> Any:
+        self._kept += [tensor for _, tensor, _ in posts]
+        for _, tensor, _ in posts:
+            if tensor.dtype == torch.int64:
+                tensor.fill_(1)
+        self.steps.append(posts)
+        return SimpleNamespace(wait=lambda: self.steps.extend(tensor for _, tensor, _ in posts))
+
+    def _stage(self, chunk: int) -> int:
+        return chunk * self.ranks + self.rank
+
+    def _forward(self, function: Any, data: Any, model: Any, count: int, given: Any, *more: Any, **named: Any) -> Any:
+        microbatch, stage = int(named["current_microbatch"]), self._stage(model.chunk)
+        if given is not None:
+            self.names[id(given)] = Message(Flow.ACTIVATION, microbatch, stage - 1)
+        self.steps.append(Pass(Kind.F, microbatch, model.chunk))
+        output = torch.zeros(1, 1, 1)
+        self.names[id(output)] = Message(Flow.ACTIVATION, microbatch, stage)
+        self._kept.append(output)
+        return output, torch.zeros([], dtype=torch.int)
+
+    def _backward(self, given: Any, output: Any, gradient: Any, *more: Any) -> Any:
+        made = self.names[id(output)]
+        if gradient is not None:
+            self.names[id(gradient)] = Message(Flow.GRADIENT, made.microbatch, made.stage + 1)
+        self.steps.append(Pass(Kind.BW, made.microbatch, made.stage // self.ranks))
+        result = torch.zeros(1, 1, 1)
+        self.names[id(result)] = Message(Flow.GRADIENT, made.microbatch, made.stage)
+        self._kept.append(result)
+        return result
+
+    def flat(self) -> list[Any]:
+        """Steps with names; shapes without theirs, which no pass takes."""
+
+        def name(tensor: torch.Tensor) -> Any:
+            return "shape" if tensor.dtype == torch.int64 else self.names[id(tensor)]
+
+        named: list[Any] = []
+        for step in self.steps:
+            if isinstance(step, list):
+                named.append([(sends, name(tensor), peer) for sends, tensor, peer in step])
+            else:
+                named.append(("wait", name(step)) if isinstance(step, torch.Tensor) else step)
+        return named
+
+
+def flat(row: Row) -> list[Any]:
+    def name(item: Any) -> Any:
+        return "shape" if isinstance(item, Shape) else item
+
+    told: list[Any] = []
+    for step in row:
+        match step:
+            case Compute(work):
+                told.append(work)
+            case Batch(posts):
+                told.append([(post.sends, name(post.item), post.peer) for post in posts])
+            case Await(item):
+                told.append(("wait", name(item)))
+            case _:
+                told.append(step)
+    return told
+
+
+@pytest.mark.parametrize("shapes", [False, True], ids=["fixed", "variable"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "batched"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_it_is_what_megatron_core_does(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int, int, int], overlap: bool, shapes: bool
+) -> None:
+    traffic = megatron_interleaved(*size, overlap=overlap, shapes=shapes)
+    for rank in range(size[0]):
+        with monkeypatch.context() as patched:
+            recorded = Recorder(patched, rank, size, overlap, shapes).flat()
+        assert flat(traffic.rows[rank]) == recorded, f"rank {rank}"
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [*((ranks, 2) for ranks in range(2, 9)), (2, 3), (3, 4), (4, 3)])
+def test_overlapped_messages_hang_over_no_transport(ranks: int, chunks: int) -> None:
+    for microbatches, group in ((ranks, ranks), (ranks + 1, ranks + 1), (2 * ranks, ranks)):
+        traffic = megatron_interleaved(ranks, microbatches, chunks, group)
+        for cold in (False, True):
+            certificate = certify(traffic, uniform(traffic.placement), cold=cold)
+            assert not certificate.hangs
+            assert certificate.unlimited == min(outcome.makespan or 0 for outcome in certificate.outcomes)
+
+
+def over_groups(ranks: int, microbatches: int, shapes: bool, cold: bool) -> Certificate:
+    traffic = megatron_interleaved(ranks, microbatches, 2, overlap=False, shapes=shapes)
+    return certify(traffic, uniform(traffic.placement), [TRANSPORTS["batched"]], cold)
+
+
+def test_shapes_in_groups_hang_at_4_ranks_where_all_forwards_of_rank_0_are_warm_up() -> None:
+    """Megatron-LM issue 5100: with variable_seq_lengths and batch_p2p_comm all of 4 ranks hang in ``_communicate_shapes`` in the
+    first step. It blames the order within a group, which groups do not have: with more microbatches nothing hangs. With as many
+    as ranks, one rank has an exchange in two groups that its neighbour has in one."""
+    certificate = over_groups(4, 4, shapes=True, cold=False)
+    hang = certificate.outcomes[0].hang
+    assert hang is not None
+    assert not hang.missing
+    assert any("shape of the" in blocked.what for blocked in hang.chain)
+    assert not over_groups(4, 4, shapes=False, cold=False).hangs
+    assert not over_groups(4, 8, shapes=True, cold=True).hangs
+    # The order that the issue quotes, one operation after another instead of in a group, does hang.
+    one_by_one = certify(megatron_interleaved(4, 8, 2, overlap=False), uniform(interleaved(4, 2)), [TRANSPORTS["rendezvous"]])
+    assert one_by_one.outcomes[0].hang
+
+
+def test_lazy_communicators_do_not_hang_by_their_order_at_4_ranks_and_2_chunks() -> None:
+    """Megatron-LM pull request 5240 supposes that 2-rank communicators, made at the first unbatched message at pp 4 and vpp 2,
+    are entered in an order that ranks disagree on. They agree; with groups (its remedy) there is nothing to disagree on,
+    either."""
+    overlapped = certify(megatron_interleaved(4, 8, 2), uniform(interleaved(4, 2)), [TRANSPORTS["pair"]], cold=True)
+    assert not overlapped.hangs
+    assert not over_groups(4, 8, shapes=False, cold=True).hangs
+
+
+def test_two_ranks_receive_each_others_other_tensor() -> None:
+    """Megatron-LM issue 1450 and pull request 5271: at 2 ranks both neighbours are one rank, and a group of two sends and two
+    receives pairs them in order."""
+    certificate = over_groups(2, 4, shapes=False, cold=False)
+    assert "rank 0 receives the activation" in certificate.swapped[0]
+    assert "sends the gradient" in certificate.swapped[0]
+    assert not over_groups(4, 8, shapes=False, cold=False).swapped
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ((1, 4, 2), "needs at least 2 ranks and 2 chunks"),
+        ((4, 8, 1), "needs at least 2 ranks and 2 chunks"),
+        ((4, 3, 2), "a group between 4, the ranks, and 3"),
+        ((4, 8, 2, 3), "a group between 4, the ranks, and 8"),
+        ((4, 9, 2), "9 leave 1"),
+    ],
+)
+def test_sizes_that_megatron_core_refuses_are_refused(sizes: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        megatron_interleaved(*sizes)

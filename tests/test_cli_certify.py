@@ -1,0 +1,156 @@
+"""``mpipe certify``: what it prints, its JSON, its exit codes, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.schedule.certify.transports import TRANSPORTS
+
+PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8", "--cost", "F=1,B=1,W=1,comm=0.25"]
+HEAD_ON = ["0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1", "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"]
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> str:
+    path = tmp_path / "zb-h1.json"
+    assert main([*PLAN, "--json", "-o", str(path)]) == 0
+    return str(path)
+
+
+@pytest.fixture
+def head_on(tmp_path: Path) -> str:
+    path = tmp_path / "head-on.csv"
+    path.write_text("\n".join(HEAD_ON) + "\n")
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main(["certify", *arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    try:
+        code: object = main(["certify", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    return captured.err
+
+
+def test_a_schedule_of_ours_hangs_over_no_transport(capsys: pytest.CaptureFixture[str], planned: str) -> None:
+    lines = run(capsys, planned).splitlines()
+    assert lines[0] == "zb-h1: 4 ranks, 8 microbatches; messages where training has them"
+    assert [line.split()[0] for line in lines[1:]] == list(TRANSPORTS)
+    assert all("does not hang; makespan" in line for line in lines[1:])
+    assert run(capsys, planned, "--cold").startswith(lines[0] + ", cold start\n")
+
+
+def test_a_hang_is_exit_code_1_with_its_circle(capsys: pytest.CaptureFixture[str], head_on: str) -> None:
+    out = run(capsys, head_on, code=1)
+    assert "pair               HANGS" in out
+    assert "direction          does not hang; makespan 10" in out
+    assert re.search(
+        r"the hang over rendezvous, shared, pair:\n  rank .*\n  waits for rank .*\n  waits for rank \d, as above", out
+    )
+    run(capsys, head_on, "--transport", "direction,batched-direction")
+    run(capsys, head_on, "--transport", "direction,pair", code=1)
+
+
+def test_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str], head_on: str, tmp_path: Path) -> None:
+    data = json.loads(run(capsys, head_on, "--json", code=1))
+    assert {name: data[name] for name in ("schedule", "pp", "chunks", "microbatches", "cold", "hangs", "swapped")} == {
+        "schedule": "head-on", "pp": 2, "chunks": 1, "microbatches": 2, "cold": False, "hangs": True, "swapped": [],
+    }  # fmt: skip
+    assert list(data["transports"]) == list(TRANSPORTS)
+    pair, direction = data["transports"]["pair"], data["transports"]["direction"]
+    assert (pair["hangs"], pair["makespan"], pair["waiting"]) == (True, None, None)
+    assert {step["rank"] for step in pair["cycle"]} == {0, 1}
+    assert set(pair["cycle"][0]) == {"rank", "operation", "after", "before"}
+    assert (direction["hangs"], direction["cycle"], direction["chain"]) == (False, None, None)
+    assert direction["makespan"] == data["makespan_unlimited"] + direction["waiting"]
+    path = tmp_path / "out.json"
+    assert run(capsys, head_on, "-o", str(path), code=1) == f"wrote {path}\n"
+    assert json.loads(path.read_text()) == data
+
+
+def test_what_stands_in_line_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["megatron-interleaved", "--pp", "4", "--microbatches", "8", "--chunks", "2", "--cost", "F=1,B=1,W=1,comm=0.5"]
+    data = json.loads(run(capsys, *sizes, "--json"))
+    assert data["messages"] == "messages where megatron-core has them"
+    shared = data["transports"]["shared"]
+    assert shared["waiting"] == pytest.approx(shared["makespan"] - data["makespan_unlimited"])
+    assert shared["longest_wait"]["start"] > shared["longest_wait"]["ready"]
+    assert "4 ranks with 2 chunks each, 8 microbatches" in run(capsys, *sizes)
+
+
+def test_megatrons_flags_change_what_hangs(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["megatron-interleaved", "--pp", "4", "--microbatches", "4", "--chunks", "2", "--transport", "batched"]
+    run(capsys, *sizes)
+    run(capsys, *sizes, "--no-overlap")
+    assert "shape of the" in run(capsys, *sizes, "--no-overlap", "--variable-seq-lengths", code=1)
+    run(capsys, *sizes[:4], "8", *sizes[5:], "--group", "8", "--no-overlap", "--variable-seq-lengths", "--cold", code=0)
+
+
+def test_swapped_messages_are_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["megatron-interleaved", "--pp", "2", "--microbatches", "4", "--chunks", "2", "--no-overlap"]
+    out = run(capsys, *sizes, "--transport", "batched", code=1)
+    assert "batched  does not hang" in out
+    assert "swapped: rank 0 receives the activation" in out
+
+
+def test_passes_in_a_circle_hang_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "circle.csv"
+    path.write_text("2F0,0F0,2B0,0B0\n1F0,3F0,3B0,1B0\n")
+    out = run(capsys, str(path), code=1)
+    assert "which wait for each other in a circle" in out
+    assert "does not hang" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["/nowhere/at/all.csv"], "cannot read /nowhere/at/all.csv: No such file or directory"),
+        (["FILE", "--transport", "pigeon"], "unknown transport 'pigeon'; they are rendezvous, shared, pair, direction, batched"),
+        (["FILE", "--pp", "4"], "--pp is only for megatron-interleaved; a file has its own sizes"),
+        (["FILE", "--no-overlap"], "--no-overlap is only for megatron-interleaved"),
+        (["megatron-interleaved", "--pp", "4"], "megatron-interleaved needs --microbatches, --chunks"),
+        (["megatron-interleaved", "--pp", "4", "--microbatches", "2", "--chunks", "2"], "a group between 4, the ranks, and 2"),
+        (["FILE", "-o", "x.png"], "cannot write x.png: the file name must end in .json or .txt"),
+    ],
+)
+def test_bad_flags_are_one_line(capsys: pytest.CaptureFixture[str], head_on: str, arguments: list[str], says: str) -> None:
+    assert says in refusal(capsys, *(head_on if argument == "FILE" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.csv", "\n".join(HEAD_ON).replace("1F1", "1Q1"), "a.csv: line 2, cell 6: '1Q1' is neither a pass nor communication"),
+        (
+            "a.csv",
+            "\n".join(HEAD_ON).replace("1RECV_F1,", ""),
+            "a.csv: line 2, cell 5: 1F1 needs 1RECV_F1 before it on this line",
+        ),
+        ("a.csv", "0F0,0X0\n", "a.csv: line 1, cell 2: '0X0' is not a pass"),
+        ("a.csv", "0F0\n1F0,1B0\n", "a.csv: rank 0: B0.0 is missing; add it"),
+        ("a.json", "{", "a.json: not a schedule: invalid JSON"),
+        ("a.json", "[]", "a.json: not a schedule: expected a JSON object"),
+    ],
+)
+def test_a_wrong_file_is_one_line_with_the_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, text: str, says: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert says in refusal(capsys, str(path))
