@@ -47,6 +47,36 @@ def test_equal_ranks_agree(pool: Pool) -> None:
     assert pool.run(2, with_one_that_differs, ["zb-h1", "zb-h1"], "again") == ["no error"] * 2
 
 
+def with_another_core(versions: list[str]) -> str:
+    """What a rank says that runs its own release of megatron-core, such as a checkout's, whatever pip has installed."""
+    from unittest.mock import patch
+
+    import megatron.core
+    from megatron.pipeline.patches import compat
+
+    from megatron.pipeline.runtime.agreement import RanksDiffer, agree
+
+    compat.version.cache_clear()
+    try:
+        with patch.object(megatron.core, "__version__", versions[torch.distributed.get_rank()]):
+            agree({})
+    except RanksDiffer as error:
+        return str(error)
+    finally:
+        compat.version.cache_clear()
+    return "no error"
+
+
+def test_the_release_that_runs_is_compared_and_not_the_one_that_pip_has(pool: Pool) -> None:
+    for message in pool.run(2, with_another_core, ["0.19.1+a0ba972", "0.18.2"]):
+        assert ": megatron-core 0.18.2, but 1 of 2 ranks have 0.19.1;" in message or message.count("0.19.1") == 1
+
+
+def test_the_commit_that_a_release_names_does_not_count(pool: Pool) -> None:
+    """It is that of any git repository around the package, and missing where there is no git."""
+    assert pool.run(2, with_another_core, ["0.19.1+a0ba972", "0.19.1"]) == ["no error"] * 2
+
+
 def test_every_difference_is_named_by_the_ranks_that_are_in_the_minority() -> None:
     most, old = {"megatron-core": "0.19.2", "plan": "a"}, {"megatron-core": "0.18.2", "plan": "b", "offload": "c"}
     message = differences(["node1", "node1", "node2", "node2"], [most, most, most, old])

@@ -33,12 +33,16 @@ class Joined(threading.Thread):
         self.join()
 
 
-def train_profiled(flags: str, breaks: bool = False) -> list[str]:
+def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), error: str = "") -> list[str]:
     """The lines that this rank would log, in a run whose measured costs come out ``UNEQUAL``.
 
     Args:
         breaks: planning fails in a way that nobody thought of.
+        own: more flags of each rank.
+        error: with what the training must end.
     """
+    import torch
+
     from megatron.pipeline.record import cost_profile
     from megatron.pipeline.runtime import replan
     from megatron.pipeline.runtime.pipeline import Pipeline
@@ -56,8 +60,8 @@ def train_profiled(flags: str, breaks: bool = False) -> list[str]:
         patch.object(cost_profile, "agree", agreed),
         patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
     ):
-        error = train(flags)
-    assert not error
+        found = train(f"{flags} {own[torch.distributed.get_rank()] if own else ''}")
+    assert error in found if error else not found, found
     return lines
 
 
@@ -106,6 +110,15 @@ def test_planning_that_fails_does_not_end_the_training(pool: Pool, plain: list[t
     lines = pool.run(2, train_profiled, flags, breaks=True)[-1]
     assert any("WARNING: zb-auto is not planned again" in line and "ZeroDivisionError" in line for line in lines)
     assert metrics(tmp_path / "m.jsonl") == plain
+
+
+def test_a_rank_that_cannot_take_the_new_plan_ends_the_training(pool: Pool) -> None:
+    """Its flags are others: it would go on with the old plan, and wait for messages that nobody sends."""
+    flags = f"{FLAGS} --pipeline-schedule zb-auto --pipeline-costs profile"
+    own = "", "--pipeline-memory-limit 1MiB"
+    words = "the ranks do not run the same plan: global rank 1 on "
+    lines = pool.run(2, train_profiled, flags, own=own, error=words)
+    assert not any("since then" in line for own_lines in lines for line in own_lines)
 
 
 @pytest.mark.parametrize("schedule", ["stock", "1f1b"])

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 
 import torch
+from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.planning.planned import Planned
 
-_PACKAGES = ("megatron-pipeline", "megatron-core", "torch", "numba", "numpy", "ortools")  # that run, and that plan
+_PACKAGES = ("megatron-pipeline", "torch", "numba", "numpy", "ortools")  # that run, and that plan
 
 Identity = Mapping[str, str]
 
@@ -71,7 +72,10 @@ def differences(hosts: Sequence[str], identities: Sequence[Identity]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {name: _version(name) for name in _PACKAGES} | {"Python": platform.python_version()}
+    # Of megatron-core what is imported counts, which may be a checkout in front of pip's. Behind "+" it names a commit, of whatever
+    # git repository it stands in.
+    core = compat.version().partition("+")[0]
+    return {name: _version(name) for name in _PACKAGES} | {"megatron-core": core, "Python": platform.python_version()}
 
 
 def _version(package: str) -> str:

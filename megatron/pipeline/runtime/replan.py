@@ -54,6 +54,9 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         pipeline: one that measures.
         limit_of: from measured costs to the most activation memory that a rank may hold, in bytes; None for no limit.
         write: called on rank 0 of the world with the costs as JSON; returns where it wrote them.
+
+    Raises:
+        RanksDiffer: some ranks take the new schedules, and others, which have other flags, do not.
     """
     yield []
     pipeline.counts_bytes = True
@@ -87,6 +90,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         pipeline.adopt(costs, None if error else limit, after)
     except ValueError as wrong:
         error = str(wrong)
+    pipeline.agree()  # a rank with other flags may have refused what the others took
     old, limited = _measured(pipeline, recent), pipeline.settings.host_limit is not None
     if error:
         yield [*lines, f" WARNING: {pipeline.name} is not planned again, and goes on as it is: {error}", f" {old}"]
