@@ -72,8 +72,7 @@ def differences(hosts: Sequence[str], identities: Sequence[Identity]) -> str:
 
 
 def _versions() -> dict[str, str]:
-    # Of megatron-core what is imported counts, which may be a checkout in front of pip's. Behind "+" it names a commit, of whatever
-    # git repository it stands in.
+    # The megatron-core that is imported counts, not the one that pip has; behind "+" its version names some commit.
     core = compat.version().partition("+")[0]
     return {name: _version(name) for name in _PACKAGES} | {"megatron-core": core, "Python": platform.python_version()}
 
