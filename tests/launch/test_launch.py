@@ -14,6 +14,7 @@ import sysconfig
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from typing import cast
 
 import pytest
 from launch import launched
@@ -29,6 +30,7 @@ from megatron.pipeline.flags.support import FEATURES
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
+from megatron.pipeline.runtime.pipeline import Pipeline
 
 STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
 OWN = Path(__file__).parents[2] / "pretrain_gpt.py"
@@ -285,7 +287,7 @@ def test_what_upstream_makes_of_a_flag_is_refused_as_well(
     ours = {"pipeline_schedule": "zb-h1", "post_validation": False, "offload": "off", "offload_profile": False}
     args = Namespace(pipeline_costs=None, save=None, **{flag: 2}, **ours, **sizes, **chunks)
     with pytest.raises(SystemExit):
-        run.validate(lambda given: vars(given).update(becomes), args)
+        run.validate(lambda given: given.__dict__.update(becomes), args)
     assert f"mpipe launch: {words}" in capsys.readouterr().err
 
 
@@ -303,7 +305,7 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
     args = {"seq_length": 16, "sequence_parallel": False, "context_parallel_size": 1, "transformer_impl": "local"}
     given = Namespace(**args | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | flags)
     with nullcontext() if words is None else pytest.raises(ValueError, match=words):
-        check_plan(given, Namespace(splits=2, name="seq-1f1b"), [])
+        check_plan(given, cast("Pipeline", Namespace(splits=2, name="seq-1f1b")), [])
 
 
 @pytest.mark.parametrize(
