@@ -149,6 +149,15 @@ _NEW = {
             "B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps"),
         files("--metrics", "append one JSON object per iteration here", str, metavar="FILE"),
     ],
+    "rehearsal": [
+        add("--rehearse",
+            "all ranks share this machine and run their passes one at a time: what each takes alone, the memory of every rank, "
+            "and the iteration that a device for every rank would have"),
+        add("--rehearse-hop",
+            "seconds that a message between two stages takes where the training will run; measured here if not given",
+            not_negative, metavar="SECONDS"),
+        files("--rehearse-dir", "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR"),
+    ],
     "vocabulary layers": [
         schedule("--vocab-parallel",
             "shard embedding and output layer over all pipeline ranks: with 2 a rank holds one microbatch more, with 1 two "

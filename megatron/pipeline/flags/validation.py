@@ -14,6 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
 from megatron.pipeline.flags.validation_experts import check_experts, check_prediction
 from megatron.pipeline.flags.validation_offload import check_offload
+from megatron.pipeline.flags.validation_rehearsal import check_rehearsal
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
@@ -58,6 +59,7 @@ def check_new_flags(args: Namespace) -> None:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
     check_vocabulary(args)
     check_offload(args)
+    check_rehearsal(args)
     _check_timeouts(args)
     _check_outputs(args)
 
@@ -360,6 +362,8 @@ def _check_outputs(args: Namespace) -> None:
     directories = {
         flag_of(name): getattr(args, name) for name in ("save", "tensorboard_dir", "pipeline_trace", "data_cache_path")
     }
+    if args.rehearse:
+        directories["--rehearse-dir"] = args.rehearse_dir
     directories |= {flag: str(Path(file).parent) for flag, file in files.items() if file}
     for flag, directory in directories.items():
         if directory is None:

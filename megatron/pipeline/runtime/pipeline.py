@@ -24,6 +24,7 @@ from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Channels, Transport
+from megatron.pipeline.runtime.turns import InTurns, Turns
 from megatron.pipeline.runtime.vocabulary import Groups
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -43,6 +44,7 @@ class Pipeline(Plans):
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
         max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None for NCCL's choice.
+        rehearses: the ranks share a device, and run their passes in turns.
 
     Raises:
         ValueError: see ``Plans``.
@@ -55,6 +57,7 @@ class Pipeline(Plans):
         measure: bool = False,
         settings: Settings | None = None,
         max_ctas: int | None = None,
+        rehearses: bool = False,
     ) -> None:
         self.settings = settings or Settings()
         super().__init__(request, posting, self.settings.host_limit)
@@ -63,6 +66,7 @@ class Pipeline(Plans):
         # Opened when they are first needed, by all ranks of the world together.
         self._channels_of = cache(partial(Channels.open, max_ctas=max_ctas))
         self._groups_of = cache(partial(Groups.open, max_ctas=max_ctas))
+        self._turns = cache(Turns.open) if rehearses else None
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
         self._connected: set[tuple[int, int]] = set()  # sender and receiver, whose communicators are there
         self._iterations = 0  # that have begun, evaluations included
@@ -86,7 +90,7 @@ class Pipeline(Plans):
         if self.is_stock:
             schedules_patch.restore()
             if self.measures:
-                schedules_patch.record(self._record)
+                schedules_patch.record(lambda model: self._in_turns(self._record(model)))
         else:
             schedules_patch.use(self.forward_backward)
 
@@ -118,7 +122,7 @@ class Pipeline(Plans):
         te_linear.check_quantized(call.config, plan.schedule.has_copies, counted, steps_ahead=self._resolve is not None)
 
         def record() -> Recorder | Unmeasured:
-            return self._record(call.chunks, plan) if measured else Unmeasured()
+            return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())
 
         channels = self._channels_of(call.pipeline, call.config.variable_seq_lengths)
         self._connect(channels, plan)
@@ -186,6 +190,9 @@ class Pipeline(Plans):
         if new := set(sends) - self._connected:
             channels.connect(new, self._posting)
             self._connected |= new
+
+    def _in_turns(self, recorder: Recorder | Unmeasured) -> Recorder | Unmeasured:
+        return InTurns(recorder, self._turns()) if self._turns else recorder
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]

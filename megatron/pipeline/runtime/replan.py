@@ -6,49 +6,37 @@ Training's numbers stay what they are: the placement does not change, and every 
 from __future__ import annotations
 
 import logging
-import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.planning.refusals import HOST_MIB, MIB
-from megatron.pipeline.record import cost_profile
 from megatron.pipeline.record.report import Report
-from megatron.pipeline.runtime.offload import probe
-from megatron.pipeline.runtime.offload.describe import in_words
+from megatron.pipeline.runtime.offload import describe
 from megatron.pipeline.runtime.offload.host_memory import LIMIT_FLAG
-from megatron.pipeline.runtime.ping import ping
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.profiling import TIMED, Steps, in_words, profiled
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
 from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
-_TIMED = 3  # iterations
 _MIB = 2**20
-
-Steps: TypeAlias = Generator[list[str], Report, None]
 
 
 def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write: Callable[[str], Path | None]) -> Steps:
     """Profile a pipeline's first iterations, plan its schedules again at the measured costs, and run those from then on.
 
-    One step per iteration, on all ranks of the world together (some steps are collective): ``next`` before the first
-    iteration, then ``send`` with the report of every training iteration, which returns lines for the log. It is over
-    (StopIteration) when the new schedule has been measured, or there is none.
-
-    The first iteration warms up, the second is counted in bytes, the next three are timed. Then rank 0 of the world plans in
-    a thread. While it does there is one small collective per iteration; when it is done everybody gets the schedules,
-    verifies them, and runs them from the next iteration on. A schedule from a file and megatron-core's own are just measured.
+    On all ranks of the world together (some steps are collective). It is over (StopIteration) when the new schedule has been
+    measured, or there is none. After the profile rank 0 of the world plans in a thread. While it does there is one small
+    collective per iteration; when it is done everybody gets the schedules, verifies them, and runs them from the next iteration
+    on. A schedule from a file and megatron-core's own are just measured.
 
     Args:
         pipeline: one that measures.
@@ -58,16 +46,8 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     Raises:
         RanksDiffer: some ranks take the new schedules, and others, which have other flags, do not.
     """
-    yield []
-    pipeline.counts_bytes = True
-    counted = yield []
-    pipeline.counts_bytes = False
-    timed = []
-    for _ in range(_TIMED):
-        timed.append((yield []))
-
-    costs = _profile(pipeline, counted, timed)
-    lines = [f" profiled: {_words(costs)}"]
+    costs, timed = yield from profiled(pipeline)
+    lines = [f" profiled: {in_words(costs)}"]
     if torch.distributed.get_rank() == 0 and (path := write(costs.to_json())) is not None:
         logging.getLogger(__name__).info("costs of this run: %s", path)
     if not pipeline.has_family:
@@ -82,7 +62,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         planning.start()
     recent = timed
     while (answer := _answered(answers)) is None:
-        recent = [*recent, (yield lines)][-_TIMED:]
+        recent = [*recent, (yield lines)][-TIMED:]
         lines = []
     error = answer.get("error")
     try:
@@ -98,26 +78,14 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
         + _change(before[m], schedule, costs, limit, pipeline.objective)
-        + (f"; {in_words(schedule, costs, in_bytes=True, limited=limited)}" if pipeline.offload else "")
+        + (f"; {describe.in_words(schedule, costs, in_bytes=True, limited=limited)}" if pipeline.offload else "")
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
-    for _ in range(1 + _TIMED):
+    for _ in range(1 + TIMED):
         fresh.append((yield lines))
         lines = []
     yield [f" until then: {old}", f" since then: {_measured(pipeline, fresh[1:])}"]
-
-
-def _profile(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
-    """What the ranks agree that passes and hops cost. Collective over the world."""
-    mine = cost_profile.measured_costs(timed, counted)
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    hops = ping(pipeline.transport, rank, pipeline.placement) if pipeline.transport else []
-    costs = cost_profile.agree(mine, hops)
-    if not pipeline.offloads:
-        return costs
-    copies = probe.measure(pipeline.offloading, socket.gethostname(), rank, pipeline.placement.ranks)
-    return replace(costs, copies=copies)
 
 
 def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, Any]:
@@ -145,35 +113,6 @@ def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
     torch.distributed.broadcast_object_list(answer, src=0)
     agreed: dict[str, Any] = answer[0]
     return agreed
-
-
-def _words(costs: Costs) -> str:
-    """The costs in one line: the range over the stages."""
-
-    def spread(values: list[float], unit: float) -> str:
-        low, high = (f"{value / unit:.4g}" for value in (min(values), max(values)))
-        return low if low == high else f"{low}..{high}"
-
-    stages = costs.stages
-    times = {"F": "forward", "B": "backward", "W": "weight"}
-    parts = [f"{kind} {spread([getattr(stage, name) for stage in stages], 1e-3)}" for kind, name in times.items()]
-    held, kept = (spread([getattr(stage, name) for stage in stages], _MIB) for name in ("activation", "retained"))
-    words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
-    words += _copies_in_words(costs)
-    shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]
-    return f"{words}; of the vocabulary {', '.join(shares)} ms per rank" if costs.vocabulary.total else words
-
-
-def _copies_in_words(costs: Costs) -> str:
-    copies = costs.copies
-    if not copies.to_host or not copies.to_device:
-        return ""
-    speeds = " and ".join(f"{probe.MARGIN / seconds / 1e9:.4g}" for seconds in (copies.to_host, copies.to_device))
-    shared = f", {copies.shared:.0%} with all {copies.switch} ranks of a machine" if copies.switch > 1 else ""
-    return (
-        f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
-        f"as a tenth slower, k = {costs.k():.3g}"
-    )
 
 
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:

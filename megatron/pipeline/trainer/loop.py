@@ -80,7 +80,7 @@ def _pauses(
         iterations = Iterations(args, training, pipeline, data, stops, tell)
         reason = ""
         while training.iteration < args.train_iters and not reason:
-            may_be_ahead = not reports.replans and not _pauses_after(args, training.iteration + 1)
+            may_be_ahead = not reports.measures and not _pauses_after(args, training.iteration + 1)
             if iterations.run(may_be_ahead):
                 reason = _reason_to_stop(args, training.iteration, *iterations.stopped)
                 yield reason

@@ -10,6 +10,7 @@ from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.trainer.metrics import Measured
 from megatron.pipeline.trainer.planning import replanning
+from megatron.pipeline.trainer.rehearsal import rehearsing
 from megatron.pipeline.trainer.trace import write_trace
 
 
@@ -17,17 +18,17 @@ class Reports:
     """Takes the report of every training iteration: first ``measured``, then ``use``, on all ranks.
 
     Attributes:
-        replans: whether iterations are still measured in order to plan again.
+        measures: whether iterations are still measured, to plan again or for a rehearsal.
     """
 
     def __init__(self, args: Namespace, pipeline: Pipeline) -> None:
         self._args, self._pipeline = args, pipeline
-        self._replanning = replanning(args, pipeline)
+        self._steps = rehearsing(args, pipeline) or replanning(args, pipeline)
         self._report: Report | None = None
 
     @property
-    def replans(self) -> bool:
-        return self._replanning is not None
+    def measures(self) -> bool:
+        return self._steps is not None
 
     def measured(self, iteration: int, pending: PendingReport | None, wanted: bool) -> Measured | None:
         """Wait for the report of an iteration, where this rank has a use for it.
@@ -35,24 +36,25 @@ class Reports:
         Args:
             wanted: whether the caller needs what is returned.
         """
-        needed = wanted or self.replans or self._traces(iteration)
+        needed = wanted or self.measures or self._traces(iteration)
         self._report = report = pending.wait() if pending and needed else None
         if report is None or not wanted:
             return None
         return Measured(report.bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
 
     def use(self, iteration: int) -> list[str]:
-        """Write the trace of the iteration, if it is to have one, and go on with planning again; returns lines for the log."""
+        """Write the trace of the iteration, if it is to have one, and go on with what iterations are measured for; returns lines
+        for the log."""
         if self._report is None:
             return []
         if self._traces(iteration):
             write_trace(self._args.pipeline_trace, iteration, self._pipeline, self._report)
-        if self._replanning is None:
+        if self._steps is None:
             return []
         try:
-            return self._replanning.send(self._report)
+            return self._steps.send(self._report)
         except StopIteration:
-            self._replanning = None
+            self._steps = None
             return []
 
     def _traces(self, iteration: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
+from math import lcm
 from typing import Any
 
 from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
@@ -198,6 +199,29 @@ class Costs:
                 f"{placement.chunks} chunks each); give one StageCosts per stage"
             )
 
+    def of_depth(self, stages: int) -> Costs:
+        """The costs of the same model cut into another number of stages: those here are cut evenly, and joined in their order.
+
+        What the first and the last stage cost more than the stages between them (the embedding, the output layer) stays at the
+        ends.
+        """
+        if stages == len(self.stages):
+            return self
+        common = lcm(stages, len(self.stages))
+        parts, joined = common // len(self.stages), common // stages
+        pieces = [piece for place in range(len(self.stages)) for piece in self._parts(place, parts)]
+        return replace(self, stages=tuple(_sum(pieces[start : start + joined]) for start in range(0, common, joined)))
+
+    def _parts(self, place: int, parts: int) -> list[StageCosts]:
+        """A stage in equal parts; what an end of the model costs more than its neighbour is in the part at that end."""
+        stage, last = self.stages[place], len(self.stages) - 1
+        if parts == 1 or place not in (0, last) or last < 2:
+            return [stage.share(parts)] * parts
+        plain = _combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
+        end = _combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain])
+        end = replace(end, **{name: min(end.value(name), end.activation) for name in ("retained", "checkpoint")})
+        return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
+
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
         return self if splits == 1 else replace(self, stages=tuple(stage.share(splits) for stage in self.stages))
@@ -296,6 +320,20 @@ class Costs:
             given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
             stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
         return cls(tuple(stages), float(hop), **_shared(data))
+
+
+def _sum(stages: Sequence[StageCosts]) -> StageCosts:
+    """The costs of one stage with the layers of several."""
+    return _combined(sum, stages)
+
+
+def _combined(combine: Callable[[Sequence[float]], float], stages: Sequence[StageCosts]) -> StageCosts:
+    """A stage whose every cost is made from those of several; what is left to follow in all of them is left to follow."""
+    costs: dict[str, Any] = {}
+    for field in fields(StageCosts):
+        given = any(getattr(stage, field.name) is not None for stage in stages)
+        costs[field.name] = combine([stage.value(field.name) for stage in stages]) if given else None
+    return StageCosts(**costs)
 
 
 _MAY_FOLLOW = ("fused", "movable")  # from other costs, where they are None

@@ -1,0 +1,91 @@
+"""What the passes of a training cost: its first iterations, measured while it goes on."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Generator
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
+
+from megatron.core import parallel_state
+
+from megatron.pipeline.record import cost_profile
+from megatron.pipeline.record.report import Report
+from megatron.pipeline.runtime.offload import probe
+from megatron.pipeline.runtime.ping import ping
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
+
+TIMED = 3  # iterations
+ITERATIONS = 2 + TIMED  # that ``profiled`` takes
+_MIB = 2**20
+
+# One step per iteration: ``next`` before the first, then ``send`` with the report of each, which returns lines for the log.
+Steps: TypeAlias = Generator[list[str], Report, None]
+
+
+class Profile(NamedTuple):
+    """What a pipeline costs, in seconds and bytes, and the reports of the iterations that were timed."""
+
+    costs: Costs
+    timed: list[Report]
+
+
+def profiled(pipeline: Pipeline) -> Generator[list[str], Report, Profile]:
+    """Measure ``ITERATIONS`` iterations, on all ranks of the world together; returns after the last of them.
+
+    The first iteration warms up, the second is counted in bytes, the others are timed.
+
+    Args:
+        pipeline: one that measures.
+    """
+    yield []
+    pipeline.counts_bytes = True
+    counted = yield []
+    pipeline.counts_bytes = False
+    timed = []
+    for _ in range(TIMED):
+        timed.append((yield []))
+    return Profile(_costs(pipeline, counted, timed), timed)
+
+
+def _costs(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
+    """What the ranks agree that passes and hops cost. Collective over the world."""
+    mine = cost_profile.measured_costs(timed, counted)
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    hops = ping(pipeline.transport, rank, pipeline.placement) if pipeline.transport else []
+    costs = cost_profile.agree(mine, hops)
+    if not pipeline.offloads:
+        return costs
+    copies = probe.measure(pipeline.offloading, socket.gethostname(), rank, pipeline.placement.ranks)
+    return replace(costs, copies=copies)
+
+
+def in_words(costs: Costs) -> str:
+    """The costs in one line: the range over the stages."""
+
+    def spread(values: list[float], unit: float) -> str:
+        low, high = (f"{value / unit:.4g}" for value in (min(values), max(values)))
+        return low if low == high else f"{low}..{high}"
+
+    stages = costs.stages
+    times = {"F": "forward", "B": "backward", "W": "weight"}
+    parts = [f"{kind} {spread([getattr(stage, name) for stage in stages], 1e-3)}" for kind, name in times.items()]
+    held, kept = (spread([getattr(stage, name) for stage in stages], _MIB) for name in ("activation", "retained"))
+    words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
+    words += _copies_in_words(costs)
+    shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]
+    return f"{words}; of the vocabulary {', '.join(shares)} ms per rank" if costs.vocabulary.total else words
+
+
+def _copies_in_words(costs: Costs) -> str:
+    copies = costs.copies
+    if not copies.to_host or not copies.to_device:
+        return ""
+    speeds = " and ".join(f"{probe.MARGIN / seconds / 1e9:.4g}" for seconds in (copies.to_host, copies.to_device))
+    shared = f", {copies.shared:.0%} with all {copies.switch} ranks of a machine" if copies.switch > 1 else ""
+    return (
+        f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
+        f"as a tenth slower, k = {costs.k():.3g}"
+    )

@@ -1,0 +1,116 @@
+"""Turns on a shared device: the passes of a rehearsal run one at a time, so that each takes what it takes alone.
+
+A turn is a lock on a file of this machine. The kernel gives it to the next rank that waits, which holds no core until then, and
+takes it back from a rank that dies. Messages and collectives need no turn: a rank waits for them without computing, and only a
+rank that can compute asks for a turn. So turns delay passes, but never make two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.lower.program import Collective, Message
+
+
+class Turns:
+    """The turns that this rank takes.
+
+    Args:
+        file: open, and the same file on all ranks that share a device.
+        together: ranks that exchange data within passes, such as those that share a layer: they take a turn together. None for a
+            rank that runs its passes alone.
+    """
+
+    def __init__(self, file: Any, together: torch.distributed.ProcessGroup | None = None) -> None:
+        self._file = file
+        self._together = together if together is not None and together.size() > 1 else None
+
+    @classmethod
+    def open(cls) -> Turns:
+        """Turns between all ranks of this machine. Collective over the world.
+
+        Raises:
+            ValueError: the ranks are on several machines.
+        """
+        hosts: list[str] = [""] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(hosts, socket.gethostname())
+        if len(set(hosts)) > 1:
+            raise ValueError(
+                f"--rehearse runs all ranks on one machine, and they are on {', '.join(dict.fromkeys(hosts))}: start them on one"
+            )
+        path = [tempfile.mkstemp(prefix="mpipe-turns-")[1] if torch.distributed.get_rank() == 0 else ""]
+        torch.distributed.broadcast_object_list(path, src=0)
+        file = open(path[0], "ab")  # noqa: SIM115 - open as long as this process lives
+        together = _sharing_passes()
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            os.unlink(path[0])
+        return cls(file, together)
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for a turn, and have the device alone (with the ranks of the same turn) until the end of the context."""
+        leads = self._together is None or self._together.rank() == 0
+        self._meet()  # before the lock is taken: a rank that is late may wait for a message of another rank's pass
+        if leads:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            self._meet()
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            self._meet()
+        finally:
+            if leads:
+                fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _meet(self) -> None:
+        if self._together is not None:
+            torch.distributed.barrier(group=self._together)
+
+
+def _sharing_passes() -> torch.distributed.ProcessGroup | None:
+    """The ranks that exchange data within this rank's passes: tensor, context and expert parallelism."""
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return parallel_state.get_tensor_and_context_parallel_group()  # type: ignore[no-any-return]
+    # Experts are shared with data-parallel ranks, in groups that cross those of a layer: all ranks of the stage.
+    mine = parallel_state.get_pipeline_model_parallel_rank()
+    stages: list[int] = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(stages, mine)
+    return new_group([rank for rank, stage in enumerate(stages) if stage == mine])
+
+
+class InTurns(Unmeasured):
+    """What measures an iteration, or does not, with every pass in a turn."""
+
+    def __init__(self, recorder: Recorder | Unmeasured, turns: Turns) -> None:
+        self._recorder, self._turns = recorder, turns
+
+    @contextmanager
+    def measure(self, work: Pass) -> Iterator[None]:
+        with self._turns.turn(), self._recorder.measure(work):
+            yield
+
+    def wait(self, message: Message | Collective | Pass) -> AbstractContextManager[None]:
+        return self._recorder.wait(message)
+
+    def reach(self, copy: Pass) -> None:
+        self._recorder.reach(copy)
+
+    def observing(self) -> AbstractContextManager[None]:
+        return self._recorder.observing()
+
+    def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
+        self._recorder.end(copies)

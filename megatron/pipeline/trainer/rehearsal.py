@@ -1,0 +1,62 @@
+"""What ``--rehearse`` leaves: lines in the log, ``rehearsal.json``, ``costs.json`` and a picture."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.runtime.profiling import Steps
+from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
+from megatron.pipeline.schedule.time.simulate import activation_profile
+from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.view.picture import draw
+
+logger = logging.getLogger(__name__)
+
+RESULT, COSTS, PICTURE = "rehearsal.json", "costs.json", "rehearsal.png"
+_MIB = 2**20
+
+
+def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
+    """The steps that measure passes alone and predict an iteration, if ``--rehearse`` asks for them."""
+    if not args.rehearse:
+        return None
+    of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
+    steps = rehearse(pipeline, args.rehearse_hop, of_a_microbatch.__mul__, args.num_layers, partial(_write, args.rehearse_dir))
+    next(steps)
+    return steps
+
+
+def _write(directory: str, found: Rehearsal) -> list[str]:
+    """Write the files on rank 0 of the world; returns lines that say where they are, on every rank."""
+    folder = Path(directory)
+    if torch.distributed.get_rank() == 0:
+        try:
+            write_text(folder / RESULT, json.dumps(found.fields()))
+            write_text(folder / COSTS, found.costs.to_json())
+            _draw(found, folder / PICTURE)
+        except OSError as error:
+            logger.warning("WARNING: the rehearsal could not be written to %s (%s)", directory, error.strerror)
+            return []
+    return [f" {what}: {folder / name}" for what, name in (("numbers", RESULT), ("costs", COSTS), ("picture", PICTURE))]
+
+
+def _draw(found: Rehearsal, path: Path) -> None:
+    schedule, stock = found.report.schedule, found.stock
+    own = f"{schedule.name}: {1e3 * found.timeline.makespan:.4g} ms"
+    other = f"stock at its best, {stock.variant}: {1e3 * stock.timeline.makespan:.4g} ms"
+    memory = {
+        own: _in_mib(activation_profile(schedule, found.timeline, found.costs)),
+        other: _in_mib(activation_profile(stock.schedule, stock.timeline, stock.problem.costs)),
+    }
+    draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
+
+
+def _in_mib(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
+    return [[(moment, held / _MIB) for moment, held in rank] for rank in profile]
