@@ -1,8 +1,9 @@
 """Train the same model under several schedules and compare: ``compare.py --iterations 20 -- --config configs/tiny.yaml ...``.
 
-The schedules run one after another, from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``.
-Prints one table and writes one picture with a measured timeline per schedule. Both show each schedule's fastest iteration: other
-work on the machine only makes an iteration longer.
+The schedules run one after another, from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``. Prints one
+table and writes one picture with a timeline per schedule. On one machine every training is rehearsed: the ranks share its cores,
+run their passes one at a time, and the seconds are those of an iteration with a device for every rank. With ``--launcher``, for
+devices that the ranks have, the seconds are measured: those of each schedule's fastest iteration.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.trainer.rehearsal import RESULT
 from megatron.pipeline.trainer.trace import read_trace
 from megatron.pipeline.view.picture import draw
 
@@ -34,12 +36,14 @@ class Run(NamedTuple):
 
     Attributes:
         metrics: one record per iteration.
-        traces: the directory with a trace of every iteration.
+        folder: has a trace of every iteration, or what a rehearsal found.
+        rehearsed: whether it was a rehearsal.
     """
 
     schedule: str
     metrics: list[dict[str, Any]]
-    traces: Path
+    folder: Path
+    rehearsed: bool
 
     @property
     def fastest(self) -> dict[str, Any]:
@@ -47,14 +51,22 @@ class Run(NamedTuple):
         return min(self.metrics[_WARM_UP:] or self.metrics, key=lambda record: record["iteration_seconds"])
 
     @property
-    def trace(self) -> tuple[dict[str, Any], Timeline]:
-        """The record and the timeline of the fastest iteration."""
-        return read_trace(str(self.traces), self.fastest["iteration"])
+    def rehearsal(self) -> dict[str, Any]:
+        """What the rehearsal found."""
+        found: dict[str, Any] = json.loads((self.folder / RESULT).read_text())
+        return found
 
     @property
-    def planned_bubble(self) -> float:
-        """The idle share of the planned makespan: what a core or a GPU for every rank would leave."""
-        return float(self.trace[0]["planned"]["makespan_bubble_rate"])
+    def timeline(self) -> Timeline:
+        """Of an iteration."""
+        if self.rehearsed:
+            return Timeline.from_json(json.dumps(self.rehearsal["timeline"]))
+        return read_trace(str(self.folder), self.fastest["iteration"])[1]
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration: its passes with a device for every rank, or the fastest one that was measured."""
+        return float(self.rehearsal["iteration_seconds"] if self.rehearsed else self.fastest["iteration_seconds"])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,12 +83,12 @@ def main(argv: Sequence[str]) -> int:
             console.print(f"{schedule} failed; the end of {log}:\n{log.read_text()[-3000:]}", markup=False)
             return code
         metrics = [json.loads(line) for line in (log.parent / "metrics.jsonl").read_text().splitlines()]
-        runs.append(Run(schedule, metrics, log.parent))
+        runs.append(Run(schedule, metrics, log.parent, rehearsed=not args.launcher))
     console.print(_table(runs))
-    console.print(_note(args, os.cpu_count() or 1), markup=False, highlight=False)
+    console.print(_note(args), markup=False, highlight=False)
     picture = Path(args.output) / "timelines.png"
-    draw({run.schedule: run.trace[1] for run in runs}, picture, unit="s")
-    console.print(f"timelines of the fastest iterations: {picture}")
+    draw({run.schedule: run.timeline for run in runs}, picture, unit="s")
+    console.print(f"timelines: {picture}")
     return 0
 
 
@@ -98,7 +110,9 @@ def difference(run: Run, reference: Run) -> str:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     end = list(argv).index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schedules", nargs="+", default=["stock", "1f1b", "zb-h1", "v-half"], help="the first is the reference")
+    parser.add_argument(
+        "--schedules", nargs="+", default=["stock", "interleaved", "zb-h1", "zb-v", "v-half"], help="the first is the reference"
+    )
     parser.add_argument("--iterations", type=int, default=20, help="of each schedule, if --train-iters is not less")
     parser.add_argument("--ranks", type=int, default=4, help="processes on this machine")
     parser.add_argument(
@@ -116,12 +130,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _train(schedule: str, log: Path, args: argparse.Namespace) -> int:
     """Run one schedule, with torchrun on a free port unless there is a launcher; its output goes to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    for old in (*log.parent.glob("iteration_*"), *log.parent.glob("metrics.jsonl")):
+    for old in (*log.parent.glob("iteration_*"), *log.parent.glob("metrics.jsonl"), *log.parent.glob(RESULT)):
         old.unlink()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
     start = [*shlex.split(args.launcher), sys.executable] if args.launcher else torchrun
     command = [*start, str(PROGRAM), *args.flags, "--pipeline-schedule", schedule]
-    command += ["--metrics", str(log.parent / "metrics.jsonl"), "--pipeline-trace", str(log.parent)]
+    command += ["--metrics", str(log.parent / "metrics.jsonl")]
+    if args.launcher:
+        command += ["--pipeline-trace", str(log.parent)]
+    else:
+        command += ["--rehearse", "--rehearse-dir", str(log.parent)]
+        if "--rehearse-hop" not in args.flags:
+            command += ["--rehearse-hop", "0"]  # what is measured among ranks that share cores differs from run to run
     command += ["--exit-interval", str(args.iterations), "--log-interval", "1", "--eval-iters", "0"]
     with log.open("w") as file:
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -132,9 +152,9 @@ def _table(runs: list[Run]) -> Table:
     reference = runs[0]
     table = Table(title=f"after {len(reference.metrics)} iterations", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("schedule")
-    planned = "planned\nbubble", f"planned\nx {reference.schedule}"
+    timed = "iteration\nms", "bubble", f"times as fast\nas {reference.schedule}"
     peak = "peak activation\nMiB by rank"
-    for column in ("loss", "grad norm", f"against {reference.schedule}", peak, *planned, "fastest\ns", "its\nbubble"):
+    for column in ("loss", "grad norm", f"against {reference.schedule}", peak, *timed):
         table.add_column(column, justify="right", no_wrap=True)
     for run in runs:
         last = run.metrics[-1]
@@ -144,22 +164,20 @@ def _table(runs: list[Run]) -> Table:
             repr(last["grad_norm"]),
             "reference" if run is reference else difference(run, reference),
             " ".join(f"{peak / 2**20:.1f}" for peak in last["peak_activation_bytes"]),
-            f"{run.planned_bubble:.1%}",
-            f"{(1 - run.planned_bubble) / (1 - reference.planned_bubble):.2f}",
-            f"{run.fastest['iteration_seconds']:.3f}",
-            f"{run.fastest['bubble_rate']:.1%}",
+            f"{1e3 * run.seconds:.1f}",
+            f"{run.timeline.makespan_bubble_rate:.1%}",
+            f"{reference.seconds / run.seconds:.2f}",
         )
     return table
 
 
-def _note(args: argparse.Namespace, cores: int) -> str:
+def _note(args: argparse.Namespace) -> str:
     """How to read the table's times."""
-    planned = "planned: with a core or a GPU for every rank; F, B and W take equally long unless --pipeline-costs says otherwise."
-    if args.launcher or args.ranks <= cores:
-        return planned
+    if args.launcher:
+        return "ms: of the fastest iteration, the optimizer's step included."
     return (
-        f"{planned}\nfastest s: {args.ranks} ranks share {cores} cores here, so these seconds say nothing about a cluster. "
-        "benchmarks/sleep_stages.py measures schedules on such a machine, with stages that sleep."
+        "ms: the passes of an iteration if every rank had a device of its own, from passes that ran one at a time on this "
+        "machine. Messages take no time, or what --rehearse-hop says. The optimizer's step is left out."
     )
 
 

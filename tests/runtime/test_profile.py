@@ -11,7 +11,7 @@ from megatron.pipeline import planning
 from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.recorder import Record
 from megatron.pipeline.record.report import Report
-from megatron.pipeline.runtime.replan import _words
+from megatron.pipeline.runtime.profiling import in_words
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.time.simulate import activation_changes, activation_profile, simulate
@@ -40,9 +40,9 @@ def test_costs_come_back(name: str, recompute: tuple[int, ...]) -> None:
     assert report.memory == activation_profile(schedule, timeline, costs)
 
 
-def test_what_was_measured_in_words() -> None:
+def test_what_was_measured_inin_words() -> None:
     stage = StageCosts(0.002, 0.003, 0.001, activation=2**20, retained=2**19)
     dense = Costs((stage, stage), 1e-4)
-    assert _words(dense) == "F 2, B 3, W 1 ms per stage, hop 0.1 ms; F holds 1 MiB, of which 0.5 until W"
+    assert in_words(dense) == "F 2, B 3, W 1 ms per stage, hop 0.1 ms; F holds 1 MiB, of which 0.5 until W"
     spread = replace(dense, vocabulary=VocabularyCosts(4e-4, 3e-4, 2e-4, 1e-4))
-    assert _words(spread) == f"{_words(dense)}; of the vocabulary S 0.4, T 0.3, IF 0.2, IB 0.1 ms per rank"
+    assert in_words(spread) == f"{in_words(dense)}; of the vocabulary S 0.4, T 0.3, IF 0.2, IB 0.1 ms per rank"

@@ -8,7 +8,21 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
-from megatron.pipeline.cli import certify, compare, draw, export, launch, memory, plan, serve, simulate, support, tune, vocabulary
+from megatron.pipeline.cli import (
+    certify,
+    compare,
+    draw,
+    export,
+    launch,
+    memory,
+    plan,
+    rehearse,
+    serve,
+    simulate,
+    support,
+    tune,
+    vocabulary,
+)
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.packages import Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
@@ -25,6 +39,7 @@ COMMANDS = (
     "vocabulary",
     "memory",
     "tune",
+    "rehearse",
     "serve",
     "launch",
     "support",
@@ -39,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; by default that of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] == launch.NAME:
-        return launch.main(arguments[1:])
+    for command in (launch, rehearse):
+        if arguments and arguments[0] == command.NAME:
+            return command.main(arguments[1:])
     try:
         with without_collecting():
             options = parse(arguments)
@@ -90,6 +106,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
-    for command in (plan, simulate, certify, draw, compare, export, vocabulary, memory, tune, serve, launch, support):
+    for command in (plan, simulate, certify, draw, compare, export, vocabulary, memory, tune, rehearse, serve, launch, support):
         command.add(commands)
     return parser, commands.choices

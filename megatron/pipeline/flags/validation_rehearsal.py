@@ -24,5 +24,9 @@ def check_rehearsal(args: Namespace) -> None:
             f"--rehearse measures what passes cost, and writes it to {args.rehearse_dir}/costs.json: leave --pipeline-costs "
             f"{PROFILE} and --offload-profile out, and give --pipeline-costs with that file in a second run"
         )
+    if args.save:
+        raise ValueError(
+            f"--rehearse trains a few iterations, and --save {args.save} would keep them: leave --save out, or --rehearse"
+        )
     if args.train_iters is not None and args.train_iters < MEASURED:
         raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")

@@ -114,7 +114,8 @@ class Rehearsal:
             plain_table(heads, rows),
             plain_table(["rank", "MiB of activations", "as planned", "of the process"], memory),
             f" a device for every rank would take {ms(1e3 * own.makespan)} for the passes of an iteration, bubble "
-            f"{own.makespan_bubble_rate:.1%}, {self.tokens / own.makespan:,.0f} tokens/s (hop {ms(1e3 * self.costs.hop)}, {source})",
+            f"{own.makespan_bubble_rate:.1%}, {self.tokens / own.makespan:,.0f} tokens/s "
+            f"(hop {ms(1e3 * self.costs.hop)}, {source})",
             f" stock at its best, at the same costs: {self.stock.variant}, {ms(1e3 * stock.makespan)}, bubble "
             f"{stock.makespan_bubble_rate:.1%}: {stock.makespan / own.makespan:.3f} times as long",
         ]

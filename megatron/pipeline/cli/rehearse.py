@@ -1,0 +1,100 @@
+"""``mpipe rehearse``: a whole pipeline on this machine's device, for as many ranks as the flags say.
+
+It reads its command line itself, since most of that is for ``pretrain_gpt.py`` or a script of Megatron-LM's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from math import prod
+
+from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flag_types import positive_int
+from megatron.pipeline.flags.flags import add_flags
+from megatron.pipeline.flags.validation_rehearsal import MEASURED
+from megatron.pipeline.tune.trial import script
+
+NAME = "rehearse"
+_HELP = "run a pipeline's ranks in turns on this machine's device, and say how long devices of their own would take"
+_EPILOG = f"""\
+FLAGS are those of a training: of this repository's pretrain_gpt.py, or of a SCRIPT of Megatron-LM's, which then runs under
+mpipe launch. {MEASURED} iterations run; nothing is saved. --rehearse-hop SECONDS is what a message takes where you will train.
+
+  mpipe rehearse -- --config configs/tiny.yaml --mock-data --pipeline-schedule zb-v
+  mpipe rehearse Megatron-LM/pretrain_gpt.py --pipeline-model-parallel-size 8 --pipeline-schedule v-half ..."""
+_SIZES = (
+    "pipeline_model_parallel_size",
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+)
+
+
+def add(commands: Commands) -> None:
+    """For the list of commands."""
+    commands.add_parser(NAME, help=_HELP, add_help=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the ranks; returns 2 after one line on stderr that says what is wrong. Does not return where all is well."""
+    try:
+        command = torchrun(arguments)
+    except ValueError as error:
+        return complain(f"{NAME}: {error}")
+    os.execve(sys.executable, command, {"OMP_NUM_THREADS": "1", **os.environ})
+
+
+def torchrun(arguments: Sequence[str]) -> list[str]:
+    """The command that starts the ranks.
+
+    Raises:
+        ValueError: flags of ``pretrain_gpt.py`` are wrong, or there is none here.
+    """
+    at = next((place for place, token in enumerate(arguments) if token == "--" or token.endswith(".py")), len(arguments))
+    own = _parser().parse_args(arguments[:at])
+    others = list(arguments[at:])
+    target = others.pop(0) if others and others[0].endswith(".py") else None
+    flags = [token for token in others if token != "--"]
+    if not flags:
+        raise ValueError("which training? mpipe rehearse -- FLAGS of pretrain_gpt.py")
+    if importlib.util.find_spec("torch") is None:
+        raise ValueError("this needs the package torch, which is not installed: pip install torch")
+    ranks = own.ranks or (_ranks_of_script(flags) if target else _ranks(flags))
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(script())]
+    ends = [] if any(token.startswith("--exit-interval") for token in flags) else ["--exit-interval", str(MEASURED)]
+    return [*start, *program, *flags, "--rehearse", *ends]
+
+
+def _ranks(flags: Sequence[str]) -> int:
+    """The least number of ranks of a training: one replica of the model, or as many as share its experts."""
+    args = parse(flags)
+    return prod(getattr(args, name) for name in _SIZES)
+
+
+def _ranks_of_script(flags: Sequence[str]) -> int:
+    """The same for a script that has more flags than we know; sizes in a --config FILE are not seen."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    sizes = {action.dest: action for action in parser._actions if action.dest in _SIZES}
+    reader = ArgumentParser(add_help=False, allow_abbrev=False)
+    for action in sizes.values():
+        reader.add_argument(*action.option_strings, type=positive_int, default=1, dest=action.dest)
+    return prod(vars(reader.parse_known_args(flags)[0]).values())
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog=f"mpipe {NAME}",
+        usage="mpipe rehearse [--ranks N] [SCRIPT.py] [--] FLAGS",
+        description=_HELP,
+        epilog=_EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=positive_int, metavar="N", help="processes; by default what the flags' sizes come to")
+    return parser

@@ -1,0 +1,91 @@
+"""``--rehearse``: the numbers of training, the seconds of every pass alone, and the iteration of a device for every rank."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pool import Pool
+from training.short_runs import metrics, train
+
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.flags.validation_rehearsal import MEASURED
+from megatron.pipeline.runtime.profiling import ITERATIONS
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.timeline import Timeline
+
+OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4"
+
+
+def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any]:
+    """What a rehearsal found, once its losses are those of the same training without one."""
+    flags = f"--mock-data --pipeline-schedule {flags}"
+    assert pool.run(ranks, train, f"{flags} --metrics {folder}/plain.jsonl") == [""] * ranks
+    rehearsal = f"--rehearse --rehearse-dir {folder}/found --rehearse-hop 0.001"
+    assert pool.run(ranks, train, f"{flags} --metrics {folder}/rehearsed.jsonl {rehearsal}") == [""] * ranks
+    assert metrics(folder / "rehearsed.jsonl") == metrics(folder / "plain.jsonl")
+    found: dict[str, Any] = json.loads((folder / "found" / "rehearsal.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "kinds"),
+    [
+        (2, "zb-h1 --pipeline-model-parallel-size 2", {"F", "B", "W"}),
+        (2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}),
+        (2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
+        (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
+        (4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}),
+        (2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}),
+        pytest.param(4, "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2", {"F", "B", "W"}),
+    ],
+)
+def test_numbers_are_those_of_training_and_every_pass_is_measured(
+    pool: Pool, tmp_path: Path, ranks: int, flags: str, kinds: set[str]
+) -> None:
+    found = rehearsed(pool, tmp_path, ranks, flags)
+    assert {row["kind"] for row in found["passes"]} == kinds
+    for row in found["passes"]:
+        assert 0 < row["least_seconds"] <= row["median_seconds"] <= row["most_seconds"]
+    for rank in found["ranks"]:
+        assert rank["activation_bytes"] == pytest.approx(rank["planned_activation_bytes"], rel=0.02)
+        assert rank["process_bytes"] > rank["activation_bytes"]
+    timeline = Timeline.from_json(json.dumps(found["timeline"]))
+    assert found["iteration_seconds"] == timeline.makespan
+    assert found["hop_seconds"] == 0.001
+    assert found["stock"]["schedule"] in ("1f1b", "interleaved v=2")
+    costs = Costs.from_json((tmp_path / "found" / "costs.json").read_text())
+    assert costs.hop == 0.001
+    assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
+
+
+def test_its_costs_plan_the_next_training(pool: Pool, tmp_path: Path) -> None:
+    rehearsed(pool, tmp_path, 2, "zb-auto --pipeline-model-parallel-size 2")
+    flags = f"--mock-data --pipeline-schedule zb-auto --pipeline-costs {tmp_path}/found/costs.json"
+    assert pool.run(2, train, f"{flags} --pipeline-model-parallel-size 2 --train-iters 3") == [""] * 2
+
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 8 "
+    "--lr 1e-2 --tokenizer-type ByteLevelTokenizer --mock-data --pipeline-model-parallel-size 2 --train-iters 6"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
+        ("--rehearse-hop 1e-4", "--rehearse-hop is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse --pipeline-costs profile", "--rehearse measures what passes cost, .*/costs.json: leave --pipeline-costs"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        validate(parse(f"{FLAGS} {flags}".split()), 2)
+
+
+def test_flags_know_how_many_iterations_are_measured() -> None:
+    assert MEASURED == ITERATIONS
