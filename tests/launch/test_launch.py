@@ -100,6 +100,17 @@ def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flag
     assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
 
 
+@pytest.mark.parametrize("schedule", ["stock", "zb-v"])
+def test_a_rehearsal_has_the_losses_of_the_script_alone(tmp_path: Path, stock: Steps, schedule: str) -> None:
+    rehearsal = f"--rehearse --rehearse-dir {tmp_path}/found"
+    found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 5 --pipeline-schedule {schedule} {rehearsal}")
+    assert len(found) == 5
+    result = json.loads((tmp_path / "found" / "rehearsal.json").read_text())
+    assert result["schedule"] == schedule
+    assert result["iteration_seconds"] > 0
+    assert found[0][0] == stock[0][0]
+
+
 @pytest.mark.parametrize("flags", ["stock --num-virtual-stages-per-pipeline-rank 4", "zb-h1", "v-half"])
 def test_a_model_that_is_built_from_a_configuration(tmp_path: Path, stock: Steps, flags: str) -> None:
     found = launch(tmp_path, STAND_IN.with_name("pretrain_built.py"), f"{SIZES} --train-iters 3 --pipeline-schedule {flags}")

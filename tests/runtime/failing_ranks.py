@@ -25,7 +25,7 @@ from megatron.pipeline.runtime.offload.host_memory import HostPool
 RANKS, FAILING_MICROBATCH, TIMEOUT = 4, 3, 4.0
 
 
-def main(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "off") -> None:
+def main(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "off", rehearses: str = "") -> None:
     """Fail while a microbatch's data is read, or in S where the vocabulary is spread; with offload while copies are under way, or
     for want of host memory."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # as in training, where it is noted
@@ -37,6 +37,7 @@ def main(how: str, failing_rank: int, vocabulary: str = "off", offload: str = "o
             "interleaved",
             f"--num-layers 8 --offload {offload} --offload-min-size 1KiB --offload-cpu-bandwidth 1e-3",
         )
+    flags += rehearses
     run = tiny_gpt.Run(schedule, pp=torch.distributed.get_world_size(), flags=tuple(flags.split()))
     run.step(0)
     tokens = run._tokens

@@ -65,6 +65,21 @@ def whole(*values: str | int) -> object:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
+        whole("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+    ],
+)
+def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, message: str) -> None:
+    codes, stderr = fail(tmp_path, how, 2, "off", "off", " --rehearse")
+    assert all(codes), codes
+    (said,) = verdicts(stderr, 2)
+    assert re.fullmatch(message, said), stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("how", "failing", "message"),
     [
         ("raise", 2, r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),

@@ -34,7 +34,7 @@ def compare() -> ModuleType:
 def test_differences(compare: ModuleType, losses: tuple[float, ...], norms: tuple[float, ...], expected: str) -> None:
     def run(losses: tuple[float, ...], norms: tuple[float, ...]) -> object:
         records = [{"loss": loss, "grad_norm": norm} for loss, norm in zip(losses, norms, strict=True)]
-        return compare.Run("any", records, Path())
+        return compare.Run("any", records, Path(), rehearsed=False)
 
     assert compare.difference(run(losses, norms), run((2.0, 1.5), (0.5, 0.25))) == expected
 
@@ -53,21 +53,33 @@ def test_table_and_picture_show_the_fastest_iteration(compare: ModuleType, tmp_p
     seconds = (0.5, 0.4, 3.0, 1.0, 2.0)  # the first two warm up
     for number, length in enumerate(seconds, start=1):
         timeline = Timeline(((Timed(Pass(Kind.F, 0, 0), 0.0, length),),))
-        record = {"timeline": json.loads(timeline.to_json()), "planned": {"makespan_bubble_rate": 0.25}}
+        record = {"timeline": json.loads(timeline.to_json())}
         (tmp_path / f"iteration_{number:07d}.json").write_text(json.dumps(record))
     metrics = [
         {"iteration": number, "iteration_seconds": length, "bubble_rate": length / 10, "loss": 1.0, "grad_norm": 1.0}
         | {"peak_activation_bytes": [2**20]}
         for number, length in enumerate(seconds, start=1)
     ]
-    run = compare.Run("zb-v", metrics, tmp_path)
+    run = compare.Run("zb-v", metrics, tmp_path, rehearsed=False)
     assert run.fastest["iteration"] == 4
-    assert run.trace[1].makespan == 1.0
+    assert run.timeline.makespan == 1.0
     cells = [next(iter(column.cells)) for column in compare._table([run]).columns]
-    assert cells[-4:] == ["25.0%", "1.00", "1.000", "10.0%"]
+    assert cells[-3:] == ["1000.0", "0.0%", "1.00"]
 
 
-def test_shared_cores_are_named(compare: ModuleType) -> None:
-    args = compare._parse(["--ranks", "4"])
-    assert "4 ranks share 2 cores here" in compare._note(args, cores=2)
-    assert "share" not in compare._note(args, cores=4)
+def test_a_rehearsal_is_compared_by_what_it_predicts(compare: ModuleType, tmp_path: Path) -> None:
+    runs = []
+    for name, seconds in (("stock", 0.3), ("zb-v", 0.2)):
+        timeline = Timeline(((Timed(Pass(Kind.F, 0, 0), 0.0, 0.15), Timed(Pass(Kind.BW, 0, 0), seconds - 0.01, seconds)),))
+        found = {"iteration_seconds": seconds, "timeline": json.loads(timeline.to_json())}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rehearsal.json").write_text(json.dumps(found))
+        metrics = [{"iteration": 1, "iteration_seconds": 9.0, "loss": 1.0, "grad_norm": 1.0, "peak_activation_bytes": [2**20]}]
+        runs.append(compare.Run(name, metrics, tmp_path / name, rehearsed=True))
+    columns = compare._table(runs).columns
+    assert [list(column.cells)[-1] for column in columns][-3:] == ["200.0", "20.0%", "1.50"]
+
+
+def test_one_machine_rehearses_and_a_launcher_measures(compare: ModuleType) -> None:
+    assert "one at a time on this machine" in compare._note(compare._parse(["--ranks", "4"]))
+    assert "of the fastest iteration" in compare._note(compare._parse(["--launcher", "srun"]))

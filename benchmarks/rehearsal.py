@@ -1,0 +1,132 @@
+"""Does a rehearsal predict what an iteration takes? Trainings whose passes sleep, side by side and rehearsed.
+
+    python benchmarks/rehearsal.py --cases 20
+
+4 ranks share this machine's cores. Every pass of a small GPT ends with a sleep, which needs no core: so ranks run side by side as
+if each had a device, and the makespan of an iteration can be measured. The same training is rehearsed, with its passes one at a
+time. The table compares the two: the prediction over the measured median. Needs a machine that does nothing else; 45 seconds a
+case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import print_table
+
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.timeline import Timeline
+
+RANKS, ITERATIONS = 4, 6
+MODEL = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --mock-data "
+    "--tokenizer-type ByteLevelTokenizer --num-workers 0 --eval-iters 0 --log-interval 1 --attention-dropout 0 "
+    f"--hidden-dropout 0 --pipeline-model-parallel-size {RANKS} --lr-warmup-iters 1 --train-iters {ITERATIONS}"
+)
+CASES = [
+    "stock",
+    "stock --num-virtual-stages-per-pipeline-rank 2",
+    "1f1b",
+    "interleaved",
+    "gis",
+    "gis-h",
+    "zb-h1",
+    "zb-h2",
+    "zb-auto --pipeline-memory-limit 1.5",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "v-auto --pipeline-memory-limit 0.75",
+    "1f1b-v",
+    "dualpipe-v",
+    "zb-v --vocab-parallel 2",
+    "v-half --vocab-parallel 1",
+    "1f1b --vocab-parallel interlaced",
+    "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 1e-2",
+    "zb-h1 --global-batch-size 10",
+]
+SLEEPS = {"F": 0.04, "B": 0.05, "W": 0.03, "BW": 0.08, "S": 0.012, "T": 0.012, "IF": 0.004, "IB": 0.004}  # of a rank's share
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones")
+    parser.add_argument("--rounds", type=int, default=1, help="of both, in turn")
+    given, rows = parser.parse_args(), []
+    for case in CASES[: given.cases]:
+        measured, predicted = [], []
+        for _ in range(given.rounds):
+            measured += _measured(case)
+            predicted.append(_predicted(case))
+        taken, said = median(measured), median(predicted)
+        spread = max(predicted) / min(predicted) - 1
+        rows.append([case, f"{1e3 * taken:.1f}", f"{1e3 * said:.1f}", f"{said / taken:.3f}", f"{spread:.1%}"])
+        print(*rows[-1], sep="  ", flush=True)
+    print_table("iterations of 8 microbatches", ["training", "measured ms", "predicted ms", "ratio", "between rounds"], rows)
+
+
+def _measured(case: str) -> list[float]:
+    """Makespans of the iterations after those that warm up, with the ranks side by side."""
+    with tempfile.TemporaryDirectory() as folder:
+        _train(f"{case} --pipeline-trace {folder}")
+        paths = sorted(Path(folder).glob("iteration_*.json"))[2:]
+        return [Timeline.from_json(path.read_text()).makespan for path in paths]
+
+
+def _predicted(case: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        _train(f"{case} --rehearse --rehearse-dir {folder} --exit-interval 5")
+        return float(json.loads((Path(folder) / "rehearsal.json").read_text())["iteration_seconds"])
+
+
+def _train(case: str) -> None:
+    flags = f"{MODEL} --global-batch-size 16 --pipeline-schedule {case}".split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run([*torchrun, __file__, *flags], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def train(argv: list[str]) -> int:
+    """One rank of a training whose passes sleep before they end."""
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.pipeline.record.recorder import Recorder
+    from megatron.pipeline.trainer import program
+
+    measure, prepare = Recorder.measure, program.prepare
+    chunks = 1
+
+    def prepared(*given: Any) -> Any:
+        nonlocal chunks
+        args, tokenizer, pipeline = prepare(*given)
+        chunks = pipeline.placement.chunks
+        return args, tokenizer, pipeline
+
+    @contextmanager
+    def sleeping(self: Recorder, work: Pass) -> Iterator[None]:
+        with measure(self, work):
+            yield
+            time.sleep(SLEEPS[str(work.kind)] / (1 if work.kind.is_of_vocabulary else chunks))
+
+    Recorder.measure, program.prepare = sleeping, prepared  # type: ignore[assignment, method-assign]
+    return program.main(argv)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        sys.exit(train(sys.argv[1:]))
+    main()

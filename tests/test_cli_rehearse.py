@@ -1,0 +1,56 @@
+"""``mpipe rehearse``: the processes that it starts, and one line for what is wrong."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.cli import main, rehearse
+
+ROOT = Path(__file__).parents[1]
+SIZES = "--config configs/tiny.yaml --mock-data"
+
+
+def command(*arguments: str) -> list[str]:
+    return rehearse.torchrun([token for argument in arguments for token in argument.split()])
+
+
+def test_as_many_processes_as_the_flags_have_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    started = command("--", SIZES, "--pipeline-schedule zb-v --tensor-model-parallel-size 2")
+    assert started[:6] == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    assert started[6] == str(ROOT / "pretrain_gpt.py")
+    assert started[-3:] == ["--rehearse", "--exit-interval", "5"]
+    assert command("--ranks 16 --", SIZES)[5] == "16"
+
+
+def test_a_script_of_megatron_lm_is_launched() -> None:
+    flags = "--pipeline-model-parallel-size 4 --expert-model-parallel-size 2 --use-mup --exit-interval 7"
+    assert command("Megatron-LM/pretrain_gpt.py", flags)[5:] == [
+        *"8 -m megatron.pipeline.cli launch Megatron-LM/pretrain_gpt.py".split(), *flags.split(), "--rehearse",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("", "which training? mpipe rehearse -- FLAGS"),
+        ("--", "which training? mpipe rehearse -- FLAGS"),
+        ("-- --mock-dat", "unknown flag --mock-dat; did you mean --mock-data?"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], arguments: str, words: str) -> None:
+    assert main(["rehearse", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+
+
+def test_help_says_how(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["rehearse", "--help"])
+    assert ended.value.code == 0
+    assert "mpipe rehearse -- --config configs/tiny.yaml" in capsys.readouterr().out
