@@ -1,5 +1,5 @@
 # make train    train a small GPT over 4 pipeline ranks, on the source code of Python's standard library
-# make compare  the same model under megatron-core's own 1F1B, our 1F1B, ZB-H1 and V-Half: one table, one picture
+# make compare  the same model under megatron-core's own 1F1B, interleaved, ZB-H1, ZB-V and V-Half, rehearsed: one table, one picture
 # make slurm    the batch scripts on a SLURM of two emulated nodes on this machine: needs root, installs SLURM by apt-get
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
 # make test     all tests, or some: make test ARGS=tests/schedule

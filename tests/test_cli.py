@@ -127,8 +127,8 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "required: plan|simulate|verify|draw|compare|export|vocabulary"),
-        (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, draw, compare, export"),
+        ([], "required: plan|simulate|verify|certify|draw|compare|export|vocabulary"),
+        (["tell"], "unknown command 'tell'; commands are plan, simulate, verify, certify, draw, compare, export"),
         (["plam"], "unknown command 'plam'; did you mean plan? (see mpipe --help)"),
         (["-o", "simulate", "plan"], "a command comes before its flags: mpipe COMMAND -o ...; commands are plan, simulate"),
         (["plan", "--schedul", "zb-h1", *PLAN[3:]], "unknown flag --schedul; did you mean --schedule? (see mpipe plan --help)"),

@@ -57,10 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (launch, rehearse):
         if arguments and arguments[0] == command.NAME:
             return command.main(arguments[1:])
+    code = 0
     try:
         with without_collecting():
             options = parse(arguments)
-            code = options.run(options)
+            code = options.run(options) or 0
         if sys.stdout is not None:  # a process may be started without one
             sys.stdout.flush()
     except BrokenPipeError:
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(str(error))
     except KeyboardInterrupt:
         return 130
-    return code or 0
+    return code
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.time.simulate import activation_changes
 
 F = Kind.F  # found once: looking it up takes longer than everything else that is done with a pass
 
-__all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_passes", "verify_programs"]
+__all__ = ["ScheduleError", "per_rank", "rounded_up", "verify", "verify_programs"]
 
 
 class LimitExceeded(ScheduleError, LimitTooLow):
