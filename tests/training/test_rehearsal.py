@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from pool import Pool
 from training.short_runs import metrics, train
 
+from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
@@ -79,12 +81,25 @@ FLAGS = (
     [
         ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
         ("--rehearse-hop 1e-4", "--rehearse-hop is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
+        ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
+        ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave --save"),
         ("--rehearse --pipeline-costs profile", "--rehearse measures what passes cost, .*/costs.json: leave --pipeline-costs"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         validate(parse(f"{FLAGS} {flags}".split()), 2)
+
+
+@pytest.mark.parametrize(("hop", "seconds"), [("2e-4", 2e-4), ("H100-80GB", None), ("{tmp_path}/mine.json", 0.5)])
+def test_messages_take_what_links_do(tmp_path: Path, hop: str, seconds: float | None) -> None:
+    gpu = named("H100-80GB")
+    size = 4 * 2 * 16 * 32  # float32, samples, tokens, channels
+    (tmp_path / "mine.json").write_text(replace(gpu, hop=Link(0.25, 4 * size)).to_json())
+    args = parse(f"{FLAGS} --rehearse --rehearse-hop {hop.format(tmp_path=tmp_path)}".split())
+    validate(args, 2)
+    assert args.rehearse_hop == (gpu.hop.seconds(size) if seconds is None else seconds)
 
 
 def test_flags_know_how_many_iterations_are_measured() -> None:

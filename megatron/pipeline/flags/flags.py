@@ -154,8 +154,8 @@ _NEW = {
             "all ranks share this machine and run their passes one at a time: what each takes alone, the memory of every rank, "
             "and the iteration that a device for every rank would have"),
         add("--rehearse-hop",
-            "seconds that a message between two stages takes where the training will run; measured here if not given",
-            not_negative, metavar="SECONDS"),
+            "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
+            "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS"),
         files("--rehearse-dir", "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR"),
     ],
     "vocabulary layers": [

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.flags.flags import PROFILE, given
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
+_PER_NODE = 8  # GPUs of a machine that is rehearsed for
 
 
 def check_rehearsal(args: Namespace) -> None:
-    """Refuse flags that do not go with ``--rehearse``.
+    """Refuse flags that do not go with ``--rehearse``, and make a number of ``--rehearse-hop``: seconds.
 
     Raises:
         ValueError: says which, and what to do.
@@ -30,3 +34,25 @@ def check_rehearsal(args: Namespace) -> None:
         )
     if args.train_iters is not None and args.train_iters < MEASURED:
         raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")
+    if args.rehearse_hop is not None:
+        args.rehearse_hop = _hop(args.rehearse_hop, args)
+
+
+def _hop(text: str | float, args: Namespace) -> float:
+    """Seconds of a message between two stages, from the flag's text."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        return _over_links(device.read(str(text)), args)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"--rehearse-hop {text}: a message takes 0 seconds or more")
+    return seconds
+
+
+def _over_links(gpu: device.Device, args: Namespace) -> float:
+    """The same over the links of a kind of GPU, for the layout that the flags have."""
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    sizes = tensor, context, args.expert_model_parallel_size, args.data_parallel_size, args.pipeline_model_parallel_size
+    number = 2 if args.bf16 or args.fp16 else 4  # bytes
+    size = number * args.micro_batch_size * args.seq_length * args.hidden_size
+    return Links.of(gpu, _PER_NODE, *sizes).hop.seconds(size / context / (tensor if args.sequence_parallel else 1))
