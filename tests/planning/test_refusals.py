@@ -11,15 +11,12 @@ from megatron.pipeline.planning.refusals import (
     HOST_MIB,
     MIB,
     MICROBATCHES,
-    OtherStages,
     Refusal,
     Unit,
     folded,
     nothing_fits,
 )
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import uniform
-from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.families import AUTO
 
@@ -65,23 +62,12 @@ def test_nothing_fits() -> None:
 
 
 def test_the_same_reason_is_given_once() -> None:
-    def four(placement: Placement) -> object:
-        if placement.depth != 4:
-            raise OtherStages(placement, 4, placement.depth, "--costs")
-        return uniform(placement)
-
-    tried = [Variant("interleaved", 2), Variant("1f1b"), Variant("interleaved", 3), Variant("dualpipe"), Variant("zb-h1")]
-    refused = candidates(Request(AUTO, 4, 0, four), tried)[1]  # type: ignore[arg-type]
+    tried = [Variant("interleaved", 2), Variant("1f1b"), Variant("zb-h1", 2)]
+    refused = candidates(Request(AUTO, 4, 0), tried)[1]
     assert folded(refused, COSTS_UNIT, None) == [
-        "1f1b, dualpipe, zb-h1: a schedule needs at least 1 microbatch, got 0",
-        "interleaved v=2, interleaved v=3: needs costs of 8 or 12 stages, --costs has 4",
+        "interleaved v=2, 1f1b: a schedule needs at least 1 microbatch, got 0",
+        "zb-h1 v=2: has 1 chunk(s) per rank, got 2",
     ]
     many = [Refusal(Variant(f"a{number}"), "is too long") for number in range(7)]
     assert folded(many, COSTS_UNIT, None) == ["a0, a1, a2, a3, a4, a5 and 1 more: is too long"]
     assert str(nothing_fits(many, COSTS_UNIT, None)) == "no schedule fits: is too long"
-
-
-def test_costs_of_other_stages() -> None:
-    error = OtherStages(interleaved(4, 2), 4, 8, "--pipeline-costs")
-    assert str(error) == "costs of 4 stages; this schedule has 8 (4 ranks with 2 chunk(s) each)"
-    assert error.short == "needs costs of 8 stages, --pipeline-costs has 4"

@@ -63,10 +63,6 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
         ("v-auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for v-auto, which needs 0.5:"),
         ("auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for auto, which needs 0.5:"),
         ("v-min --pipeline-costs COSTS --pipeline-memory-limit 3.25MiB", "too little for v-min, which needs 4MiB:"),
-        (
-            "zb-h1 --pipeline-costs COSTS",
-            "costs.json has the costs of 4 stages, but zb-h1 cuts the model into 2 (2 ranks",
-        ),
         ("stock --pipeline-memory-limit 0.5", "0.5: stock is megatron-core's own schedule, which takes no limit: take"),
         (
             "v-half --num-layers-per-virtual-pipeline-stage 1",
@@ -204,6 +200,17 @@ def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.Mo
     monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(startup_lines, "has_transformer_engine", lambda: False)
     assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_costs_of_other_stages_are_cut_again(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"stages": [{name: value / count for name, value in STAGE.items()}] * count}))
+    _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v --pipeline-costs {path}".split(), world_size=2)
+    assert pipeline.costs is not None
+    assert [stage.forward for stage in pipeline.costs.stages] == pytest.approx([STAGE["forward"] / 4] * 4)
+    (note,) = pipeline.notes
+    assert f"costs.json has the costs of {count} stages: for the 4 of this schedule they are cut evenly, or joined" in note
 
 
 def test_stock_takes_chunks() -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.refusals import OtherStages, Refusal, Unit, nothing_fits
+from megatron.pipeline.planning.refusals import Refusal, Unit, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
@@ -34,7 +34,7 @@ def candidates(request: Request, wanted: Iterable[Variant]) -> tuple[list[Planne
         try:
             planned.append(request.of(variant).plan())
         except ValueError as error:
-            refused.append(Refusal(variant, str(error), *_cause(request.of(variant), error)))
+            refused.append(Refusal(variant, str(error), _needs(request.of(variant))))
     planned.sort(key=lambda plan: (plan.value, plan.peak))
     return planned, refused
 
@@ -48,31 +48,25 @@ def least_limit(request: Request) -> float:
     return least_memory(request.schedule, replace(request, memory_limit=None).problem())
 
 
-def _cause(request: Request, error: ValueError) -> tuple[float | None, OtherStages | None]:
-    """The memory that the family takes, if that is above the limit; or the stages of its costs, if there are others."""
-    if isinstance(error, OtherStages):
-        return None, error
+def _needs(request: Request) -> float | None:
+    """The memory that a refused family takes, if that is above the limit."""
     if request.limit is None:
-        return None, None
+        return None
     try:
         needs = least_limit(request)
     except ValueError:
-        return None, None  # memory is not all that is wrong
-    return (needs if needs > request.limit else None), None
+        return None  # memory is not all that is wrong
+    return needs if needs > request.limit else None
 
 
 def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:
     """The most that a rank of 1F1B holds where the model is cut into one stage per rank: the unit of limits such as 0.5.
 
     Args:
-        costs: of a number of stages that the ranks can share equally, in the model's order; equal stages by default.
+        costs: of any number of stages, in the model's order; equal stages by default.
     """
     schedule = solve("1f1b", Request("1f1b", ranks, microbatches).problem())
-    if costs is None:
-        return max(activation_peaks(schedule, uniform(schedule.placement)))
-    chunks = max(1, len(costs.stages) // ranks)
-    held = [sum(stage.activation for stage in costs.stages[rank * chunks : (rank + 1) * chunks]) for rank in range(ranks)]
-    return max(activation_peaks(schedule, Costs(tuple(StageCosts(0, 0, 0, share, share) for share in held))))
+    return max(activation_peaks(schedule, costs.of_depth(ranks) if costs else uniform(schedule.placement)))
 
 
 @dataclass(frozen=True)

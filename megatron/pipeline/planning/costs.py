@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
 
-from megatron.pipeline.planning.refusals import OtherStages
 from megatron.pipeline.schedule.core.costs import (
     COST_RANGE,
     EQUAL_SHARDS,
@@ -76,7 +75,8 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     """The costs of every stage of a placement: from the flags, then from a schedule's file, then by default.
 
     One rank's share is spread evenly over its chunks. Memory is counted in microbatches: what F allocates on a whole rank
-    is 1. The extras of the first and the last stage come on top, and ``--costs`` is meant, for every replica of the model.
+    is 1. The extras of the first and the last stage come on top, and ``--costs`` is meant, for every replica of the model. Where
+    ``--costs`` is of another number of stages it is cut again: see ``Costs.of_depth``.
 
     Args:
         file: the fields ``costs``, ``activation``, ``vocab_costs``, ``copies`` and ``stage_costs`` of a schedule's JSON, each of
@@ -85,17 +85,17 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
             either direction takes half of F + B + W.
 
     Raises:
-        OtherStages: costs are those of another number of stages.
-        ValueError: numbers are out of range, or ``--costs`` comes with flags that it replaces.
+        ValueError: numbers are out of range, the schedule's file has the costs of other stages than its own, or ``--costs``
+            comes with flags that it replaces.
     """
     file = file or {}
     if flags.costs:
         costs = _alone(flags, flags.costs)
-        _check_count(costs, placement, placement.depth)
+        costs = costs.of_depth(placement.depth)
         costs = replace(costs, stages=costs.stages * placement.replicas)
     elif file.get("stage_costs") is not None:
         costs = Costs.from_fields(file["stage_costs"])
-        _check_count(costs, placement, placement.last_stage + 1)
+        costs.check_placement(placement)
         costs = _set(costs, placement, flags.cost or {}, flags.activation)
     else:
         cost = checked(file.get("costs", {}), TIMES) | (flags.cost or {})
@@ -164,11 +164,6 @@ def _alone(flags: CostFlags, costs: Costs) -> Costs:
         if getattr(flags, flag):
             raise ValueError(f"--costs says what every stage costs: leave --{flag.replace('_', '-')} out, or --costs")
     return costs
-
-
-def _check_count(costs: Costs, placement: Placement, stages: int) -> None:
-    if len(costs.stages) != stages:
-        raise OtherStages(placement, len(costs.stages), stages, "--costs")
 
 
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:

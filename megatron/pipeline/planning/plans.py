@@ -34,7 +34,8 @@ class Plans:
     Args:
         request: ``schedule`` is a family's name, ``file:PATH`` (what ``mpipe plan --json`` writes) or ``stock``. ``costs`` are in
             seconds and bytes, and decide orders and when receives are posted; without them passes are equal, and memory is
-            counted in microbatches. Its number of microbatches does not matter.
+            counted in microbatches; those of another number of stages are cut again (``Costs.of_depth``). Its number of
+            microbatches does not matter.
         posting: how sends and receives are started.
         host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
 
@@ -44,7 +45,7 @@ class Plans:
 
     def __init__(self, request: Request, posting: Posting = Posting.SINGLE, host_bytes: float | None = None) -> None:
         assert request.costs is None or isinstance(request.costs, Costs)
-        self.name, self.costs, self.vocabulary = request.schedule, request.costs, request.vocabulary
+        self.name, self.vocabulary = request.schedule, request.vocabulary
         self.objective, self.offload = Objective(request.objective), request.offload
         self.notes: list[str] = []  # remarks of planning, for the log
         self._request = request
@@ -56,6 +57,7 @@ class Plans:
             self._check_file(self._file)
             self.vocabulary = self._file.vocabulary or self.vocabulary
         self.placement: Placement = self._placement()
+        self.costs = request.costs and request.costs.of_depth(self.placement.depth)
         if request.chunks not in (None, self.placement.chunks):
             raise ChunksDoNotFit(f"{self.name} has {self.placement.chunks} chunk(s) per rank, got {request.chunks}")
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
@@ -58,34 +57,6 @@ ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller: 
 HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
 
 
-_STAGES = "needs costs of "
-
-
-class OtherStages(ValueError):
-    """Costs are those of another number of stages than a placement has.
-
-    Attributes:
-        needs: the number of stages that there should be costs of.
-        short: the same in a few words.
-    """
-
-    def __init__(self, placement: Placement, given: int, needs: int, flag: str) -> None:
-        self.needs, self._has = needs, f"{flag} has {given}"
-        super().__init__(
-            f"costs of {given} stages; this schedule has {self.needs} ({placement.ranks} ranks with {placement.chunks} chunk(s) "
-            "each)"
-        )
-
-    @property
-    def short(self) -> str:
-        return self.of([self.needs])
-
-    def of(self, counts: Sequence[int]) -> str:
-        """The same of several placements, by their numbers of stages."""
-        *others, last = map(str, counts)
-        return f"{_STAGES}{', '.join(others)} or {last} stages, {self._has}" if others else f"{_STAGES}{last} stages, {self._has}"
-
-
 @dataclass(frozen=True)
 class Refusal:
     """Why there is no schedule of a family.
@@ -93,30 +64,25 @@ class Refusal:
     Attributes:
         reason: a sentence for the user.
         needs: the memory that the family takes, in the costs' unit, where the limit is below it.
-        stages: the numbers of stages, where the costs are those of another number.
     """
 
     variant: Variant
     reason: str
     needs: float | None = None
-    stages: OtherStages | None = None
 
     def short(self, unit: Unit, limit: float | None) -> str:
         """The reason in a few words, for tables."""
         if self.needs is not None and limit is not None:
             return unit.needs(self.needs, limit)
-        return self.stages.short if self.stages else self.reason.removeprefix(f"{self.variant.name} ")
+        return self.reason.removeprefix(f"{self.variant.name} ")
 
 
 def folded(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> list[str]:
     """Why there are no schedules: a line for every reason, with all the variants that it holds for."""
     lines: dict[str, list[str]] = {}
-    counts = sorted({refusal.stages.needs for refusal in refused if refusal.stages})
     for refusal in refused:
-        why = refusal.stages.of(counts) if refusal.stages else refusal.short(unit, limit)
-        lines.setdefault(why, []).append(str(refusal.variant))
-    in_order = sorted(lines.items(), key=lambda line: line[0].startswith(_STAGES))  # those of other stages last
-    return [f"{', '.join(names[:_MOST_NAMED])}{_others(len(names) - _MOST_NAMED)}: {why}" for why, names in in_order]
+        lines.setdefault(refusal.short(unit, limit), []).append(str(refusal.variant))
+    return [f"{', '.join(names[:_MOST_NAMED])}{_others(len(names) - _MOST_NAMED)}: {why}" for why, names in lines.items()]
 
 
 def _others(number: int) -> str:

@@ -18,7 +18,7 @@ from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit, peak_of_1f1b
 from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, OtherStages, Unit
+from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.pipeline import Pipeline
@@ -109,12 +109,9 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
             f"--pipeline-schedule {pipeline.name} with {placement.chunks} chunks per rank needs at least 2 pipeline "
             "ranks (megatron-core has no virtual pipeline on one): raise --pipeline-model-parallel-size, or take 1f1b or zb-h1"
         )
-    if costs is not None and len(costs.stages) != placement.last_stage + 1:
-        raise ValueError(
-            f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages, but {pipeline.name} cuts the "
-            f"model into {placement.last_stage + 1} ({ranks} ranks with {placement.chunks} chunk(s)): measure them under this "
-            f"schedule with --pipeline-costs {PROFILE}"
-        )
+    if costs is not None and len(costs.stages) != placement.depth:
+        given = f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages"
+        pipeline.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
     _check_spread(args, pipeline)
     _check_offload(args, pipeline)
     return pipeline
@@ -142,11 +139,7 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
 
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
-        if costs is None:
-            return with_equal_copies(uniform(placement))
-        if len(costs.stages) != placement.depth:
-            raise OtherStages(placement, len(costs.stages), placement.depth, "--pipeline-costs")
-        return costs
+        return with_equal_copies(uniform(placement)) if costs is None else costs.of_depth(placement.depth)
 
     request = _request(args, costs)
     limit = request.limit
