@@ -31,7 +31,7 @@ def run(script: str, flags: str, directory: Path, ranks: int = 1) -> list[list[s
         for rank, output in enumerate(outputs)
     ]
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=300)
         process.kill()
     text = outputs[0].read_text()
     assert [process.exitcode for process in processes] == [0] * ranks, text
