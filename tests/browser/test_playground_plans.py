@@ -222,6 +222,15 @@ def test_every_limit_is_planned_ahead(opened: Opened) -> None:
     assert not [url for url in asked if "/api/" in url]
 
 
+def test_keys_that_come_before_the_plan_count_from_each_other(opened: Opened) -> None:
+    """A busy machine's page once counted the second from what was shown before the first."""
+    opened.go({"schedule": "v-auto"})
+    expect(opened.page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+    press = "(slider, key) => slider.dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }))"
+    opened.slider().evaluate(f"slider => {{ const press = {press}; press(slider, 'End'); press(slider, 'ArrowDown'); }}")
+    expect(opened.page.get_by_label("memory limit of schedule 1")).to_have_value("7.5")
+
+
 def test_an_address_restores_everything(opened: Opened, browser: Any) -> None:
     page = opened.page
     opened.go({"schedule": "zb-v"})

@@ -59,15 +59,19 @@ export class MemoryCurves {
 
   #listen() {
     const { slider } = this;
+    const choose = (limit) => {
+      this.limit = limit; // at once: the next key may come before the plan has
+      this.chosen(limit);
+    };
     slider.addEventListener("keydown", (event) => {
       const { limits } = this;
       const chunks = Math.max(1, Math.round(1 / (limits[1] - limits[0] || 1)));
       const steps = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1, PageUp: chunks, PageDown: -chunks };
       const ends = { Home: 0, End: limits.length - 1 };
       if (event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.key === "Delete" || event.key === "Backspace") this.chosen(null);
-      else if (event.key in ends) this.chosen(limits[ends[event.key]]);
-      else if (event.key in steps) this.chosen(this.#from(this.limit, steps[event.key]));
+      if (event.key === "Delete" || event.key === "Backspace") choose(null);
+      else if (event.key in ends) choose(limits[ends[event.key]]);
+      else if (event.key in steps) choose(this.#from(this.limit, steps[event.key]));
       else return;
       event.preventDefault();
     });
@@ -82,7 +86,7 @@ export class MemoryCurves {
       const y = event.clientY - this.box.getBoundingClientRect().top;
       const held = (1 - (y - TOP) / (HEIGHT - TOP - BOTTOM)) * this.top;
       const nearest = this.limits.reduce((best, one) => (Math.abs(one - held) < Math.abs(best - held) ? one : best));
-      if (nearest !== this.limit) this.chosen(nearest);
+      if (nearest !== this.limit) choose(nearest);
     });
   }
 
