@@ -147,6 +147,7 @@ def test_the_error_of_a_rank_is_found_in_what_torchrun_prints(tmp_path: Path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.whole  # test_tune_command.py has it with ranks that are forked in place of torchrun's
 def test_two_real_configurations(tmp_path: Path) -> None:
     tiny = yaml.safe_load(TINY.read_text()) | {"pipeline-model-parallel-size": 2, "num-layers": 4, "global-batch-size": 8}
     configs = [
