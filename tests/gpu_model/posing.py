@@ -167,7 +167,7 @@ def _host_reads(tensor: torch.Tensor, what: str) -> None:
     """The host waits for the current stream, and reads."""
     one = device()
     one.memory.use(tensor, one.launch(), what, write=False)
-    one.host_waits(one.order.record(one.current.name), f"the host reads ({what})", _place(), one.current.name)
+    one.host_waits_for(one.current, f"the host reads ({what})", _place())
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
@@ -242,4 +242,4 @@ class _Watch(TorchDispatchMode):
             return
         if across[0] or not asked:  # to the device from pageable memory, the driver stages what it was given
             why = f"a copy to {'the host' if across[0] else 'the device'}"
-            one.host_waits(one.order.record(one.current.name), why, _place(), one.current.name)
+            one.host_waits_for(one.current, why, _place())

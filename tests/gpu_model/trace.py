@@ -1,0 +1,132 @@
+"""What one rank's host hands to its device and waits for, in the host's order: the material of ``judge.py``.
+
+Tensors, memory and times are left out. An item that others name is named by its place in the trace, its *moment*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
+
+NEVER = -1  # the moment of what happened while nothing was recorded: nothing waits for it
+
+
+class At(NamedTuple):
+    """The host begins an operation of its program."""
+
+    label: str
+
+
+class Kernels(NamedTuple):
+    """Kernels and copies, one after another on a stream."""
+
+    stream: str
+    count: int
+
+
+class Mark(NamedTuple):
+    """An event is recorded on a stream."""
+
+    stream: str
+
+
+class Follow(NamedTuple):
+    """What a stream is given from here on comes after a moment."""
+
+    stream: str
+    moment: int
+
+
+class Part(NamedTuple):
+    """What one rank does in a kernel of NCCL's.
+
+    Attributes:
+        what: "send", "recv", or the name of a collective.
+        peer: the other end's global rank; None for a collective.
+    """
+
+    what: str
+    peer: int | None = None
+
+
+class Post(NamedTuple):
+    """A kernel of NCCL's, behind what a stream has been given.
+
+    Attributes:
+        stream: that was current.
+        asynchronous: it runs on its communicator's stream, not on the current one.
+        group, ranks: its process group, and the global ranks in it.
+        parts: several messages if they are batched.
+        alone: a single message, which has a communicator of its pair where a group makes one.
+        creates: nobody had used the communicator: it is made now.
+        place: in the product.
+    """
+
+    stream: str
+    asynchronous: bool
+    group: str
+    ranks: tuple[int, ...]
+    parts: tuple[Part, ...]
+    alone: bool
+    creates: bool
+    place: str
+
+
+class HostWait(NamedTuple):
+    """The host waits for a moment; for None, for all that the device has been given."""
+
+    moment: int | None
+    place: str
+
+
+Item: TypeAlias = At | Kernels | Mark | Follow | Post | HostWait
+
+
+class Trace:
+    """Of one rank, while it is ``recording``."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._on = False
+        self._asked = NEVER  # the work that was asked last whether it is over, and was not
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Item]]:
+        """What is recorded in here; nothing else is."""
+        self.items, self._on = [], True
+        try:
+            yield self.items
+        finally:
+            self._on = False
+
+    def add(self, item: Item) -> int:
+        """Returns its moment."""
+        if not self._on:
+            return NEVER
+        self._asked = NEVER
+        self.items.append(item)
+        return len(self.items) - 1
+
+    def kernel(self, stream: str) -> None:
+        """Another one; those that nothing separates are counted."""
+        last = self.items[-1] if self._on and self.items else None
+        if isinstance(last, Kernels) and last.stream == stream:
+            self.items[-1] = Kernels(stream, last.count + 1)
+        else:
+            self.add(Kernels(stream, 1))
+
+    def follow(self, stream: str, moment: int) -> None:
+        if moment != NEVER:
+            self.add(Follow(stream, moment))
+
+    def host_waits(self, moment: int | None, place: str) -> None:
+        if moment != NEVER:
+            self.add(HostWait(moment, place))
+
+    def ask(self, moment: int, over: bool, place: str) -> None:
+        """The host asks whether work is over. If it asks the same again at once, it waits."""
+        if over and moment == self._asked:
+            self.host_waits(moment, place)
+        elif self._on:
+            self._asked = NEVER if over else moment
