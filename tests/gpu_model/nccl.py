@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gpu_model.cuda import Stream, device
 from gpu_model.memory import _frames, _place
 from gpu_model.order import Clock
-from gpu_model.trace import Part, Post
+from gpu_model.trace import Create, Part, Post
 from gpu_model.work import Line, Over, Work
 
 dist: Any = torch.distributed  # whose groups have several signatures for most methods
@@ -119,8 +119,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """
         ranks = tuple(dist.get_process_group_ranks(self))
         named = tuple(Part(what, peer if peer is None else ranks[peer]) for what, peer in parts)
-        current = device().current.name
-        return device().trace.add(Post(current, asynchronous, self.pg_name, ranks, named, alone, made, _place()))
+        post = Post(device().current.name, asynchronous, self.pg_name, ranks, ranks[self._mine], named, alone, _place())
+        if made:
+            device().trace.add(Create(*post.communicator(eager()), post.place))
+        return device().trace.add(post)
 
     # collectives
 

@@ -22,7 +22,7 @@ class Kernels(NamedTuple):
     """Kernels and copies, one after another on a stream."""
 
     stream: str
-    count: int
+    many: int
 
 
 class Mark(NamedTuple):
@@ -50,6 +50,19 @@ class Part(NamedTuple):
     peer: int | None = None
 
 
+class Create(NamedTuple):
+    """A communicator is made where it is first used: the host waits for the hosts of all of its members.
+
+    Attributes:
+        group, ranks: its process group, and the global ranks in it: all of the group's, or a pair.
+        place: in the product.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    place: str
+
+
 class Post(NamedTuple):
     """A kernel of NCCL's, behind what a stream has been given.
 
@@ -57,9 +70,9 @@ class Post(NamedTuple):
         stream: that was current.
         asynchronous: it runs on its communicator's stream, not on the current one.
         group, ranks: its process group, and the global ranks in it.
+        rank: this one.
         parts: several messages if they are batched.
         alone: a single message, which has a communicator of its pair where a group makes one.
-        creates: nobody had used the communicator: it is made now.
         place: in the product.
     """
 
@@ -67,10 +80,24 @@ class Post(NamedTuple):
     asynchronous: bool
     group: str
     ranks: tuple[int, ...]
+    rank: int
     parts: tuple[Part, ...]
     alone: bool
-    creates: bool
     place: str
+
+    @property
+    def what(self) -> str:
+        return ", ".join(part.what for part in self.parts)
+
+    def communicator(self, eager: bool) -> tuple[str, tuple[int, ...]]:
+        """The group's, and the ranks in it.
+
+        Args:
+            eager: a group has only one.
+        """
+        if eager or not self.alone:
+            return self.group, self.ranks
+        return self.group, pair_of(self.rank, self.parts[0].peer)
 
 
 class HostWait(NamedTuple):
@@ -80,7 +107,11 @@ class HostWait(NamedTuple):
     place: str
 
 
-Item: TypeAlias = At | Kernels | Mark | Follow | Post | HostWait
+Item: TypeAlias = At | Kernels | Mark | Follow | Create | Post | HostWait
+
+
+def pair_of(rank: int, peer: int | None) -> tuple[int, ...]:
+    return tuple(sorted((rank, -1 if peer is None else peer)))
 
 
 class Trace:
@@ -112,7 +143,7 @@ class Trace:
         """Another one; those that nothing separates are counted."""
         last = self.items[-1] if self._on and self.items else None
         if isinstance(last, Kernels) and last.stream == stream:
-            self.items[-1] = Kernels(stream, last.count + 1)
+            self.items[-1] = Kernels(stream, last.many + 1)
         else:
             self.add(Kernels(stream, 1))
 
