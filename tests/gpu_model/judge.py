@@ -28,7 +28,7 @@ Traces: TypeAlias = Sequence[Sequence[Item]]
 _Communicator: TypeAlias = tuple[str, tuple[int, ...]]
 
 _ISSUED, _BEGUN, _DONE = range(3)
-_STATES = ("to be issued", "to begin", "to end")
+_STATES = ("", "to begin", "to end")
 _ON_HOST = At | Create | HostWait
 
 
@@ -233,7 +233,8 @@ class _Rules:
             path.append(node)
             node = next((other for other in self._after[node] if times[other] is None), None)
         around = path[path.index(node) :] if node is not None else path
-        lines = [self._describe(node) for node in around if isinstance(self._items[node // 3], Post | HostWait | Create)]
+        shown = [one for one in around if one % 3 != _ISSUED and isinstance(self._items[one // 3], Post | HostWait | Create)]
+        lines = [self._describe(node) for node in shown]
         return list(dict.fromkeys(lines))
 
     def _describe(self, node: int) -> str:

@@ -29,7 +29,7 @@ def races(flags: str) -> list[str]:
     from training.short_runs import train
 
     one = device()
-    one.memory.races.clear()
+    one.memory.forget()
     error = train(flags)
     assert not error, error
     one.memory.sweep()

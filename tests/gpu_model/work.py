@@ -118,6 +118,7 @@ class Work:
             self.over.wait()
             with _disable_current_modes(), torch.no_grad():
                 self._move()
+            del self._move  # and with it the tensors
             if self.land_before in device().waits:
                 device().waits.remove(self.land_before)
 
