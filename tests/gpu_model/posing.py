@@ -100,9 +100,19 @@ def _made(factory: Callable[..., Any], like: bool) -> Callable[..., Any]:
             _making.where = before
         if pinned:
             device().memory.allocate(tensor, HOST, guarded=True)
+        if where is not None and _is_cuda(where) and not on_device(tensor):
+            _from_host(tensor)
         return tensor
 
     return make
+
+
+def _from_host(tensor: torch.Tensor) -> None:
+    """What ``torch.tensor`` makes of numbers is copied to the device; the host waits for that."""
+    one = device()
+    one.memory.allocate(tensor, one.current.name)
+    one.memory.use(tensor, one.launch(), "tensor", write=True)
+    one.host_waits_for(one.current, "a copy to the device", _place())
 
 
 def _methods() -> None:
@@ -145,6 +155,7 @@ def _methods() -> None:
 
     def read(method: Callable[..., Any]) -> Callable[..., Any]:
         def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+            device().land([self])
             if on_device(self):
                 _host_reads(self, method.__name__)
             elif device().memory.home(self) == HOST:

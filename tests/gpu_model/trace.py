@@ -143,7 +143,7 @@ class Trace:
         """Another one; those that nothing separates are counted."""
         last = self.items[-1] if self._on and self.items else None
         if isinstance(last, Kernels) and last.stream == stream:
-            self.items[-1] = Kernels(stream, last.many + 1)
+            self.items[-1], self._asked = Kernels(stream, last.many + 1), NEVER
         else:
             self.add(Kernels(stream, 1))
 
