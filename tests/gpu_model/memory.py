@@ -118,6 +118,16 @@ class Memory:
             self.allocated += storage.nbytes()
             self.peak = max(self.peak, self.allocated)
 
+    def resize(self, storage: torch.UntypedStorage, home: str) -> None:
+        """A storage has another size: its memory went back, and other memory, if any, came from a stream's pool."""
+        block = self._blocks.get(storage._cdata)
+        if block is None or block.alive.expired() or block.bytes == storage.nbytes():
+            return
+        self._free(storage._cdata)
+        self._blocks[storage._cdata] = _Block(block.alive, home, storage.nbytes())
+        self.allocated += storage.nbytes()
+        self.peak = max(self.peak, self.allocated)
+
     def home(self, tensor: torch.Tensor) -> str | None:
         """Where a tensor is: the stream whose pool its storage came from, the host for pinned memory, None for other memory."""
         block = self._block(tensor)

@@ -126,7 +126,6 @@ RUNS = {
     "rotary": Run(
         4, f"{FOUR} --sequence-parallel --position-embedding-type rope --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"
     ),
-    "vocabulary, undone": Run(2, f"{TWO} --pipeline-schedule zb-h2 --vocab-parallel 2 {UNTIED} {AHEAD} --clip-grad 0.3"),
     "offload, undone": Run(2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB {AHEAD} --clip-grad 0.3"),
     "measured, read at once": Run(2, f"{TWO} --pipeline-schedule zb-h1 --metrics /dev/null", reports_at_once),
     "undone, shapes first": Run(2, f"{TWO} --pipeline-schedule zb-v {AHEAD} --clip-grad 0.3", shapes_first),
@@ -216,7 +215,6 @@ MUTATIONS = (
     Mutation(
         "runtime.ping:_now", "torch.cuda.current_stream().synchronize()", "torch.cuda.synchronize()", "profile beside a message"
     ),
-    Mutation("runtime.vocabulary:VocabularyPasses.abandon", "work.wait()", _NOTHING, "vocabulary, undone"),
     Mutation("runtime.offload.activations:Store.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
     Mutation("dist.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
 )

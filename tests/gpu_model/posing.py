@@ -169,6 +169,16 @@ def _methods() -> None:
         device().memory.allocate(copy, HOST, guarded=True)
         return copy
 
+    storage: Any = torch.UntypedStorage
+    resize = storage.resize_
+
+    def resized(self: Any, size: int) -> Any:
+        result = resize(self, size)
+        device().memory.sweep()
+        device().memory.resize(self, device().current.name)
+        return result
+
+    storage.resize_ = resized
     tensor.to, tensor.type, tensor.tolist, tensor.numpy, tensor.pin_memory = move, type_, read(tolist), read(numpy), pin
     tensor.cuda = lambda self, where=None, non_blocking=False, **_: self.to(CUDA, non_blocking=non_blocking)
     tensor.cpu = lambda self, **_: self.to(_CPU)

@@ -7,9 +7,8 @@ from contextlib import nullcontext
 import pytest
 from pool import Pool, RankFailed
 
-from gpu_model import device
-from gpu_model.judge import SETTINGS, judge
 from gpu_model.mutations import MUTATIONS, RUNS, Mutation, mutated
+from gpu_model.recorded import recording, stuck
 from gpu_model.test_trainer import races
 from gpu_model.trace import Item
 
@@ -22,8 +21,8 @@ QUICK = [
 def found(mutation: Mutation | None, name: str, data: str) -> tuple[list[str], list[Item]]:
     """Races of a training, and its trace."""
     run = RUNS[name]
-    with mutated(mutation) if mutation else nullcontext(), run.around(), device().trace.recording() as trace:
-        return races(f"{data} --train-iters 4 {run.flags}"), list(trace)
+    with mutated(mutation) if mutation else nullcontext(), run.around(), recording() as trace:
+        return races(f"{data} --train-iters 4 {run.flags}"), trace
 
 
 def reports(gpus: Pool, mutation: Mutation | None, name: str, data: str) -> list[str]:
@@ -34,9 +33,7 @@ def reports(gpus: Pool, mutation: Mutation | None, name: str, data: str) -> list
         if "DEADLOCK" in str(failed):
             return [str(failed)]
         raise
-    traces = [trace for _, trace in answers]
-    stuck = (line for setting in SETTINGS.values() for line in judge(traces, setting).deadlock)
-    return [*(race for races, _ in answers for race in races), *stuck]
+    return [*(race for races, _ in answers for race in races), *stuck([trace for _, trace in answers])]
 
 
 def title(mutation: Mutation) -> str:
