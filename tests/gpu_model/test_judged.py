@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from pool import Pool
 from runtime.layouts import SCHEDULES
 
 from gpu_model.judge import SETTINGS, judge
+from gpu_model.mutations import shapes_first
 from gpu_model.recorded import stuck, trained
 from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
@@ -97,6 +98,18 @@ def test_ranks_end_together_in_a_training(gpus: Pool, data: str, name: str) -> N
     found = gpus.run(4, races_and_trace, flags)
     assert [races for races, _ in found] == [[]] * 4
     assert stuck([trace for _, trace in found]) == []
+
+
+def of_any_length(schedule: str, **given: Any) -> list[Item]:
+    with shapes_first():
+        return trained(schedule, **given)
+
+
+@pytest.mark.parametrize("extra", ["plain", "batched, one barrier"])
+def test_messages_that_say_their_shape_first_end(gpus: Pool, extra: str) -> None:
+    """Their buffers are posted late, when the shape is there: still in the order of the program, for one hardware queue."""
+    flags = f"--num-layers 4 {EXTRAS[extra]}".split()
+    assert stuck(gpus.run(2, of_any_length, "zb-v", pp=2, microbatches=5, iterations=1, flags=tuple(flags))) == []
 
 
 @pytest.fixture(scope="module")
