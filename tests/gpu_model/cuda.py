@@ -41,11 +41,11 @@ class Device:
 
     def __init__(self) -> None:
         self.order = Order()
-        self.memory = Memory(self.order)
+        self.trace = Trace()
+        self.memory = Memory(self.order, self.trace)
         self.default = Stream(name="compute")
         self.syncs: list[Sync] = []
         self.kernels = 0
-        self.trace = Trace()
         self._local = threading.local()
         self.arriving: list[
             tuple[set[int], Callable[[], None]]

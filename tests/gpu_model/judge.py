@@ -20,16 +20,17 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
-from gpu_model.trace import At, Create, Follow, HostWait, Item, Kernels, Mark, Post
+from gpu_model.trace import At, Bytes, Create, Follow, HostWait, Item, Kernels, Mark, Post
 
 Traces: TypeAlias = Sequence[Sequence[Item]]
 _Communicator: TypeAlias = tuple[str, tuple[int, ...]]
 
 _ISSUED, _BEGUN, _DONE = range(3)
 _STATES = ("", "to begin", "to end")
-_ON_HOST = At | Create | HostWait
+_ON_HOST = At | Create | HostWait | Bytes
 
 
 class Setting(NamedTuple):
@@ -61,12 +62,14 @@ class Verdict(NamedTuple):
         deadlock: what waits for each other, one item a line; empty if everything ends. Otherwise the rest is empty.
         receives: per rank, how many receives have begun whose senders have not, from when on (in kernels).
         lead: per rank, the most operations that the host was ahead of the device.
+        peak: per rank, the most bytes of the device that the host had taken, beyond those before.
         kernels: when the last rank was done.
     """
 
     deadlock: tuple[str, ...]
     receives: tuple[tuple[tuple[int, int], ...], ...] = ()
     lead: tuple[int, ...] = ()
+    peak: tuple[int, ...] = ()
     kernels: int = 0
 
 
@@ -86,6 +89,7 @@ def judge(traces: Traces, setting: Setting = Setting()) -> Verdict:  # noqa: B00
         (),
         tuple(_overlaps(rules.waiting_receives(rank, known)) for rank in ranks),
         tuple(max((many for _, many in _overlaps(rules.ahead(rank, known))), default=0) for rank in ranks),
+        tuple(rules.peak(rank, known) for rank in ranks),
         max(known, default=0),
     )
 
@@ -271,6 +275,23 @@ class _Rules:
             elif isinstance(item, Kernels | Mark | Follow):
                 end = max(end, times[3 * at + _DONE])
         return [(start, end) for start, end in [*spans, (start, end)] if start < end]
+
+    def peak(self, rank: int, times: Sequence[int]) -> int:
+        """What the allocator holds at most. It gives memory out again in the host's order, unless a stream may still use it."""
+        first, held, most = self._first[rank], 0, 0
+        kept: list[tuple[int, int]] = []  # until when, and how much
+        for at, item in enumerate(self._traces[rank], first):
+            if not isinstance(item, Bytes):
+                continue
+            now = times[3 * at + _ISSUED]
+            while kept and kept[0][0] <= now:
+                held -= heappop(kept)[1]
+            if item.many < 0:
+                heappush(kept, (max((times[3 * (first + moment) + _DONE] for moment in item.after), default=now), -item.many))
+            else:
+                held += item.many
+                most = max(most, held)
+        return most
 
 
 def _overlaps(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

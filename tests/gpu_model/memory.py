@@ -18,6 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu_model.order import HOST, At, Order
+from gpu_model.trace import Trace
 
 _OURS = ("/megatron/pipeline/", "/patches/")
 _MODEL = str(Path(__file__).parent)
@@ -96,8 +97,8 @@ class Memory:
         registered: addresses of host memory that the product has pinned itself.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: Order, trace: Trace) -> None:
+        self._order, self._trace = order, trace
         self._blocks: dict[int, _Block] = {}
         self._found: set[tuple[str, str, str]] = set()
         self.races: list[Race] = []
@@ -115,8 +116,7 @@ class Memory:
             self._free(key)
         self._blocks[key] = _Block(StorageWeakRef(storage), home, storage.nbytes(), guarded=guarded)
         if home != HOST:
-            self.allocated += storage.nbytes()
-            self.peak = max(self.peak, self.allocated)
+            self._take(storage.nbytes())
 
     def resize(self, storage: torch.UntypedStorage, home: str) -> None:
         """A storage has another size: its memory went back, and other memory, if any, came from a stream's pool."""
@@ -125,8 +125,7 @@ class Memory:
             return
         self._free(storage._cdata)
         self._blocks[storage._cdata] = _Block(block.alive, home, storage.nbytes())
-        self.allocated += storage.nbytes()
-        self.peak = max(self.peak, self.allocated)
+        self._take(storage.nbytes())
 
     def home(self, tensor: torch.Tensor) -> str | None:
         """Where a tensor is: the stream whose pool its storage came from, the host for pinned memory, None for other memory."""
@@ -165,9 +164,15 @@ class Memory:
         self.races.clear()
         self._found.clear()
 
+    def _take(self, size: int) -> None:
+        self._trace.takes(size)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)
         if block.home != HOST:
+            self._trace.gives(block.bytes, sorted(block.recorded))
             self.allocated -= block.bytes
         for use in () if block.guarded else block.uses.values():
             # The host launches what uses it next; the allocator asks an event on each of the recorded streams before that.

@@ -128,7 +128,9 @@ RUNS = {
     ),
     "offload, undone": Run(2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB {AHEAD} --clip-grad 0.3"),
     "measured, read at once": Run(2, f"{TWO} --pipeline-schedule zb-h1 --metrics /dev/null", reports_at_once),
-    "undone, shapes first": Run(2, f"{TWO} --pipeline-schedule zb-v {AHEAD} --clip-grad 0.3", shapes_first),
+    "undone, shapes first": Run(
+        2, f"{TWO} --pipeline-schedule zb-h2 --vocab-parallel 2 {UNTIED} {AHEAD} --clip-grad 0.3", shapes_first
+    ),
     "profile beside a message": Run(
         2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 8", message_beside_pings
     ),

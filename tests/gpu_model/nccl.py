@@ -93,7 +93,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         what = "send" if sends else "recv"
         stream, made = self._stream((self._mine, peer) if alone else None)
         done = self._run(stream, [tensor] if sends else [], [] if sends else [tensor], what)
-        moment = self.note(made, [(what, peer)], alone=alone) if batch is None else batch
+        moment = self.note(stream, made, [(what, peer)], alone=alone) if batch is None else batch
         device().memory.record(tensor, stream.name)
         with _disable_current_modes(), torch.no_grad():
             staged = tensor.detach().clone()
@@ -110,10 +110,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             device().arriving.append((_storages([tensor]), work.land))
         return work
 
-    def note(self, made: bool, parts: Sequence[tuple[str, int | None]], alone: bool = False, asynchronous: bool = True) -> int:
+    def note(
+        self, stream: Stream, made: bool, parts: Sequence[tuple[str, int | None]], alone: bool = False, asynchronous: bool = True
+    ) -> int:
         """Put a kernel into the trace.
 
         Args:
+            stream: that it runs on.
             made: its communicator is new.
             parts: what it does, with ranks of the group.
         """
@@ -122,7 +125,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         post = Post(device().current.name, asynchronous, self.pg_name, ranks, ranks[self._mine], named, alone, _place())
         if made:
             device().trace.add(Create(*post.communicator(eager()), post.place))
-        return device().trace.add(post)
+        return device().trace.post(post, stream.name)
 
     # collectives
 
@@ -202,8 +205,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Work:
         guessed = opts is None or (not opts.device_ids and opts.device in (None, torch.device("cpu")))
         barriers.append((_place(), not guessed))
-        _, made = self._stream(None)
-        moment = self.note(made, [("barrier", None)])
+        moment = self.note(*self._stream(None), [("barrier", None)])
         with _disable_current_modes():
             over = Over([self._gloo.barrier()])
             over.run()
@@ -228,7 +230,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         stream = whole if asynchronous else one.current
         extra = [] if temporary is None else [temporary]
         done = self._run(stream, reads, [*extra, *writes], what)
-        moment = self.note(made, [(what, None)], asynchronous=asynchronous)
+        moment = self.note(stream, made, [(what, None)], asynchronous=asynchronous)
         tensors = list(reads if staged is None else staged)
         with _disable_current_modes(), torch.no_grad():
             copies = [tensor.detach().clone() for tensor in tensors]
@@ -347,8 +349,9 @@ def batch_isend_irecv(operations: list[Any]) -> list[Work]:
     if not isinstance(operations[0].group or dist.group.WORLD, Group):
         return [one.op(one.tensor, one.peer, one.group, one.tag) for one in operations]
     group: Group = operations[0].group or dist.group.WORLD
-    _, made = group._stream(None)
-    moment = group.note(made, [("send" if one.op is dist.isend else "recv", one.group_peer) for one in operations])
+    moment = group.note(
+        *group._stream(None), [("send" if one.op is dist.isend else "recv", one.group_peer) for one in operations]
+    )
     works = [group._message([one.tensor], one.group_peer, one.op is dist.isend, moment) for one in operations]
     done: Clock = {}
     for work in works:

@@ -13,8 +13,8 @@ from gpu_model.trace import At, Item
 
 
 @contextmanager
-def recording() -> Iterator[list[Item]]:
-    """This rank's trace, with the operations of its programs."""
+def recording(memory: bool = False) -> Iterator[list[Item]]:
+    """This rank's trace, with the operations of its programs; and its memory."""
     from megatron.pipeline.runtime.executor import Executor
     from megatron.pipeline.schedule.lower.program import describe
 
@@ -24,7 +24,7 @@ def recording() -> Iterator[list[Item]]:
         device().trace.add(At(describe(operation)))
         enter(executor, operation)
 
-    with patch.object(Executor, "_at", entering), device().trace.recording() as trace:
+    with patch.object(Executor, "_at", entering), device().trace.recording(memory) as trace:
         yield trace
 
 

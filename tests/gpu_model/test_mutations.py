@@ -12,23 +12,20 @@ from gpu_model.recorded import recording, stuck
 from gpu_model.test_trainer import races
 from gpu_model.trace import Item
 
-# Of which one is shown quickly: each kind of report.
-QUICK = [
-    one for one in MUTATIONS if one.where.partition(":")[2] in ("Transport.wait", "Store.finish_offload", "Executor.abandon")
-]
+QUICK = [one for one in MUTATIONS if one.where.partition(":")[2] in ("Transport.wait", "Store.finish_offload")]
 
 
-def found(mutation: Mutation | None, name: str, data: str) -> tuple[list[str], list[Item]]:
+def found(mutation: Mutation | None, name: str, flags: str) -> tuple[list[str], list[Item]]:
     """Races of a training, and its trace."""
     run = RUNS[name]
     with mutated(mutation) if mutation else nullcontext(), run.around(), recording() as trace:
-        return races(f"{data} --train-iters 4 {run.flags}"), trace
+        return races(f"{flags} {run.flags}"), trace
 
 
-def reports(gpus: Pool, mutation: Mutation | None, name: str, data: str) -> list[str]:
+def reports(gpus: Pool, mutation: Mutation | None, name: str, data: str, iterations: int = 4) -> list[str]:
     """Of all ranks, and of the judge over them."""
     try:
-        answers = gpus.run(RUNS[name].ranks, found, mutation, name, data)
+        answers = gpus.run(RUNS[name].ranks, found, mutation, name, f"{data} --train-iters {iterations}")
     except RankFailed as failed:
         if "DEADLOCK" in str(failed):
             return [str(failed)]
@@ -49,7 +46,7 @@ def test_every_mutation_is_reported(gpus: Pool, data: str) -> None:
 
 @pytest.mark.parametrize("mutation", QUICK, ids=title)
 def test_a_mutation_is_reported(gpus: Pool, data: str, mutation: Mutation) -> None:
-    assert reports(gpus, mutation, mutation.run, data)
+    assert reports(gpus, mutation, mutation.run, data, iterations=3)
 
 
 @pytest.mark.whole

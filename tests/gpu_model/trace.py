@@ -1,11 +1,11 @@
 """What one rank's host hands to its device and waits for, in the host's order: the material of ``judge.py``.
 
-Tensors, memory and times are left out. An item that others name is named by its place in the trace, its *moment*.
+Tensors and times are left out. An item that others name is named by its place in the trace, its *moment*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TypeAlias
 
@@ -100,6 +100,18 @@ class Post(NamedTuple):
         return self.group, pair_of(self.rank, self.parts[0].peer)
 
 
+class Bytes(NamedTuple):
+    """Memory of the device that the host takes, or gives back.
+
+    Attributes:
+        many: how much; what is given back is negative.
+        after: moments until which the allocator keeps what is given back: of streams that it was recorded on.
+    """
+
+    many: int
+    after: tuple[int, ...] = ()
+
+
 class HostWait(NamedTuple):
     """The host waits for a moment; for None, for all that the device has been given."""
 
@@ -107,7 +119,7 @@ class HostWait(NamedTuple):
     place: str
 
 
-Item: TypeAlias = At | Kernels | Mark | Follow | Create | Post | HostWait
+Item: TypeAlias = At | Kernels | Mark | Follow | Create | Post | HostWait | Bytes
 
 
 def pair_of(rank: int, peer: int | None) -> tuple[int, ...]:
@@ -119,17 +131,23 @@ class Trace:
 
     def __init__(self) -> None:
         self.items: list[Item] = []
-        self._on = False
+        self._on = self._memory = False
+        self._posted: dict[str, int] = {}  # the last on each communicator's stream
         self._asked = NEVER  # the work that was asked last whether it is over, and was not
 
     @contextmanager
-    def recording(self) -> Iterator[list[Item]]:
-        """What is recorded in here; nothing else is."""
-        self.items, self._on = [], True
+    def recording(self, memory: bool = False) -> Iterator[list[Item]]:
+        """What is recorded in here; nothing else is.
+
+        Args:
+            memory: also every change of it, which makes the trace many times as long.
+        """
+        self.items, self._on, self._memory = [], True, memory
+        self._posted.clear()
         try:
             yield self.items
         finally:
-            self._on = False
+            self._on = self._memory = False
 
     def add(self, item: Item) -> int:
         """Returns its moment."""
@@ -138,6 +156,24 @@ class Trace:
         self._asked = NEVER
         self.items.append(item)
         return len(self.items) - 1
+
+    def post(self, post: Post, stream: str) -> int:
+        """A kernel of NCCL's, and the stream that it runs on here."""
+        self._posted[stream] = self.add(post)
+        return self._posted[stream]
+
+    def takes(self, many: int) -> None:
+        if self._memory and many:
+            self.items.append(Bytes(many))
+
+    def gives(self, many: int, streams: Iterable[str]) -> None:
+        """Give memory back that was recorded on some streams."""
+        if self._memory and many:
+            asked = self._asked
+            # What a communicator's stream was given last is the last that was posted.
+            after = tuple(self._posted[one] if one in self._posted else self.add(Mark(one)) for one in streams)
+            self.items.append(Bytes(-many, tuple(moment for moment in after if moment != NEVER)))
+            self._asked = asked
 
     def kernel(self, stream: str) -> None:
         """Another one; those that nothing separates are counted."""

@@ -15,6 +15,7 @@ from gpu_model.memory import _place
 from gpu_model.order import HOST, Clock
 
 STUCK = 8.0  # seconds after which a synchronize that waits for a message counts as a deadlock
+LOST = 40.0  # and any wait for data, which ranks that compute elsewhere may keep waiting
 
 
 class Over:
@@ -115,7 +116,8 @@ class Work:
         if not self._moved:
             self._moved = True
             device().arriving[:] = [one for one in device().arriving if one[1] != self.land]
-            self.over.wait()
+            if not self.over.wait(LOST):
+                raise RuntimeError(f"DEADLOCK: what was posted at {self.posted} does not come to its end")
             with _disable_current_modes(), torch.no_grad():
                 self._move()
             del self._move  # and with it the tensors

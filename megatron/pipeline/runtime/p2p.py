@@ -189,8 +189,8 @@ class Transport:
             self._finish_first(queue)
 
     def keep_order(self) -> None:
-        """Before a message or a collective that may wait for other ranks: on a GPU, post the buffers of what is received before it,
-        also where that needs shapes that are on their way.
+        """Before a message or a collective, which may wait for other ranks: on a GPU, post the buffers of what precedes it, also
+        where that needs shapes that are on their way.
 
         Posted later, as its shape allows, a receive could stand behind what waits for its sender: on one hardware queue
         (CUDA_DEVICE_MAX_CONNECTIONS=1) for ever. The host waits here for the hosts of the senders, not for devices.
