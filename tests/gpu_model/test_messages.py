@@ -11,6 +11,7 @@ from pool import Pool
 
 from gpu_model import cuda, device, nccl
 from gpu_model.cuda import Sync
+from gpu_model.ranks import another_world
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
@@ -38,8 +39,7 @@ def timeouts(minutes: float) -> list[timedelta]:
     """Of all groups that the product makes in a world with a timeout of its own."""
     import tiny_gpt
 
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group(timeout=timedelta(minutes=minutes))
+    another_world(timeout=timedelta(minutes=minutes))
     before = len(nccl.groups())
     flags = ("--untie-embeddings-and-output-weights", "--vocab-parallel", "2", "--distributed-timeout-minutes", str(int(minutes)))
     tiny_gpt.train("zb-v", pp=2, iterations=1, flags=flags)

@@ -13,6 +13,7 @@ from pool import Pool
 
 from gpu_model import device, nccl
 from gpu_model.judge import SETTINGS, judge
+from gpu_model.ranks import another_world
 from gpu_model.trace import Create, HostWait, Item, Post
 
 dist: Any = torch.distributed
@@ -62,8 +63,7 @@ def test_a_pair_has_a_communicator_of_its_own_and_a_stream_with_it(gpus: Pool) -
 
 
 def eager_communicators() -> tuple[bool, list[tuple[Any, ...]], set[str]]:
-    dist.destroy_process_group()
-    dist.init_process_group(device_id=CUDA)
+    another_world(device_id=CUDA)
     one = group()
     with device().trace.recording() as trace:
         exchange_in_order(one)
@@ -304,8 +304,7 @@ def test_a_host_that_asks_again_and_again_waits(gpus: Pool) -> None:
 
 
 def default_timeouts() -> list[timedelta]:
-    dist.destroy_process_group()
-    dist.init_process_group(timeout=timedelta(minutes=60))
+    another_world(timeout=timedelta(minutes=60))
     return [dist.group.WORLD.timeout, group().timeout, group(timeout=timedelta(minutes=3)).timeout]
 
 
