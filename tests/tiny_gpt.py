@@ -140,5 +140,5 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
 
 def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """The three values of Megatron's loss functions: sum, number of tokens, what is reported."""
-    total, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int, device=output.device)
+    total, count = output.float().sum(), torch.full((), output.numel(), dtype=torch.int, device=output.device)
     return total, count, (total.detach().clone(), count)

@@ -5,6 +5,7 @@
 - tensors made on "cuda" say that they are there, and compute in CPU memory: numbers are true (``posing.py``);
 - ``torch.cuda`` has streams and events that compute nothing and order everything (``cuda.py``);
 - process groups of "nccl" keep NCCL's rules and move data over gloo (``nccl.py``);
+- ``trace.py`` records what the host hands to its device, and ``judge.py`` says of all ranks' traces whether they end together;
 - ``memory.py`` finds every access, and every reuse of memory, that the streams do not order, by the vector clocks of
   ``order.py``. A finding names both places in the code.
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpu_model.memory import Memory
+from gpu_model.memory import Memory, _place
 from gpu_model.order import HOST, At, Clock, Order
+from gpu_model.trace import NEVER, Mark, Trace
 
 CUDA = torch.device("cuda", 0)
 _numbers = itertools.count(1)
@@ -35,11 +36,13 @@ class Device:
         order, memory: what is known of the order of work, and of the memory that it uses.
         syncs: where the host waited for the device.
         kernels: operations that were launched.
+        trace: all of that in its order, where it is recorded.
     """
 
     def __init__(self) -> None:
         self.order = Order()
-        self.memory = Memory(self.order)
+        self.trace = Trace()
+        self.memory = Memory(self.order, self.trace)
         self.default = Stream(name="compute")
         self.syncs: list[Sync] = []
         self.kernels = 0
@@ -76,22 +79,28 @@ class Device:
     def launch(self, stream: Stream | None = None) -> At:
         """One kernel or copy on a stream; the current one by default."""
         self.kernels += 1
-        return self.order.launch((stream or self.current).name)
+        name = (stream or self.current).name
+        self.trace.kernel(name)
+        return self.order.launch(name)
 
-    def host_waits(self, clock: Clock, why: str, place: str, stream: str = "") -> None:
+    def host_waits(self, clock: Clock, moment: int, why: str, place: str, stream: str = "") -> None:
         """The host blocks until an event has happened."""
         self.memory.sweep()
         self.syncs.append(Sync(why, place, stream))
+        self.trace.host_waits(moment, place)
         self.order.wait(HOST, clock)
+
+    def host_waits_for(self, stream: Stream, why: str, place: str) -> None:
+        """The host blocks until a stream has done what it was given."""
+        self.host_waits(self.order.record(stream.name), self.trace.add(Mark(stream.name)), why, place, stream.name)
 
     def synchronize(self) -> None:
         """The host blocks until every stream is done, also with the messages that were posted."""
-        from gpu_model.memory import _place
-
         for wait in list(self.waits):
             wait()
         self.memory.sweep()
         self.syncs.append(Sync("synchronize", _place(), "all"))
+        self.trace.host_waits(None, _place())
         self.order.wait_for_all()
 
 
@@ -125,10 +134,10 @@ class Stream:
         device().memory.sweep()
         if event.clock is not None:
             device().order.wait(self.name, event.clock)
+            device().trace.follow(self.name, event.moment)
 
     def wait_stream(self, other: Stream) -> None:
-        device().memory.sweep()
-        device().order.wait(self.name, device().order.record(other.name))
+        self.wait_event(other.record_event())
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -136,9 +145,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        from gpu_model.memory import _place
-
-        device().host_waits(device().order.record(self.name), "synchronize of a stream", _place(), self.name)
+        device().host_waits_for(self, "synchronize of a stream", _place())
 
     def query(self) -> bool:
         return True
@@ -163,21 +170,21 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock: Clock | None = None
+        self.moment = NEVER
         self._at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         device().memory.sweep()
-        self.clock = device().order.record((stream or device().current).name)
+        name = (stream or device().current).name
+        self.clock, self.moment = device().order.record(name), device().trace.add(Mark(name))
         self._at = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or device().current).wait_event(self)
 
     def synchronize(self) -> None:
-        from gpu_model.memory import _place
-
         if self.clock is not None:
-            device().host_waits(self.clock, "synchronize of an event", _place())
+            device().host_waits(self.clock, self.moment, "synchronize of an event", _place())
 
     def query(self) -> bool:
         return True

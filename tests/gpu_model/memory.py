@@ -11,15 +11,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu_model.order import HOST, At, Order
+from gpu_model.trace import Trace
 
 _OURS = ("/megatron/pipeline/", "/patches/")
-_NOT_A_PLACE = ("/gpu_model/", "/torch/")
+_MODEL = str(Path(__file__).parent)
 
 
 class Use(NamedTuple):
@@ -95,8 +97,8 @@ class Memory:
         registered: addresses of host memory that the product has pinned itself.
     """
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
+    def __init__(self, order: Order, trace: Trace) -> None:
+        self._order, self._trace = order, trace
         self._blocks: dict[int, _Block] = {}
         self._found: set[tuple[str, str, str]] = set()
         self.races: list[Race] = []
@@ -114,8 +116,16 @@ class Memory:
             self._free(key)
         self._blocks[key] = _Block(StorageWeakRef(storage), home, storage.nbytes(), guarded=guarded)
         if home != HOST:
-            self.allocated += storage.nbytes()
-            self.peak = max(self.peak, self.allocated)
+            self._take(storage.nbytes())
+
+    def resize(self, storage: torch.UntypedStorage, home: str) -> None:
+        """A storage has another size: its memory went back, and other memory, if any, came from a stream's pool."""
+        block = self._blocks.get(storage._cdata)
+        if block is None or block.alive.expired() or block.bytes == storage.nbytes():
+            return
+        self._free(storage._cdata)
+        self._blocks[storage._cdata] = _Block(block.alive, home, storage.nbytes())
+        self._take(storage.nbytes())
 
     def home(self, tensor: torch.Tensor) -> str | None:
         """Where a tensor is: the stream whose pool its storage came from, the host for pinned memory, None for other memory."""
@@ -149,9 +159,20 @@ class Memory:
         for key in [key for key, block in self._blocks.items() if block.alive.expired()]:
             self._free(key)
 
+    def forget(self) -> None:
+        """Let go of what was found, so that it is reported when it is found again."""
+        self.races.clear()
+        self._found.clear()
+
+    def _take(self, size: int) -> None:
+        self._trace.takes(size)
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
     def _free(self, key: int) -> None:
         block = self._blocks.pop(key)
         if block.home != HOST:
+            self._trace.gives(block.bytes, sorted(block.recorded))
             self.allocated -= block.bytes
         for use in () if block.guarded else block.uses.values():
             # The host launches what uses it next; the allocator asks an event on each of the recorded streams before that.
@@ -188,7 +209,7 @@ def _place() -> str:
     for frame, line in _frames():
         if any(part in frame for part in _OURS):
             return f"{frame.rpartition('/megatron/pipeline/')[2] or frame}:{line}"
-        if not other and not any(part in frame for part in _NOT_A_PLACE):
+        if not other and "/torch/" not in frame and (not frame.startswith(_MODEL) or "/test_" in frame):
             other = f"{frame}:{line}"
     return other
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 
 class Mutation(NamedTuple):
@@ -35,25 +37,104 @@ UNTIED = "--untie-embeddings-and-output-weights"
 TWO = "--pipeline-model-parallel-size 2"
 FOUR = f"{TWO} --tensor-model-parallel-size 2"
 AHEAD = "--post-validation --post-validation-when always"
-# Ranks, and the flags of a training.
+
+
+@contextmanager
+def shapes_first() -> Iterator[None]:
+    """Every message says its shape before it comes, as with ``variable_seq_lengths``."""
+    from megatron.pipeline.runtime.p2p import Channels
+
+    opens = Channels.open.__func__  # type: ignore[attr-defined]
+
+    def opening(cls: type[Channels], pipeline: Any, variable_lengths: bool, **more: Any) -> Channels:
+        channels: Channels = opens(cls, pipeline, True, **more)
+        return channels
+
+    with patch.object(Channels, "open", classmethod(opening)):
+        yield
+
+
+@contextmanager
+def message_beside_pings() -> Iterator[None]:
+    """While hops are measured, a receive is posted for a message that is sent afterwards."""
+    import torch
+
+    from megatron.pipeline.runtime import replan
+
+    ping = replan.ping
+
+    def pinging(*given: Any) -> list[float]:
+        group: Any = torch.distributed.new_group()
+        asks, number = torch.distributed.get_rank() == 0, torch.zeros(1, device="cuda")
+        work = group.recv([number], 1) if asks else None
+        seconds = ping(*given)
+        (work or group.send([number], 0)).wait()
+        return seconds
+
+    with patch.object(replan, "ping", pinging):
+        yield
+
+
+@contextmanager
+def reports_at_once() -> Iterator[None]:
+    """A report is read as soon as it is asked for. Later its wait is often behind another of the host's."""
+    from megatron.pipeline.record.report import PendingReport
+    from megatron.pipeline.runtime import pipeline
+
+    start = pipeline.start_gathering
+
+    def starting(*given: Any) -> PendingReport:
+        pending = start(*given)
+        pending.wait()
+        return pending
+
+    with patch.object(pipeline, "start_gathering", starting):
+        yield
+
+
+class Run(NamedTuple):
+    """A training in which mutations matter.
+
+    Attributes:
+        ranks: of it.
+        flags: of it.
+        around: what is beside it.
+    """
+
+    ranks: int
+    flags: str
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 RUNS = {
-    "line": (2, f"{TWO} --pipeline-schedule zb-h1"),
-    "batched": (2, f"{TWO} --pipeline-schedule zb-h1 --pipeline-p2p batched"),
-    "measured": (2, f"{TWO} --pipeline-schedule zb-h1 --metrics /dev/null"),
-    "tensor": (4, f"{FOUR} --pipeline-schedule zb-h1"),
-    "sequence": (4, f"{FOUR} --sequence-parallel --pipeline-schedule v-half"),
-    "vocabulary": (2, f"{TWO} --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"),
-    "two barriers": (2, f"{TWO} --pipeline-schedule zb-v --vocab-parallel 1 {UNTIED}"),
-    "vocabulary, sequence": (4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"),
-    "two barriers, sequence": (4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 {UNTIED}"),
-    "logits in parts": (
+    "line": Run(2, f"{TWO} --pipeline-schedule zb-h1"),
+    "batched": Run(2, f"{TWO} --pipeline-schedule zb-h1 --pipeline-p2p batched"),
+    "measured": Run(2, f"{TWO} --pipeline-schedule zb-h1 --metrics /dev/null"),
+    "tensor": Run(4, f"{FOUR} --pipeline-schedule zb-h1"),
+    "sequence": Run(4, f"{FOUR} --sequence-parallel --pipeline-schedule v-half"),
+    "vocabulary": Run(2, f"{TWO} --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"),
+    "two barriers": Run(2, f"{TWO} --pipeline-schedule zb-v --vocab-parallel 1 {UNTIED}"),
+    "vocabulary, sequence": Run(4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"),
+    "two barriers, sequence": Run(4, f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 {UNTIED}"),
+    "logits in parts": Run(
         4,
         f"{FOUR} --sequence-parallel --pipeline-schedule zb-v --vocab-parallel 1 --vocab-logits-limit 1KiB {UNTIED}",
     ),
-    "offload": (2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB"),
-    "copies on the host": (2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --post-validation-copy host --clip-grad 0.3"),
-    "undone": (2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --clip-grad 0.3"),
-    "profile": (2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 12"),
+    "offload": Run(2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB"),
+    "copies on the host": Run(2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --post-validation-copy host --clip-grad 0.3"),
+    "undone": Run(2, f"{TWO} --pipeline-schedule zb-h2 {AHEAD} --clip-grad 0.3"),
+    "rotary": Run(
+        4, f"{FOUR} --sequence-parallel --position-embedding-type rope --pipeline-schedule zb-v --vocab-parallel 2 {UNTIED}"
+    ),
+    "offload, undone": Run(2, f"{TWO} --pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB {AHEAD} --clip-grad 0.3"),
+    "measured, read at once": Run(2, f"{TWO} --pipeline-schedule zb-h1 --metrics /dev/null", reports_at_once),
+    "undone, shapes first": Run(
+        2, f"{TWO} --pipeline-schedule zb-h2 --vocab-parallel 2 {UNTIED} {AHEAD} --clip-grad 0.3", shapes_first
+    ),
+    "profile beside a message": Run(
+        2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 8", message_beside_pings
+    ),
+    "profile": Run(2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 12"),
 }
 _WAIT, _NOTHING = "request.wait()", "pass"
 MUTATIONS = (
@@ -114,6 +195,29 @@ MUTATIONS = (
         "copies on the host",
     ),
     Mutation("optimizer.snapshot:Snapshot.take", "self._copied = self._stream.record_event()", _NOTHING, "copies on the host"),
+    Mutation("runtime.offload.activations:Store.finish_offload", "self._tickets[-1].wait()", _NOTHING, "offload"),
+    Mutation("runtime.offload.activations:Store.finish_reload", "self._tickets[-1].wait()", _NOTHING, "offload"),
+    Mutation(
+        "optimizer.snapshot:Snapshot.ready",
+        "torch.cuda.current_stream().wait_event(self._copied)",
+        _NOTHING,
+        "copies on the host",
+    ),
+    Mutation("record.report:start_gathering", _WAIT, _NOTHING, "measured, read at once"),
+    Mutation("model.vocabulary.input:EmbeddingShard.forward", "reduction.wait()", _NOTHING, "rotary"),
+    Mutation("model.vocabulary.input:EmbeddingShard.backward", "gathering.wait()", _NOTHING, "rotary"),
+    Mutation(
+        "model.vocabulary.output:OutputPart.backward",
+        "if self._logits is not None:\n            gathering.wait()",
+        _NOTHING,
+        "two barriers, sequence",
+    ),
+    Mutation("model.vocabulary.output:OutputPart.backward", "reduction.wait()", _NOTHING, "two barriers, sequence"),
+    Mutation("runtime.executor:Executor.abandon", "self.transport.wait(message)", _NOTHING, "undone, shapes first"),
+    Mutation(
+        "runtime.ping:_now", "torch.cuda.current_stream().synchronize()", "torch.cuda.synchronize()", "profile beside a message"
+    ),
+    Mutation("runtime.offload.activations:Store.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
     Mutation("dist.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
 )
 
@@ -132,11 +236,16 @@ def mutated(mutation: Mutation) -> Iterator[None]:
     scope: dict[str, Any] = {}
     changed = f"from __future__ import annotations\n{source.replace(mutation.line, mutation.instead)}"
     exec(compile(changed, str(inspect.getsourcefile(function)), "exec"), vars(module), scope)
-    others = [one for one in import_module("sys").modules.values() if vars(one).get(name) is original] if not owners else []
-    for place in [owner, *others]:
-        setattr(place, name, scope[name])
+    _put(owner, name, original, scope[name])
     try:
         yield
     finally:
-        for place in [owner, *others]:
-            setattr(place, name, original)
+        _put(owner, name, scope[name], original)
+
+
+def _put(owner: Any, name: str, old: Any, new: Any) -> None:
+    """Also where a module has imported it, which may have been since the other way round."""
+    setattr(owner, name, new)
+    for module in list(sys.modules.values()):
+        if vars(module).get(name) is old:
+            setattr(module, name, new)

@@ -22,7 +22,6 @@ ends here, after a moment, with an error that says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -33,71 +32,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_model.cuda import Stream, device
 from gpu_model.memory import _frames, _place
-from gpu_model.order import HOST, Clock
+from gpu_model.order import Clock
+from gpu_model.trace import Create, Part, Post
+from gpu_model.work import Line, Over, Work
 
 dist: Any = torch.distributed  # whose groups have several signatures for most methods
 BACKEND = "posed"
 DEFAULT_TIMEOUT = timedelta(minutes=10)
-_STUCK = 8.0  # seconds after which a synchronize that waits for a message counts as a deadlock
 
 Tensors = Sequence[torch.Tensor]
-
-
-class Work:
-    """One operation under way.
-
-    Args:
-        kept: tensors that stay alive until the first wait.
-        done: an event behind it.
-        move: waits for gloo, and puts what arrived where it belongs.
-        arrived: asks gloo.
-    """
-
-    def __init__(self, kept: list[Any], done: Clock, move: Callable[[], None], arrived: Callable[[], bool]) -> None:
-        self._kept, self._done, self._move, self._arrived = kept, done, move, arrived
-        self._moved = False
-        self.posted = _place()
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.land()
-        device().memory.sweep()
-        device().order.wait(device().current.name, self._done)
-        self._kept.clear()
-        device().memory.sweep()
-        return True
-
-    synchronize = wait
-
-    def is_completed(self) -> bool:
-        if not self._moved and self._arrived():
-            self.land()
-        if self._moved:
-            device().order.wait(HOST, self._done)
-        return self._moved
-
-    is_success = is_completed
-
-    def land(self) -> None:
-        """Have the data where they belong, as they are for whoever waits by a stream."""
-        if not self._moved:
-            self._moved = True
-            device().arriving[:] = [one for one in device().arriving if one[1] != self.land]
-            with _disable_current_modes(), torch.no_grad():
-                self._move()
-            if self.land_before in device().waits:
-                device().waits.remove(self.land_before)
-
-    def land_before(self) -> None:
-        """For ``torch.cuda.synchronize``, which waits for all that was posted."""
-        deadline = time.monotonic() + _STUCK
-        while not self._arrived():
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"DEADLOCK: torch.cuda.synchronize() ({_place()}) waits for a message posted at {self.posted}, whose sender "
-                    "waits for what comes after the synchronize"
-                )
-            time.sleep(0.001)
-        self.land()
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
@@ -118,6 +61,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.high_priority = False
         self.max_ctas = 0
         self.communicators: dict[tuple[Any, ...], Stream] = {}
+        self._lines: dict[Stream, Line] = {}
         self.places = _places()
         self.posted_from: set[str] = set()
         _groups.append(self)
@@ -137,31 +81,51 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # messages
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        return self._message(tensors, peer, sends=True, together=False)
+        return self._message(tensors, peer, sends=True)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        return self._message(tensors, peer, sends=False, together=False)
+        return self._message(tensors, peer, sends=False)
 
-    def _message(self, tensors: Tensors, peer: int, sends: bool, together: bool) -> Work:
+    def _message(self, tensors: Tensors, peer: int, sends: bool, batch: int | None = None) -> Work:
+        """One of a batch, whose kernel was posted at a moment of the trace, or one by itself."""
         [tensor] = tensors
-        stream = self._stream(None if together or eager() else (self._mine, peer))
-        done = self._run(stream, [tensor] if sends else [], [] if sends else [tensor], "send" if sends else "recv")
+        alone = batch is None and not eager()
+        what = "send" if sends else "recv"
+        stream, made = self._stream((self._mine, peer) if alone else None)
+        done = self._run(stream, [tensor] if sends else [], [] if sends else [tensor], what)
+        moment = self.note(stream, made, [(what, peer)], alone=alone) if batch is None else batch
         device().memory.record(tensor, stream.name)
         with _disable_current_modes(), torch.no_grad():
             staged = tensor.detach().clone()
-            request = (self._gloo.send if sends else self._gloo.recv)([staged], peer, 0)
-        polled = _Polled(request)
+            # What is batched or not are other messages, although gloo has one queue for each pair.
+            request = (self._gloo.send if sends else self._gloo.recv)([staged], peer, 1 if batch is None else 0)
 
         def move() -> None:
-            polled.wait()
             if not sends:
                 tensor.detach().copy_(staged)
 
-        work = Work([], done, move, polled.over)
+        work = Work([], done, moment, move, self._line(stream).put([request]))
         if not sends:
             device().waits.append(work.land_before)
             device().arriving.append((_storages([tensor]), work.land))
         return work
+
+    def note(
+        self, stream: Stream, made: bool, parts: Sequence[tuple[str, int | None]], alone: bool = False, asynchronous: bool = True
+    ) -> int:
+        """Put a kernel into the trace.
+
+        Args:
+            stream: that it runs on.
+            made: its communicator is new.
+            parts: what it does, with ranks of the group.
+        """
+        ranks = tuple(dist.get_process_group_ranks(self))
+        named = tuple(Part(what, peer if peer is None else ranks[peer]) for what, peer in parts)
+        post = Post(device().current.name, asynchronous, self.pg_name, ranks, ranks[self._mine], named, alone, _place())
+        if made:
+            device().trace.add(Create(*post.communicator(eager()), post.place))
+        return device().trace.post(post, stream.name)
 
     # collectives
 
@@ -241,10 +205,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> Work:
         guessed = opts is None or (not opts.device_ids and opts.device in (None, torch.device("cpu")))
         barriers.append((_place(), not guessed))
+        moment = self.note(*self._stream(None), [("barrier", None)])
         with _disable_current_modes():
-            self._gloo.barrier().wait()
-        device().synchronize()
-        return Work([], {}, lambda: None, lambda: True)
+            over = Over([self._gloo.barrier()])
+            over.run()
+        work = Work([], {}, moment, lambda: None, over)
+        work.wait()
+        device().current.synchronize()
+        return work
 
     def _collective(
         self,
@@ -258,37 +226,51 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Post a collective: gloo works on copies, which are written back when somebody waits."""
         one, asynchronous = device(), getattr(opts, "asyncOp", True)
-        whole = self._stream(None)
+        whole, made = self._stream(None)
         stream = whole if asynchronous else one.current
         extra = [] if temporary is None else [temporary]
         done = self._run(stream, reads, [*extra, *writes], what)
+        moment = self.note(stream, made, [(what, None)], asynchronous=asynchronous)
         tensors = list(reads if staged is None else staged)
         with _disable_current_modes(), torch.no_grad():
             copies = [tensor.detach().clone() for tensor in tensors]
             requests = start(self._gloo, copies)
-        polled = _Polled(*(requests if isinstance(requests, list) else [requests]))
 
         def move() -> None:
-            polled.wait()
             for tensor, copy in zip(tensors, copies, strict=True):
                 if any(tensor is each for each in writes):
                     tensor.detach().copy_(copy)
 
         kept = [*reads, *writes, *extra]
         del extra, temporary
-        work = Work(kept if asynchronous else [], done, move, polled.over)
+        over = self._line(whole).put(requests if isinstance(requests, list) else [requests])
+        work = Work(kept if asynchronous else [], done, moment, move, over)
         device().arriving.append((_storages(writes), work.land))
         if not asynchronous:
             work.wait()
+        if not tensors[0].is_cuda:  # of an object's bytes, which torch sends from the device, and reads there
+            one.trace.host_waits(moment, _place())
         return work
 
-    def _stream(self, pair: tuple[int, int] | None) -> Stream:
-        """Of a communicator: a pair's, or the whole group's."""
+    def _stream(self, pair: tuple[int, int] | None) -> tuple[Stream, bool]:
+        """Of a communicator: a pair's, or the whole group's; and whether it is made now."""
         key: tuple[Any, ...] = tuple(sorted(pair)) if pair else ("all", *range(self._ranks))
-        if key not in self.communicators:
+        made = key not in self.communicators
+        if made:
             name = f"nccl {_groups.index(self)}:{'-'.join(map(str, key))}"
             self.communicators[key] = Stream(priority=-self.high_priority, name=name)
-        return self.communicators[key]
+        return self.communicators[key], made and not eager()
+
+    def _line(self, stream: Stream) -> Line:
+        """Of a communicator's work."""
+        if stream not in self._lines:
+            self._lines[stream] = Line()
+        return self._lines[stream]
+
+    def close(self) -> None:
+        """End the threads."""
+        for line in self._lines.values():
+            line.close()
 
     def _run(self, stream: Stream, reads: Tensors, writes: Tensors, what: str) -> Clock:
         """The kernel, behind what the current stream has; returns an event behind it."""
@@ -297,26 +279,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.posted_from.add(one.current.name)
         if stream != one.current:
             one.order.wait(stream.name, one.order.record(one.current.name))
-        at = one.launch(stream)
+        one.kernels += 1
+        at = one.order.launch(stream.name)
         for tensor in reads:
             one.memory.use(tensor, at, what, write=False)
         for tensor in writes:
             one.memory.use(tensor, at, what, write=True)
         return one.order.record(stream.name)
-
-
-class _Polled:
-    """Requests of gloo, which are waited for once."""
-
-    def __init__(self, *requests: Any) -> None:
-        self._requests = [request for request in requests if request is not None]
-
-    def over(self) -> bool:
-        return all(request.is_completed() for request in self._requests)
-
-    def wait(self) -> None:
-        for request in self._requests:
-            request.wait()
 
 
 _groups: list[Group] = []
@@ -359,6 +328,8 @@ def install() -> None:
     def destroy_process_group(group: Any = None) -> None:
         destroy(group)
         if group is None:
+            for each in _groups:
+                each.close()
             _groups.clear()  # gloo's threads wake up a hundred times a second for as long as a group lives
             device().waits.clear()
             device().arriving.clear()
@@ -377,20 +348,22 @@ def batch_isend_irecv(operations: list[Any]) -> list[Work]:
     """On the communicator of the whole group; one work for all."""
     if not isinstance(operations[0].group or dist.group.WORLD, Group):
         return [one.op(one.tensor, one.peer, one.group, one.tag) for one in operations]
-    works = [
-        (one.group or dist.group.WORLD)._message([one.tensor], one.group_peer, one.op is dist.isend, together=True)
-        for one in operations
-    ]
+    group: Group = operations[0].group or dist.group.WORLD
+    moment = group.note(
+        *group._stream(None), [("send" if one.op is dist.isend else "recv", one.group_peer) for one in operations]
+    )
+    works = [group._message([one.tensor], one.group_peer, one.op is dist.isend, moment) for one in operations]
     done: Clock = {}
     for work in works:
-        for timeline, count in work._done.items():
+        for timeline, count in work.done.items():
             done[timeline] = max(count, done.get(timeline, 0))
 
     def move() -> None:
         for work in works:
             work.land()
 
-    return [Work([], done, move, lambda: all(work.is_completed() for work in works))]
+    last = works[-1]  # over once all before it are, which are on one communicator
+    return [Work([], done, moment, move, last.over)]
 
 
 class _Options:

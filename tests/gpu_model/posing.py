@@ -100,9 +100,19 @@ def _made(factory: Callable[..., Any], like: bool) -> Callable[..., Any]:
             _making.where = before
         if pinned:
             device().memory.allocate(tensor, HOST, guarded=True)
+        if where is not None and _is_cuda(where) and not on_device(tensor):
+            _from_host(tensor)
         return tensor
 
     return make
+
+
+def _from_host(tensor: torch.Tensor) -> None:
+    """What ``torch.tensor`` makes of numbers is copied to the device; the host waits for that."""
+    one = device()
+    one.memory.allocate(tensor, one.current.name)
+    one.memory.use(tensor, one.launch(), "tensor", write=True)
+    one.host_waits_for(one.current, "a copy to the device", _place())
 
 
 def _methods() -> None:
@@ -145,6 +155,7 @@ def _methods() -> None:
 
     def read(method: Callable[..., Any]) -> Callable[..., Any]:
         def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
+            device().land([self])
             if on_device(self):
                 _host_reads(self, method.__name__)
             elif device().memory.home(self) == HOST:
@@ -158,6 +169,16 @@ def _methods() -> None:
         device().memory.allocate(copy, HOST, guarded=True)
         return copy
 
+    storage: Any = torch.UntypedStorage
+    resize = storage.resize_
+
+    def resized(self: Any, size: int) -> Any:
+        result = resize(self, size)
+        device().memory.sweep()
+        device().memory.resize(self, device().current.name)
+        return result
+
+    storage.resize_ = resized
     tensor.to, tensor.type, tensor.tolist, tensor.numpy, tensor.pin_memory = move, type_, read(tolist), read(numpy), pin
     tensor.cuda = lambda self, where=None, non_blocking=False, **_: self.to(CUDA, non_blocking=non_blocking)
     tensor.cpu = lambda self, **_: self.to(_CPU)
@@ -167,7 +188,7 @@ def _host_reads(tensor: torch.Tensor, what: str) -> None:
     """The host waits for the current stream, and reads."""
     one = device()
     one.memory.use(tensor, one.launch(), what, write=False)
-    one.host_waits(one.order.record(one.current.name), f"the host reads ({what})", _place(), one.current.name)
+    one.host_waits_for(one.current, f"the host reads ({what})", _place())
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
@@ -242,4 +263,4 @@ class _Watch(TorchDispatchMode):
             return
         if across[0] or not asked:  # to the device from pageable memory, the driver stages what it was given
             why = f"a copy to {'the host' if across[0] else 'the device'}"
-            one.host_waits(one.order.record(one.current.name), why, _place(), one.current.name)
+            one.host_waits_for(one.current, why, _place())

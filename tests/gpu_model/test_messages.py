@@ -11,25 +11,27 @@ from pool import Pool
 
 from gpu_model import cuda, device, nccl
 from gpu_model.cuda import Sync
+from gpu_model.ranks import another_world
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
 
-def pinged() -> list[float]:
+def pinged(variable_lengths: bool) -> list[float]:
     from megatron.pipeline.runtime.p2p import Channels, Transport
     from megatron.pipeline.runtime.ping import ping
     from megatron.pipeline.schedule import families
     from megatron.pipeline.schedule.core.kinds import Flow
 
-    channels = Channels.open(torch.distributed.group.WORLD, variable_lengths=False)  # type: ignore[arg-type]
+    channels = Channels.open(torch.distributed.group.WORLD, variable_lengths)  # type: ignore[arg-type]
     shapes = {Flow.ACTIVATION: [(4, 2)], Flow.GRADIENT: [(4, 2)]}
     transport = Transport(channels, shapes, torch.float32, torch.device("cuda", 0))
     return ping(transport, torch.distributed.get_rank(), families.placement("1f1b", 2))
 
 
-def test_a_hop_is_measured_without_waiting_for_the_answer_of_another(gpus: Pool) -> None:
-    """``torch.cuda.synchronize`` would wait for a posted receive whose sender waits for us."""
-    measured, nothing = gpus.run(2, pinged)
+@pytest.mark.parametrize("variable_lengths", [False, True])
+def test_a_hop_is_measured_without_waiting_for_the_answer_of_another(gpus: Pool, variable_lengths: bool) -> None:
+    """``torch.cuda.synchronize`` would wait for a posted receive whose sender waits for us; so would a shape that comes first."""
+    measured, nothing = gpus.run(2, pinged, variable_lengths, timeout=60)
     assert len(measured) == 5 and nothing == []
 
 
@@ -37,8 +39,7 @@ def timeouts(minutes: float) -> list[timedelta]:
     """Of all groups that the product makes in a world with a timeout of its own."""
     import tiny_gpt
 
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group(timeout=timedelta(minutes=minutes))
+    another_world(timeout=timedelta(minutes=minutes))
     before = len(nccl.groups())
     flags = ("--untie-embeddings-and-output-weights", "--vocab-parallel", "2", "--distributed-timeout-minutes", str(int(minutes)))
     tiny_gpt.train("zb-v", pp=2, iterations=1, flags=flags)

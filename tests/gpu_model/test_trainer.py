@@ -1,4 +1,4 @@
-"""The training program on the device model: nothing that runs beside the passes races with them."""
+"""The training program on the device model: nothing that runs beside the passes races with them, or keeps a rank waiting."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 from pool import Pool
 
 from gpu_model import device
+from gpu_model.recorded import recording, stuck
+from gpu_model.trace import Item
 
 TWO = "--pipeline-model-parallel-size 2"
 RUNS = {
@@ -29,13 +31,20 @@ def races(flags: str) -> list[str]:
     from training.short_runs import train
 
     one = device()
-    one.memory.races.clear()
+    one.memory.forget()
     error = train(flags)
     assert not error, error
     one.memory.sweep()
     return [str(race) for race in one.memory.races]
 
 
+def races_and_trace(flags: str) -> tuple[list[str], list[Item]]:
+    with recording() as trace:
+        return races(flags), trace
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_races(gpus: Pool, data: str, name: str) -> None:
-    assert gpus.run(2, races, f"{data} {TWO} {RUNS[name]}") == [[], []]
+def test_nothing_races_or_waits_for_ever(gpus: Pool, data: str, name: str) -> None:
+    found = gpus.run(2, races_and_trace, f"{data} {TWO} {RUNS[name]}")
+    assert [races for races, _ in found] == [[], []]
+    assert stuck([trace for _, trace in found]) == []

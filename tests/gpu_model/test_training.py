@@ -14,7 +14,7 @@ from gpu_model import device
 def train(schedule: str, **given: Any) -> tuple[list[tiny_gpt.Step], list[str]]:
     """Losses and norms, and the races that were found."""
     one = device()
-    one.memory.races.clear()
+    one.memory.forget()
     one.syncs.clear()
     steps = tiny_gpt.train(schedule, iterations=2, **given)
     one.memory.sweep()

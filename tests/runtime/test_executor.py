@@ -180,6 +180,9 @@ class NoTransport(Transport):
     def start(self) -> None:
         """Nothing is batched."""
 
+    def keep_order(self) -> None:
+        """Nothing is received."""
+
     def sweep(self) -> None:
         """Nothing is on its way."""
 

@@ -76,7 +76,8 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Make everything as it was when it was copied."""
+        """Make everything as it was when it was copied. The host may be ahead: the next ``take`` waits for the stream of this one
+        before it writes to pinned copies again."""
         for tensor, copy in self._copies:
             tensor.copy_(copy, non_blocking=True)
         for optimizer, parameter, before in self._state:
@@ -86,8 +87,6 @@ class Snapshot:
             _make(optimizer.state[parameter], before)
         for group, before in self._groups:
             _make(group, before | {"params": group["params"]})
-        if self._stream is not None:
-            torch.cuda.current_stream().synchronize()  # the pinned copies may be written to again
 
     def release(self) -> None:
         """Let go of the copies."""

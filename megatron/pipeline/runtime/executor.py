@@ -169,6 +169,7 @@ class Executor:
                 case Send(message, peer):
                     self._send(message, peer)
                 case Join(collective):
+                    transport.keep_order()
                     handlers.background[collective.exchange].start(collective)
                 case Wait(Collective() as collective):
                     with recorder.wait(collective):

@@ -137,8 +137,7 @@ class Transport:
         # Of the pipeline's ranks in the groups.
         self._places = [torch.distributed.get_group_rank(channels.up, rank) for rank in channels.ranks] if channels.up else []
         self._posted: dict[Message, _Receiving] = {}
-        self._unshaped: dict[int, deque[_Receiving]] = defaultdict(deque)  # by peer, in the order in which they will come
-        self._peers: dict[Message, int] = {}
+        self._unshaped: deque[tuple[_Receiving, int]] = deque()  # and their peers, in the order of the program
         self._sends: dict[tuple[int, Flow], deque[_Sending]] = defaultdict(deque)
         self._unsent: dict[tuple[Message, int], deque[_Sending]] = {}  # by message and receiver
         self._together: list[tuple[torch.distributed.P2POp, list[Any]]] = []  # operations to start, and where requests go
@@ -158,20 +157,22 @@ class Transport:
             header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
             receiving.headers.append(header)
             receiving.requests.append(torch.distributed.irecv(header, self._channels.ranks[peer], group=self._channels.shapes))
-        self._peers[message] = peer
-        self._unshaped[peer].append(receiving)
+        if receiving.headers:
+            self._unshaped.append((receiving, peer))
 
     def wait(self, message: Message) -> Tensors:
         """The tensors of a posted message, once they are here."""
         receiving = self._posted.pop(message)
         if receiving.headers:
-            self._post_up_to(receiving, self._peers.pop(message))
+            self._post_up_to(receiving)
+            self.start()
         for request in receiving.requests:
             request.wait()
         return receiving.tensors
 
     def send(self, message: Message, peer: int, tensors: Tensors, when_sent: Callable[[], None]) -> None:
         """Start sending; ``when_sent`` is called once the tensors may be freed."""
+        self.keep_order()
         requests: list[Any] = []
         group = self._channels.group(self._channels.rank, peer)
         present = [tensor.contiguous() for tensor in tensors if tensor is not None]
@@ -186,6 +187,16 @@ class Transport:
         if len(queue) > UNFINISHED_SENDS and not self._polls:
             self.start()
             self._finish_first(queue)
+
+    def keep_order(self) -> None:
+        """Before a message or a collective, which may wait for other ranks: on a GPU, post the buffers of what precedes it, also
+        where that needs shapes that are on their way.
+
+        Posted later, as its shape allows, a receive could stand behind what waits for its sender: on one hardware queue
+        (CUDA_DEVICE_MAX_CONNECTIONS=1) for ever. The host waits here for the hosts of the senders, not for devices.
+        """
+        if self._polls and self._unshaped:
+            self._post_up_to(self._unshaped[-1][0])
 
     def start(self) -> None:
         """Start what was posted since the last time, where posting is batched: where ``starts_posted`` says so."""
@@ -232,17 +243,16 @@ class Transport:
     def _buffer(self, shape: Shape) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=self._dtype, device=self._device, requires_grad=True)
 
-    def _post_up_to(self, last: _Receiving, peer: int) -> None:
-        """Post the buffers of a message whose shapes are here by now, and before it those that come before it."""
+    def _post_up_to(self, last: _Receiving) -> None:
+        """Post the buffers of a message once its shapes are here, and before it those that the program receives before it."""
         while last.headers:
-            receiving = self._unshaped[peer].popleft()
+            receiving, peer = self._unshaped.popleft()
             for request in receiving.requests:
                 request.wait()
             receiving.requests.clear()
             shapes = [header[1 : 1 + int(header[0])].tolist() for header in receiving.headers]
             receiving.headers.clear()
             self._post_buffers(receiving, peer, shapes)
-        self.start()
 
     def _start(self, operation: Any, tensor: torch.Tensor, peer: int, group: Any, requests: list[Any]) -> None:
         """Start an operation, or keep it for ``start``; either way its request ends up in the list."""

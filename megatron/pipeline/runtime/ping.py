@@ -35,8 +35,8 @@ def _ask(transport: Transport, peer: int) -> list[float]:
     seconds = []
     for message, answer in zip(*_messages(), strict=True):
         began = _now()
-        _receive(transport, answer, peer)
         _send(transport, message, peer, transport.blank(message.flow))
+        _receive(transport, answer, peer)  # after what it answers, as in a program that is proved to end
         transport.wait(answer)
         seconds.append((_now() - began) / 2)
         transport.finish(message, peer)
@@ -48,9 +48,9 @@ def _answer(transport: Transport, peer: int) -> None:
     _receive(transport, there[0], peer)
     for number, answer in enumerate(back):
         tensors = transport.wait(there[number])
+        _send(transport, answer, peer, tensors)
         if answer is not back[-1]:
             _receive(transport, there[number + 1], peer)
-        _send(transport, answer, peer, tensors)
         transport.finish(answer, peer)
 
 
