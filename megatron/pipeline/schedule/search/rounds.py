@@ -19,7 +19,8 @@ import numpy as np
 from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, SLACK, UP, Array, compiled
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 
-_REPEATS = 4  # how often a construction on a V is repeated with what ranks were idle in the one before
+_NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is squeezed
+_REPEATS = 8  # how often a construction on a V is repeated with what ranks were idle in the one before
 
 
 class Choices(NamedTuple):
@@ -39,44 +40,49 @@ class Choices(NamedTuple):
     afford: float = 1.0
 
 
-def rounds(instance: Instance, limits: Array) -> Iterator[Plan]:
-    """Plans within the limits, one for each combination of choices that finds one."""
+def rounds(instance: Instance, limits: Array, longest: float = np.inf) -> Iterator[Plan]:
+    """Plans within the limits, one for each combination of choices that finds one.
+
+    Args:
+        longest: plans with a longer span than that are of no use.
+    """
     shape, ranks = instance.home.tolist(), list(range(len(instance.lengths)))
     if instance.backwards or (instance.before[MID] != -2).any() or instance.problem.placement.replicas > 1:
         return
     if shape not in (ranks, [*ranks, *reversed(ranks)]):
         return
     line = shape == ranks
-    seconds = [instance.seconds]
+    work = np.zeros(len(ranks))
+    np.add.at(work, instance.home, instance.seconds.sum(axis=0) * instance.counts)
+    constructions = [(instance.seconds, True)]
     if not line and (np.ptp(instance.seconds, axis=1) > SLACK * instance.seconds.max(axis=1)).any():
         # The rounds of a V wait for each other less where all stages are taken to be equal.
-        seconds.append(np.repeat(np.median(instance.seconds, axis=1, keepdims=True), len(shape), axis=1))
-    for times, share in itertools.product(seconds, (1.0, 0.0)):
-        arrays = (*instance.arrays[:6], times, *instance.arrays[7:])
-        for eager, behind, dense in itertools.product((True, False), (True, False), (True, False) if line else (False,)):
-            choices = Choices(eager, behind, dense, share)
-            plan = _line(instance, arrays, limits, choices) if line else _v(instance, arrays, limits, choices)
-            if plan is not None:
-                yield plan
+        constructions.append((np.repeat(np.median(instance.seconds, axis=1, keepdims=True), len(shape), axis=1), False))
+    every = itertools.product((1.0, 0.0), (True, False), (True, False), (True, False) if line else (False,))
+    for (seconds, real), (afford, eager, behind, dense) in itertools.product(constructions, every):
+        arrays = (*instance.arrays[:6], seconds, *instance.arrays[7:])
+        spare = longest * (1 + SLACK) - work if real else np.full(len(work), np.inf)
+        plan = (_line if line else _v)(instance, arrays, limits, Choices(eager, behind, dense, afford), spare)
+        if plan is not None:
+            longest = min(longest, plan.span * _NEAR)
+            yield plan
 
 
-def _line(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices) -> Plan | None:
-    state = _State.of(instance)
+def _line(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices, spare: Array) -> Plan | None:
+    state = _State.of(instance, spare)
     done = _line_in_rounds(arrays, limits, choices, state)
     return instance.replay(state.order) if done else None
 
 
-def _v(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices) -> Plan | None:
+def _v(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices, spare: Array) -> Plan | None:
     """Repeated with what each rank was idle, as long as that makes the longest idle time shorter."""
-    best, least, before = None, np.inf, np.zeros(len(limits))
+    best, before = None, np.zeros(len(limits) + 1)
     for _ in range(_REPEATS):
-        state = _State.of(instance)
-        if not _v_in_rounds(arrays, limits, choices, before, state):
+        state = _State.of(instance, spare)
+        if not _v_in_rounds(arrays, limits, choices, before, state) or (best is not None and state.most[0] >= before[-1]):
             break
-        longest = float(state.idle.max())
-        if longest >= least:
-            break
-        best, least, before = state.order, longest, state.idle
+        best, before = state.order, np.append(state.idle, state.most)
+        spare = np.minimum(spare, before[-1])
     return None if best is None else instance.replay(best)
 
 
@@ -89,6 +95,8 @@ class _State(NamedTuple):
         length: int[P], how many passes of each rank are placed.
         done: int[5, S], how many passes of each kind and stage are placed.
         free, held, idle: float[P], when a rank's last pass ends; what it holds; how long it waited since its first pass.
+        most: float[1], the largest of ``idle``.
+        spare: float[P], the construction ends without a plan as soon as a rank was idle for longer.
         waiting: int[P, N], the stages whose W are due, in the order of their B.
         due: int[P, 2], where the first of these is, and behind the last.
     """
@@ -100,11 +108,13 @@ class _State(NamedTuple):
     free: Array
     held: Array
     idle: Array
+    most: Array
+    spare: Array
     waiting: Array
     due: Array
 
     @staticmethod
-    def of(instance: Instance) -> _State:
+    def of(instance: Instance, spare: Array) -> _State:
         ranks, most = len(instance.lengths), int(instance.lengths.max())
         return _State(
             np.full(instance.shape, -1.0),
@@ -114,6 +124,8 @@ class _State(NamedTuple):
             np.zeros(ranks),
             np.zeros(ranks),
             np.zeros(ranks),
+            np.zeros(1),
+            spare,
             np.zeros((ranks, most), np.int64),
             np.zeros((ranks, 2), np.int64),
         )
@@ -152,6 +164,9 @@ def _run(arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: i
     begin = max(state.free[rank], ready)
     if place > 0:
         state.idle[rank] += begin - state.free[rank]
+        state.most[0] = max(state.most[0], state.idle[rank])
+        if state.idle[rank] > state.spare[rank]:
+            return False
     state.free[rank] = state.ends[kind, stage, index] = begin + seconds[kind, stage]
     state.order[rank, place, 0], state.order[rank, place, 1], state.order[rank, place, 2] = kind, stage, index
     state.length[rank] += 1
@@ -251,7 +266,7 @@ def _line_in_rounds(arrays: tuple[Any, ...], limits: Array, choices: Any, state:
             if not _make_room(arrays, limits, state, DOWN, rank):
                 return False
             if hops_down[rank] >= 0:
-                slack = choices.afford * (state.idle.max() - state.idle[rank])
+                slack = choices.afford * (state.most[0] - state.idle[rank])
                 _use_wait(arrays, limits, state, DOWN, rank, slack, True, choices.dense)
             if not _run(arrays, limits, state, DOWN, rank):
                 return False
@@ -259,7 +274,7 @@ def _line_in_rounds(arrays: tuple[Any, ...], limits: Array, choices: Any, state:
             if not _make_room(arrays, limits, state, UP, rank):
                 return False
             if hops_up[rank] >= 0:
-                slack = choices.afford * (state.idle.max() - state.idle[rank])
+                slack = choices.afford * (state.most[0] - state.idle[rank])
                 _use_wait(arrays, limits, state, UP, rank, slack, True, choices.dense)
             if rank == 0 and state.done[DOWN, 0] == many:  # nothing waits for its B
                 while _weight(arrays, limits, state, 0):
@@ -283,7 +298,7 @@ def _has_time(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int, aff
         weights += 1
     if state.free[rank] + seconds[DOWN, rank] + weights * seconds[POST, rank] <= comes:
         return True
-    return bool(comes - state.free[rank] > afford * (state.idle.max() - state.idle[rank]))
+    return bool(comes - state.free[rank] > afford * (state.most[0] - state.idle[rank]))
 
 
 @compiled
@@ -291,7 +306,7 @@ def _v_in_rounds(arrays: tuple[Any, ...], limits: Array, choices: Any, before: A
     """Fill the state for a V: rank r has the stages r and 2p-1-r; returns whether all passes were placed.
 
     Args:
-        before: float[P], how long each rank was idle in the construction before this one.
+        before: float[P + 1], how long each rank was idle in the construction before this one, and the longest of these.
     """
     hops_down, seconds, allocated = arrays[1], arrays[6], arrays[8]
     ranks, many = limits.shape[0], state.ends.shape[2]
@@ -352,7 +367,7 @@ def _backwards_on_v(arrays: tuple[Any, ...], limits: Array, choices: Any, before
         stage = rank if second[rank] else last - rank
         if not _make_room(arrays, limits, state, UP, stage):
             return False
-        slack = choices.afford * (max(state.idle.max(), before.max() - before[rank]) - state.idle[rank])
+        slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
         _use_wait(arrays, limits, state, UP, stage, slack, bool(second[rank]) or choices.behind, False)
         if not _run(arrays, limits, state, UP, stage):
             return False
@@ -377,7 +392,7 @@ def _forwards_on_v(arrays: tuple[Any, ...], limits: Array, choices: Any, before:
             continue
         if not _make_room(arrays, limits, state, DOWN, stage):
             return False
-        slack = choices.afford * (max(state.idle.max(), before.max() - before[rank]) - state.idle[rank])
+        slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
         _use_wait(arrays, limits, state, DOWN, stage, slack, choices.eager, False)
         if not _run(arrays, limits, state, DOWN, stage):
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -17,6 +17,7 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
+from megatron.pipeline.schedule.search.rounds import rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
 
@@ -24,12 +25,13 @@ Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 _value = attrgetter("value")
 
 # Budgets count passes, not seconds, so that every rank and every machine makes the same plan.
-_PASSES = 800_000  # passes placed in the search of one memory level
+_PASSES, _PASSES_OF_LONG = 800_000, 200_000  # passes placed in the search of one memory level
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
 # Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
-_LONG = 10_000  # microbatches times stages above which levels of less memory are not tried
+_STEPS = 64  # levels up to the memory of 1F1B at most
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
+_MANY = 2_500  # passes above which plans are first made in rounds
 _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
@@ -40,9 +42,8 @@ _KEPT = 64  # levels whose plans are cached, so that trying several limits searc
 def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     """The best order that the search finds; never worse than a known order that fits into the limits.
 
-    A higher limit does not make the order worse: levels of memory below the limit are searched too, unless their lower bound
-    says that they cannot be better. Very long problems, and problems with jitter (for which there is no bound), are searched
-    at their own limits only.
+    A higher limit does not make the order longer: levels of memory below the limit are searched too, unless their lower bound
+    says that they cannot be better. With jitter, for which there is no bound, only the given limits are searched.
 
     Args:
         known: from a problem to orders of it to begin with; they need not fit into its limits.
@@ -60,20 +61,19 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
             )
     unlimited = replace(problem, limits=None)
     short = _cut_down(unlimited)
-    (whole, plans), (small, _) = _read(unlimited, known), _read(short, known)
+    whole, plans = _read(unlimited, known)
     levels = _levels(whole, problem.limits)
     best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
     for limits in levels:
-        if best is not None and lower_bound(replace(problem, limits=tuple(limits.tolist()))) >= best.value * (1 - SLACK):
+        goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
+        if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()))
-        more = whole.problem.microbatches - small.problem.microbatches
-        dominated = best.value * _DOMINATED if best else np.inf
-        if not level.begin or level.begin[0].value + more * period_and_unit(small)[0] > dominated:
-            continue
-        plan = _whole(whole, small, level.plans, _room(whole, limits)) if more else level.plans[0]
-        if plan is not None and (best is None or plan.value < best.value * (1 - SLACK)):
-            best = plan
+        for plan in level.candidates(best) if short is unlimited else _long(whole, level, limits, best):
+            if best is None or plan.value < best.value * (1 - SLACK):
+                best = plan
+            if best.value <= goal:
+                break
     assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
     return whole.passes(best)
 
@@ -87,14 +87,13 @@ def _levels(instance: Instance, own: Sequence[float] | None) -> list[Array]:
     most = _room(instance, np.array(np.inf if own is None else own))
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
-    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
+    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // _STEPS)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
     if chunk > 0 and sizes <= {0.0, chunk}:
         most = np.floor(most / chunk * (1 + SLACK)) * chunk
     levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
     levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
-    searched = not problem.jitter and problem.microbatches * (problem.placement.last_stage + 1) <= _LONG
-    return [most, *(np.minimum(most, level) for level in levels if searched)]
+    return [most, *(np.minimum(most, level) for level in levels if not problem.jitter)]
 
 
 def _room(instance: Instance, limits: Array) -> Array:
@@ -129,6 +128,22 @@ class _Level:
     known: list[Plan]
     limits: tuple[float, ...]
 
+    def candidates(self, best: Plan | None) -> Iterator[Plan]:
+        """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
+        if self._rounds_first:
+            yield from self.in_rounds
+        if self.begin and (best is None or self.begin[0].value <= best.value * _DOMINATED):
+            yield from self.plans
+        if not self._rounds_first:
+            yield from self.in_rounds
+
+    @cached_property
+    def in_rounds(self) -> list[Plan]:
+        """The best plan that is made in rounds, squeezed and improved, if there is one."""
+        tries = _budget(self.instance) // 2 // _STARTS
+        plans = _squeezed_rounds(self.instance, self._room)
+        return [_improve(self.instance, plan, self._room, tries, self._goal) for plan in plans]
+
     @cached_property
     def begin(self) -> list[Plan]:
         """The plans to begin with, the best first; empty if none fits."""
@@ -139,6 +154,11 @@ class _Level:
         """The plans to begin with, improved; the best first."""
         tries = _budget(self.instance) // 2 // _STARTS
         return sorted((_improve(self.instance, plan, self._room, tries, self._goal) for plan in self.begin), key=_value)
+
+    @property
+    def _rounds_first(self) -> bool:
+        """Rounds are the faster way to a good plan where there are many passes."""
+        return int(self.instance.lengths.sum()) > _MANY
 
     @cached_property
     def _goal(self) -> float:
@@ -157,9 +177,30 @@ def _level(problem: Problem, known: Known, limits: tuple[float, ...]) -> _Level:
     return _Level(*_read(problem, known), limits)
 
 
-def _budget(instance: Instance) -> int:
+def _budget(instance: Instance, passes: int = _PASSES) -> int:
     """The number of plans made for one level."""
-    return int(min(_MOST, max(_FEWEST, _PASSES / instance.lengths.sum())))
+    return int(min(_MOST, max(_FEWEST, passes / instance.lengths.sum())))
+
+
+def _squeezed_rounds(instance: Instance, limits: Array, best: Plan | None = None) -> list[Plan]:
+    """The best plan that is made in rounds, squeezed; none if there is none that could be shorter than the best known one."""
+    plans = rounds(instance, limits, best.span * _DOMINATED if best else np.inf)
+    return [squeeze(instance, plan, limits) for plan in sorted(plans, key=_value)[:1]]
+
+
+def _long(whole: Instance, level: _Level, limits: Array, best: Plan | None) -> Iterator[Plan]:
+    """Plans for all microbatches: made in rounds, and from the plans of a level for fewer microbatches."""
+    room = _room(whole, limits)
+    plans = _squeezed_rounds(whole, room, best)
+    yield from plans
+    best = min([*plans, *([best] if best else [])], key=_value, default=None)
+    more = whole.problem.microbatches - level.instance.problem.microbatches
+    dominated = best.value * _DOMINATED if best else np.inf
+    small = [plan for plan in (*level.in_rounds, *level.begin) if plan.value + more * period_and_unit(level.instance)[0] <= dominated]
+    if small:
+        plan = _whole(whole, level.instance, sorted([*level.in_rounds, *level.plans], key=_value), room)
+        if plan is not None:
+            yield plan
 
 
 def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array) -> Plan | None:

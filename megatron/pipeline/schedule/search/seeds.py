@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, UP
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
-from megatron.pipeline.schedule.search.rounds import rounds
 
 # How far apart a pass and the same pass of the next stage are, in passes: forward on the first and second half of the
 # stages, backward on the second and first half. (1, 1, 1, 1) is V-Min's block, (2, 1, 2, 1) V-Half's, (4, 2, 4, 2) ZB-V's.
@@ -34,7 +33,6 @@ def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
         plan = instance.sorted(_packed(instance))
         if plan is not None and instance.within(plan, limits):
             yield plan
-    yield from rounds(instance, limits)
     for seed in itertools.islice(_seeds(instance, limits), most):
         plan = instance.construct(seed, limits)
         if plan is not None:
