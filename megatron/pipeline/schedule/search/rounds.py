@@ -40,25 +40,23 @@ class Choices(NamedTuple):
     afford: float = 1.0
 
 
-def rounds(instance: Instance, limits: Array, longest: float = np.inf) -> Iterator[Plan]:
+def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool = False) -> Iterator[Plan]:
     """Plans within the limits, one for each combination of choices that finds one.
 
     Args:
         longest: plans with a longer span than that are of no use.
+        few: whether to leave out the choices that are seldom best.
     """
-    shape, ranks = instance.home.tolist(), list(range(len(instance.lengths)))
-    if instance.backwards or (instance.before[MID] != -2).any() or instance.problem.placement.replicas > 1:
+    if not can_be_in_rounds(instance):
         return
-    if shape not in (ranks, [*ranks, *reversed(ranks)]):
-        return
-    line = shape == ranks
-    work = np.zeros(len(ranks))
+    line, stages = len(instance.home) == len(limits), len(instance.home)
+    work = np.zeros(len(limits))
     np.add.at(work, instance.home, instance.seconds.sum(axis=0) * instance.counts)
     constructions = [(instance.seconds, True)]
     if not line and (np.ptp(instance.seconds, axis=1) > SLACK * instance.seconds.max(axis=1)).any():
         # The rounds of a V wait for each other less where all stages are taken to be equal.
-        constructions.append((np.repeat(np.median(instance.seconds, axis=1, keepdims=True), len(shape), axis=1), False))
-    every = itertools.product((1.0, 0.0), (True, False), (True, False), (True, False) if line else (False,))
+        constructions.append((np.repeat(np.median(instance.seconds, axis=1, keepdims=True), stages, axis=1), False))
+    every = itertools.product((1.0,) if few else (1.0, 0.0), (True, False), (True, False), (True, False) if line else (False,))
     for (seconds, real), (afford, eager, behind, dense) in itertools.product(constructions, every):
         arrays = (*instance.arrays[:6], seconds, *instance.arrays[7:])
         spare = longest * (1 + SLACK) - work if real else np.full(len(work), np.inf)
@@ -66,6 +64,13 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf) -> Iterat
         if plan is not None:
             longest = min(longest, plan.span * _NEAR)
             yield plan
+
+
+def can_be_in_rounds(instance: Instance) -> bool:
+    """Whether there are rounds for a problem."""
+    shape, ranks = instance.home.tolist(), list(range(len(instance.lengths)))
+    placed = shape in (ranks, [*ranks, *reversed(ranks)]) and instance.problem.placement.replicas == 1
+    return placed and not instance.backwards and bool((instance.before[MID] == -2).all())
 
 
 def _line(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices, spare: Array) -> Plan | None:

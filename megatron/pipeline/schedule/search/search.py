@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
-from megatron.pipeline.schedule.search.rounds import rounds
+from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
 
@@ -25,21 +25,23 @@ Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 _value = attrgetter("value")
 
 # Budgets count passes, not seconds, so that every rank and every machine makes the same plan.
-_PASSES, _PASSES_OF_LONG = 800_000, 200_000  # passes placed in the search of one memory level
+_PASSES, _PASSES_OF_LONG = 800_000, 600_000  # passes placed in the search of one memory level
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
 # Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
-_STEPS = 64  # levels up to the memory of 1F1B at most
+_STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
+_PROBES = 4  # plans that tell whether a level of a long problem is worth a search
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
 _MANY = 2_500  # passes above which plans are first made in rounds
 _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
+_NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is squeezed
 _DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
 
-def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
+def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = False) -> Order:
     """The best order that the search finds; never worse than a known order that fits into the limits.
 
     A higher limit does not make the order longer: levels of memory below the limit are searched too, unless their lower bound
@@ -47,6 +49,7 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
 
     Args:
         known: from a problem to orders of it to begin with; they need not fit into its limits.
+        fixed: whether the problem comes with no other limits: a long one is then searched within its own limits only.
 
     Raises:
         ValueError: a limit leaves no room for one microbatch.
@@ -62,14 +65,15 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     unlimited = replace(problem, limits=None)
     short = _cut_down(unlimited)
     whole, plans = _read(unlimited, known)
-    levels = _levels(whole, problem.limits)
+    long = short is not unlimited
+    levels = _levels(whole, problem.limits, long, fixed)
     best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
     for limits in levels:
         goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
         if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
-        level = _level(short, known, tuple(limits.tolist()))
-        for plan in level.candidates(best) if short is unlimited else _long(whole, level, limits, best):
+        level = _level(short, known, tuple(limits.tolist()), long)
+        for plan in _long(whole, level, limits, best) if long else level.candidates(best):
             if best is None or plan.value < best.value * (1 - SLACK):
                 best = plan
             if best.value <= goal:
@@ -78,22 +82,26 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
     return whole.passes(best)
 
 
-def _levels(instance: Instance, own: Sequence[float] | None) -> list[Array]:
+def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> list[Array]:
     """Limits of all ranks: their own, then lower and lower ones, in steps of one chunk, or several chunks for many ranks.
 
-    If all stages hold the same, limits are rounded down to whole chunks.
+    If all stages hold the same, limits are rounded down to whole chunks; of a long problem to whole steps.
     """
     problem = instance.problem
     most = _room(instance, np.array(np.inf if own is None else own))
+    if problem.jitter or (long and fixed):
+        return [most]
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
-    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // _STEPS)
+    steps = _STEPS if not long or can_be_in_rounds(instance) else _STEPS_OF_LONG
+    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
     if chunk > 0 and sizes <= {0.0, chunk}:
-        most = np.floor(most / chunk * (1 + SLACK)) * chunk
+        unit = step if long and min(most) >= max(step, microbatch) else chunk
+        most = np.floor(most / unit * (1 + SLACK)) * unit
     levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
     levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
-    return [most, *(np.minimum(most, level) for level in levels if not problem.jitter)]
+    return [most, *(np.minimum(most, level) for level in levels)]
 
 
 def _room(instance: Instance, limits: Array) -> Array:
@@ -122,11 +130,13 @@ class _Level:
 
     Attributes:
         known: plans to begin with; they need not fit into the limits.
+        long: whether this is a part of a longer problem.
     """
 
     instance: Instance
     known: list[Plan]
     limits: tuple[float, ...]
+    long: bool = False
 
     def candidates(self, best: Plan | None) -> Iterator[Plan]:
         """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
@@ -140,20 +150,30 @@ class _Level:
     @cached_property
     def in_rounds(self) -> list[Plan]:
         """The best plan that is made in rounds, squeezed and improved, if there is one."""
-        tries = _budget(self.instance) // 2 // _STARTS
         plans = _squeezed_rounds(self.instance, self._room)
-        return [_improve(self.instance, plan, self._room, tries, self._goal) for plan in plans]
+        return [_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in plans]
 
     @cached_property
     def begin(self) -> list[Plan]:
         """The plans to begin with, the best first; empty if none fits."""
-        return _begin(self.instance, self.known, self._room, _budget(self.instance) // 2, self._goal)
+        near = _NEAR_OF_LONG if self.long else np.inf
+        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, near)
 
     @cached_property
     def plans(self) -> list[Plan]:
         """The plans to begin with, improved; the best first."""
-        tries = _budget(self.instance) // 2 // _STARTS
-        return sorted((_improve(self.instance, plan, self._room, tries, self._goal) for plan in self.begin), key=_value)
+        return sorted((_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in self.begin), key=_value)
+
+    @property
+    def budget(self) -> int:
+        """The number of plans to be made."""
+        passes = _PASSES_OF_LONG if self.long else _PASSES
+        return int(min(_MOST, max(_FEWEST, passes / self.instance.lengths.sum())))
+
+    @property
+    def _tries(self) -> int:
+        """The number of plans to be made from each of those to begin with."""
+        return self.budget // 2 // _STARTS
 
     @property
     def _rounds_first(self) -> bool:
@@ -172,57 +192,54 @@ class _Level:
 
 
 @lru_cache(maxsize=_KEPT)
-def _level(problem: Problem, known: Known, limits: tuple[float, ...]) -> _Level:
+def _level(problem: Problem, known: Known, limits: tuple[float, ...], long: bool) -> _Level:
     """Plans of a problem without limits of its own, within these limits."""
-    return _Level(*_read(problem, known), limits)
-
-
-def _budget(instance: Instance, passes: int = _PASSES) -> int:
-    """The number of plans made for one level."""
-    return int(min(_MOST, max(_FEWEST, passes / instance.lengths.sum())))
+    return _Level(*_read(problem, known), limits, long)
 
 
 def _squeezed_rounds(instance: Instance, limits: Array, best: Plan | None = None) -> list[Plan]:
     """The best plan that is made in rounds, squeezed; none if there is none that could be shorter than the best known one."""
-    plans = rounds(instance, limits, best.span * _DOMINATED if best else np.inf)
+    few = int(instance.lengths.sum()) > _WHOLE
+    plans = rounds(instance, limits, best.span * _DOMINATED if best else np.inf, few)
     return [squeeze(instance, plan, limits) for plan in sorted(plans, key=_value)[:1]]
 
 
 def _long(whole: Instance, level: _Level, limits: Array, best: Plan | None) -> Iterator[Plan]:
     """Plans for all microbatches: made in rounds, and from the plans of a level for fewer microbatches."""
-    room = _room(whole, limits)
+    room, small = _room(whole, limits), level.instance
     plans = _squeezed_rounds(whole, room, best)
     yield from plans
     best = min([*plans, *([best] if best else [])], key=_value, default=None)
-    more = whole.problem.microbatches - level.instance.problem.microbatches
-    dominated = best.value * _DOMINATED if best else np.inf
-    small = [plan for plan in (*level.in_rounds, *level.begin) if plan.value + more * period_and_unit(level.instance)[0] <= dominated]
-    if small:
-        plan = _whole(whole, level.instance, sorted([*level.in_rounds, *level.plans], key=_value), room)
-        if plan is not None:
-            yield plan
-
-
-def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array) -> Plan | None:
-    """A plan for all microbatches, from plans for fewer whose middle is repeated, and from building blocks at full length."""
-    budget = _budget(small)
-    plans_tried: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
-    for plan in plans[:2]:
+    more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
+    if best is not None:
+        glance = itertools.islice(starts(small, _room(small, limits), _PROBES), _PROBES)
+        if not level.in_rounds and min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
+            return
+        if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > best.value * _DOMINATED:
+            return
+    candidates = sorted([*level.in_rounds, *level.plans], key=_value)
+    tried: list[Plan | None] = [] if plans else [*starts(whole, room, max(2, level.budget // 16))]
+    for plan in candidates[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
-            plans_tried.append(exact if exact and whole.within(exact, room) else None)
-            plans_tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
-    begin = sorted((plan for plan in plans_tried if plan is not None), key=_value)[: max(1, min(_STARTS, budget // _FEWEST))]
-    return min((squeeze(whole, plan, room) for plan in begin), key=_value, default=None)
+            tried.append(exact if exact and whole.within(exact, room) else None)
+            tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
+    begin = sorted((plan for plan in tried if plan is not None), key=_value)[: max(1, min(_STARTS, level.budget // _FEWEST))]
+    yield from (squeeze(whole, plan, room) for plan in begin)
 
 
-def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float) -> list[Plan]:
-    """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal."""
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float = np.inf) -> list[Plan]:
+    """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
+
+    Args:
+        near: plans more than this many times as long as the best are not squeezed.
+    """
     plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most))
     best: list[Plan] = []
     for number in (_GLANCE, most):  # the first few are often enough
         some = sorted(itertools.islice(plans, number), key=_value)[:_SQUEEZED]
+        some = [plan for plan in some if plan.value <= near * some[0].value]
         best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
             return best[:1]
