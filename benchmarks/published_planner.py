@@ -3,7 +3,8 @@
     python benchmarks/published_planner.py --checkout PATH [--instances N] [--cells] [--json FILE]
 
 PATH is a checkout of github.com/sail-sg/zero-bubble-pipeline-parallelism, whose schedulers run as they are: the one of ZB on a
-line, and on a V those of ZB-V, V-Half and V-Min, of which the shortest within the limits counts. On a line it knows the costs of
+line, and on a V those of ZB-V, V-Half and V-Min, of which the shortest within the limits counts (V-Half and V-Min, which then take
+minutes, only up to 1500 ranks times microbatches). On a line it knows the costs of
 every stage; on a V it plans for their median, as its own trainer does, and the plan is simulated at the real costs. What it
 imports beside Python's library (torch, pulp, Megatron-LM) is replaced by empty modules, for no line in use calls them.
 
@@ -41,6 +42,7 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
+SMALL = 1500
 EQUAL = 1 + 1e-9  # times that differ in the last bits are equal
 PLACEMENTS = {"zb-auto": "line", "v-auto": "V"}
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
@@ -138,7 +140,10 @@ class Published:
 
     def plans(self, case: Case) -> Iterator[Schedule]:
         """What they plan; those that stop with an error are left out."""
-        for make in (self._line,) if case.name == "zb-auto" else (self._zb_v, self._v_half, self._v_min):
+        makers = [self._line] if case.name == "zb-auto" else [self._zb_v]
+        if case.name == "v-auto" and case.ranks * case.microbatches <= SMALL:
+            makers += [self._v_half, self._v_min]
+        for make in makers:
             with contextlib.suppress(AssertionError, ValueError, IndexError), contextlib.redirect_stdout(io.StringIO()):
                 placement = families.placement(case.name, case.ranks)
                 yield Schedule("published", placement, case.microbatches, _read(make(case)))

@@ -33,6 +33,8 @@ _STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
 _PROBES = 4  # plans that tell whether a level of a long problem is worth a search
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
 _MANY = 2_500  # passes above which plans are first made in rounds
+_MOST_IN_ROUNDS = 60_000  # passes above which nothing is tried beside rounds, where there are any
+_HUGE = 300_000  # passes above which nothing is tried but a few plans at full length
 _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
@@ -65,15 +67,16 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
     unlimited = replace(problem, limits=None)
     short = _cut_down(unlimited)
     whole, plans = _read(unlimited, known)
-    long = short is not unlimited
+    long = short is not unlimited or int(whole.lengths.sum()) > _HUGE
     levels = _levels(whole, problem.limits, long, fixed)
     best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
+    at_length = _Long(whole)
     for limits in levels:
         goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
         if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()), long)
-        for plan in _long(whole, level, limits, best) if long else level.candidates(best):
+        for plan in at_length.candidates(level, limits, best, goal) if long else level.candidates(best):
             if best is None or plan.value < best.value * (1 - SLACK):
                 best = plan
             if best.value <= goal:
@@ -197,29 +200,51 @@ def _level(problem: Problem, known: Known, limits: tuple[float, ...], long: bool
     return _Level(*_read(problem, known), limits, long)
 
 
-def _squeezed_rounds(instance: Instance, limits: Array, best: Plan | None = None) -> list[Plan]:
-    """The best plan that is made in rounds, squeezed; none if there is none that could be shorter than the best known one."""
-    few = int(instance.lengths.sum()) > _WHOLE
-    plans = rounds(instance, limits, best.span * _DOMINATED if best else np.inf, few)
-    return [squeeze(instance, plan, limits) for plan in sorted(plans, key=_value)[:1]]
+def _squeezed_rounds(instance: Instance, limits: Array) -> list[Plan]:
+    """The best plan that is made in rounds, squeezed; none if there is none."""
+    return [squeeze(instance, plan, limits) for plan in sorted(rounds(instance, limits), key=_value)[:1]]
 
 
-def _long(whole: Instance, level: _Level, limits: Array, best: Plan | None) -> Iterator[Plan]:
-    """Plans for all microbatches: made in rounds, and from the plans of a level for fewer microbatches."""
-    room, small = _room(whole, limits), level.instance
-    plans = _squeezed_rounds(whole, room, best)
-    yield from plans
-    best = min([*plans, *([best] if best else [])], key=_value, default=None)
+class _Long:
+    """The search of a long problem: at full length where plans can be made in rounds, else from plans for fewer microbatches."""
+
+    def __init__(self, whole: Instance) -> None:
+        self._whole, self._passes = whole, int(whole.lengths.sum())
+        self._in_rounds = False  # whether a level had plans made in rounds; levels below are searched for better ones only
+
+    def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float) -> Iterator[Plan]:
+        """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
+        whole, room = self._whole, _room(self._whole, limits)
+        quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
+        if self._passes <= _HUGE:
+            quick = [plan for plan in quick if plan.value <= goal * _NEAR]
+        longest = min((plan.span for plan in (*quick, *([best] if best else []))), default=np.inf)
+        made = list(rounds(whole, room, longest * _DOMINATED, few=True))
+        self._in_rounds = self._in_rounds or bool(made)
+        if not (quick or made) and self._passes > _HUGE:
+            quick = [*starts(whole, room, _PROBES)]
+        for plan in sorted([*quick, *made], key=_value)[:1]:
+            if best is None or plan.value <= best.value * _DOMINATED:
+                squeezed = squeeze(whole, plan, room)
+                best = squeezed if best is None else min(best, squeezed, key=_value)
+                yield squeezed
+        if self._passes <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE):
+            yield from _extended(whole, level, room, best)
+
+
+def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) -> Iterator[Plan]:
+    """The best plan of a level for fewer microbatches, with its middle repeated; none if the level is dominated."""
+    small = level.instance
     more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
-    if best is not None:
-        glance = itertools.islice(starts(small, _room(small, limits), _PROBES), _PROBES)
-        if not level.in_rounds and min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
+    dominated = best.value * _DOMINATED if best else np.inf
+    if best is not None and not level.in_rounds:
+        glance = itertools.islice(starts(small, _room(small, np.array(level.limits)), _PROBES), _PROBES)
+        if min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
             return
-        if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > best.value * _DOMINATED:
-            return
-    candidates = sorted([*level.in_rounds, *level.plans], key=_value)
-    tried: list[Plan | None] = [] if plans else [*starts(whole, room, max(2, level.budget // 16))]
-    for plan in candidates[:2]:
+    if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:
+        return
+    tried: list[Plan | None] = [*starts(whole, room, max(2, level.budget // 16))] if not level.in_rounds else []
+    for plan in sorted([*level.in_rounds, *level.plans], key=_value)[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
