@@ -3,10 +3,10 @@
     python benchmarks/published_planner.py --checkout PATH [--instances N] [--cells] [--json FILE]
 
 PATH is a checkout of github.com/sail-sg/zero-bubble-pipeline-parallelism, whose schedulers run as they are: the one of ZB on a
-line, and on a V those of ZB-V, V-Half and V-Min, of which the shortest within the limits counts (V-Half and V-Min, which then take
-minutes, only up to 1500 ranks times microbatches). On a line it knows the costs of
-every stage; on a V it plans for their median, as its own trainer does, and the plan is simulated at the real costs. What it
-imports beside Python's library (torch, pulp, Megatron-LM) is replaced by empty modules, for no line in use calls them.
+line, and on a V those of ZB-V, V-Half and V-Min, of which the shortest within the limits counts (V-Half and V-Min, which then
+take minutes, only up to 1500 ranks times microbatches). On a line it knows the costs of every stage; on a V it plans for their
+median, as its own trainer does, and the plan is simulated at the real costs. What it imports beside Python's library (torch, pulp,
+Megatron-LM) is replaced by empty modules, for no line in use calls them.
 
 Without ``--cells`` the instances are random, from a fixed seed: the same everywhere.
 """
@@ -61,11 +61,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 24, 32], help="of --cells")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[48, 96, 128], help="of --cells")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every instance's numbers there, as they are found")
+    parser.add_argument("--reuse", type=Path, metavar="FILE", help="of an earlier run: the published planner is not run again")
     options = parser.parse_args()
     cases = cells(options.ranks, options.microbatches) if options.cells else drawn(options.instances)
     published, results = Published(options.checkout), []
-    for case in itertools.islice(cases, options.first, None):
-        results.append(compared(case, published))
+    earlier = json.loads(options.reuse.read_text()) if options.reuse else []
+    for case, row in itertools.zip_longest(itertools.islice(cases, options.first, None), earlier):
+        if case is None:
+            break
+        results.append(compared(case, published, row))
         print(results[-1].line, file=sys.stderr, flush=True)
         if options.json:
             options.json.write_text(json.dumps([result.row for result in results], indent=1))
@@ -138,7 +142,19 @@ class Published:
                 _loaded(f"{PACKAGE}.{name}", folder / f"{name}.py") for name in ("graph", "zb", "zbv", "zbv_greedy")
             )
 
-    def plans(self, case: Case) -> Iterator[Schedule]:
+    def best(self, case: Case) -> tuple[float | None, float | None, float]:
+        """Span and peak of the shortest of their plans within the limit, None if there is none, and seconds to plan."""
+        begin = time.perf_counter()
+        plans = list(self._plans(case))
+        seconds = time.perf_counter() - begin
+        found = []
+        for plan in plans:
+            verify(plan)
+            if (peak := max(activation_peaks(plan, case.costs))) <= case.limit * EQUAL:
+                found.append((simulate(plan, case.costs).span, peak))
+        return *min(found, default=(None, None)), seconds
+
+    def _plans(self, case: Case) -> Iterator[Schedule]:
         """What they plan; those that stop with an error are left out."""
         makers = [self._line] if case.name == "zb-auto" else [self._zb_v]
         if case.name == "v-auto" and case.ranks * case.microbatches <= SMALL:
@@ -168,9 +184,7 @@ class Published:
     def _zb_v(self, case: Case) -> Any:
         stage = case.costs.stages[0]
         memory = stage.activation, stage.retained - stage.activation, -stage.retained
-        graph = self._zbv.PipelineGraph(
-            case.ranks, case.microbatches, *_medians(case.costs), *memory, max_mem=case.limit * EQUAL
-        )
+        graph = self._zbv.PipelineGraph(case.ranks, case.microbatches, *_medians(case.costs), *memory, max_mem=case.limit * EQUAL)
         return graph.create_schedule(self._chunks(case))
 
     def _v_half(self, case: Case) -> Any:
@@ -214,7 +228,7 @@ def _read(rows: Any) -> Order:
 
 @dataclass(frozen=True)
 class Result:
-    """Spans, bubbles as shares of the span, peaks over the limit's unit, and seconds to plan, of both; None where it has no plan."""
+    """Spans, peaks in microbatches and seconds to plan, ours and theirs; None where it has no plan."""
 
     case: Case
     ours: float
@@ -245,34 +259,29 @@ class Result:
     @property
     def line(self) -> str:
         case = self.case
-        bubbles = [f"{100 * (1 - self.work / span):6.2f}%" if span else "  none " for span in (self.ours, self.theirs, self.bound)]
+        spans = self.ours, self.theirs, self.bound
+        bubbles = [f"{100 * (1 - self.work / span):6.2f}%" if span else "  none " for span in spans]
         sizes = f"{case.name:8}{case.kind:7} p={case.ranks:<3} m={case.microbatches:<4} {case.limit / case.ranks:5.3f}"
         seconds = " ".join(f"{each:6.2f}s" for each in self.seconds)
         return f"{sizes} {' '.join(bubbles)} {self.outcome:8} {self.behind:+.3f} {seconds}"
 
 
-def compared(case: Case, published: Published) -> Result:
-    """Both planners on one instance; every plan in use obeys our rules and the limit."""
-    moments = [time.perf_counter()]
+def compared(case: Case, published: Published, row: dict[str, Any] | None) -> Result:
+    """Both planners on one instance; every plan in use obeys our rules and the limit.
+
+    Args:
+        row: of an earlier run, whose figures of the published planner are taken.
+    """
+    begin = time.perf_counter()
     problem = planning.Request(case.name, case.ranks, case.microbatches, case.costs, memory_limit=case.limit).problem()
     ours = planning.solve(case.name, problem)
-    moments.append(time.perf_counter())
+    seconds = time.perf_counter() - begin
     verify(ours, case.costs, problem.limits)
-    plans = list(published.plans(case))
-    moments.append(time.perf_counter())
-    best = None
-    for plan in plans:
-        verify(plan)
-        peak = max(activation_peaks(plan, case.costs))
-        if peak <= case.limit * EQUAL and (best is None or simulate(plan, case.costs).span < best[0]):
-            best = simulate(plan, case.costs).span, peak
-    theirs, peak_of_theirs = best or (None, None)
-    work = case.microbatches * max(
-        sum(case.costs.stages[stage].total for stage in problem.placement.stages[rank]) for rank in range(case.ranks)
-    )
-    peaks = max(activation_peaks(ours, case.costs)), peak_of_theirs
-    seconds = moments[1] - moments[0], moments[2] - moments[1]
-    return Result(case, simulate(ours, case.costs).span, theirs, lower_bound(problem), work, peaks, seconds)
+    theirs, peak, their_seconds = (row["theirs"], row["peaks"][1], row["seconds"][1]) if row else published.best(case)
+    stages = problem.placement.stages
+    work = case.microbatches * max(sum(case.costs.stages[stage].total for stage in rank) for rank in stages)
+    peaks = max(activation_peaks(ours, case.costs)), peak
+    return Result(case, simulate(ours, case.costs).span, theirs, lower_bound(problem), work, peaks, (seconds, their_seconds))
 
 
 def table(results: list[Result]) -> str:
@@ -280,7 +289,7 @@ def table(results: list[Result]) -> str:
     keys = sorted({(result.case.name, result.case.kind) for result in results}, reverse=True)
     groups = [(key, [result for result in results if (result.case.name, result.case.kind) == key]) for key in keys]
     lines = [_line(f"{PLACEMENTS[name]}, {kind}", chosen) for (name, kind), chosen in groups]
-    columns = ("", "instances", "shorter", "equal", "longer", "it has no plan", "worst loss", "mean gain", "over the limit", "gap")
+    columns = ("", "instances", "shorter", "equal", "longer", "no plan", "worst loss", "mean gain", "over the limit", "our gap")
     return markdown(columns, [*lines, _line("all", results)])
 
 

@@ -350,7 +350,9 @@ def _v_in_rounds(arrays: tuple[Any, ...], limits: Array, choices: Any, before: A
                 return False
             second = not second
     for _ in range(2 * many):
-        if not _backwards_on_v(arrays, limits, choices, before, state) or not _forwards_on_v(arrays, limits, choices, before, state):
+        if not _backwards_on_v(arrays, limits, choices, before, state) or not _forwards_on_v(
+            arrays, limits, choices, before, state
+        ):
             return False
     return _drain(arrays, limits, state)
 

@@ -30,6 +30,7 @@ _FEWEST, _MOST = 16, 800  # plans made for one memory level
 # Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
 _STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
+_MEDIUM, _THOROUGH = 1_000, 4  # passes above which only so many of them are searched thoroughly where plans can be made in rounds
 _PROBES = 4  # plans that tell whether a level of a long problem is worth a search
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
 _MANY = 2_500  # passes above which plans are first made in rounds
@@ -68,15 +69,14 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
     short = _cut_down(unlimited)
     whole, plans = _read(unlimited, known)
     long = short is not unlimited or int(whole.lengths.sum()) > _HUGE
-    levels = _levels(whole, problem.limits, long, fixed)
-    best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
+    best = min(_fitting(whole, plans, next(_levels(whole, problem.limits, long, fixed))[0]), key=_value, default=None)
     at_length = _Long(whole)
-    for limits in levels:
+    for limits, thorough in _levels(whole, problem.limits, long, fixed):
         goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
         if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()), long)
-        for plan in at_length.candidates(level, limits, best, goal) if long else level.candidates(best):
+        for plan in at_length.candidates(level, limits, best, goal, thorough) if long else level.candidates(best, thorough):
             if best is None or plan.value < best.value * (1 - SLACK):
                 best = plan
             if best.value <= goal:
@@ -85,26 +85,43 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
     return whole.passes(best)
 
 
-def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> list[Array]:
-    """Limits of all ranks: their own, then lower and lower ones, in steps of one chunk, or several chunks for many ranks.
+def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> Iterator[tuple[Array, bool]]:
+    """Limits of all ranks: their own, then lower and lower ones, and whether to search them thoroughly.
 
-    If all stages hold the same, limits are rounded down to whole chunks; of a long problem to whole steps.
+    They are the same whatever the limit above them, so that a higher limit adds some and removes none. If all stages hold the
+    same, limits are rounded down to whole chunks, and those of a long problem to whole steps.
     """
     problem = instance.problem
     most = _room(instance, np.array(np.inf if own is None else own))
-    if problem.jitter or (long and fixed):
-        return [most]
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
-    steps = _STEPS if not long or can_be_in_rounds(instance) else _STEPS_OF_LONG
+    if problem.jitter or (long and fixed) or not chunk:
+        yield most, True
+        return
+    in_rounds = int(instance.lengths.sum()) > _MEDIUM and can_be_in_rounds(instance)
+    steps = _STEPS_OF_LONG if long and not in_rounds else _STEPS
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
-    if chunk > 0 and sizes <= {0.0, chunk}:
-        unit = step if long and min(most) >= max(step, microbatch) else chunk
-        most = np.floor(most / unit * (1 + SLACK)) * unit
-    levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
-    levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
-    return [most, *(np.minimum(most, level) for level in levels)]
+    unit = step if long else chunk
+    whole = sizes <= {0.0, chunk} and min(most) >= max(unit, microbatch)
+    if whole:
+        most = _whole_units(most, unit)
+    thorough = problem.ranks * microbatch * np.arange(1, 3 * _THOROUGH + 1) / _THOROUGH if in_rounds else np.zeros(0)
+    thorough = _whole_units(thorough, unit) if whole else thorough
+    levels = np.append(step * np.arange(1, round(3 * problem.ranks * microbatch / step) + 1), thorough)
+    least_of_rounds = problem.ranks * microbatch * (1 - SLACK)  # with less, rounds are seldom the best way
+
+    def is_thorough(level: float) -> bool:
+        return not in_rounds or level < least_of_rounds or bool(np.isclose(thorough, level, SLACK).any())
+
+    yield most, fixed or min(most) < max(most) or is_thorough(max(most))
+    for level in sorted({float(level) for level in levels}, reverse=True):
+        if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK):
+            yield np.minimum(most, level), is_thorough(level)
+
+
+def _whole_units(amounts: Array, unit: float) -> Array:
+    return np.floor(amounts / unit * (1 + SLACK)) * unit
 
 
 def _room(instance: Instance, limits: Array) -> Array:
@@ -141,12 +158,13 @@ class _Level:
     limits: tuple[float, ...]
     long: bool = False
 
-    def candidates(self, best: Plan | None) -> Iterator[Plan]:
+    def candidates(self, best: Plan | None, thorough: bool) -> Iterator[Plan]:
         """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
         if self._rounds_first:
             yield from self.in_rounds
-        if self.begin and (best is None or self.begin[0].value <= best.value * _DOMINATED):
-            yield from self.plans
+        if thorough or not self.in_rounds:
+            if self.begin and (best is None or self.begin[0].value <= best.value * _DOMINATED):
+                yield from self.plans
         if not self._rounds_first:
             yield from self.in_rounds
 
@@ -212,7 +230,7 @@ class _Long:
         self._whole, self._passes = whole, int(whole.lengths.sum())
         self._in_rounds = False  # whether a level had plans made in rounds; levels below are searched for better ones only
 
-    def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float) -> Iterator[Plan]:
+    def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float, thorough: bool) -> Iterator[Plan]:
         """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
         whole, room = self._whole, _room(self._whole, limits)
         quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
@@ -228,7 +246,7 @@ class _Long:
                 squeezed = squeeze(whole, plan, room)
                 best = squeezed if best is None else min(best, squeezed, key=_value)
                 yield squeezed
-        if self._passes <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE):
+        if self._passes <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
 
 
