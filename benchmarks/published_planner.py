@@ -5,8 +5,8 @@
 PATH is a checkout of github.com/sail-sg/zero-bubble-pipeline-parallelism, whose schedulers run as they are: the one of ZB on a
 line, and on a V those of ZB-V, V-Half and V-Min, of which the shortest within the limits counts (V-Half and V-Min, which then
 take minutes, only up to 1500 ranks times microbatches). On a line it knows the costs of every stage; on a V it plans for their
-median, as its own trainer does, and the plan is simulated at the real costs. What it imports beside Python's library (torch, pulp,
-Megatron-LM) is replaced by empty modules, for no line in use calls them.
+median, as its own trainer does, and the plan is simulated at the real costs. What it imports beside the standard library (torch,
+pulp, Megatron-LM) is replaced by empty modules, for nothing in use calls it.
 
 Without ``--cells`` the instances are random, from a fixed seed: the same everywhere.
 """
@@ -121,7 +121,7 @@ def cells(ranks: list[int], microbatches: list[int]) -> Iterator[Case]:
 
 def shared(times: list[tuple[float, ...]], home: Placement, retained: float, hop: float) -> Costs:
     """Costs of stages of which a rank's whole share takes these times; ``hop`` is a part of the mean F of a rank."""
-    stages = tuple(StageCosts(*each, 1.0, retained).share(home.chunks) for each in times)
+    stages = tuple(StageCosts(f, b, w, 1.0, retained).share(home.chunks) for f, b, w in times)
     return Costs(stages, hop * statistics.fmean(stage.forward for stage in stages) * home.chunks)
 
 
@@ -170,7 +170,7 @@ class Published:
             self._graph.GraphConfig(
                 mem_f=[stage.activation for stage in stages],
                 mem_b=[stage.retained - stage.activation for stage in stages],
-                mem_w=[-stage.retained for stage in stages],
+                mem_w=[-(stage.activation + (stage.retained - stage.activation)) for stage in stages],  # their sum must be 0
                 max_mem=[case.limit * EQUAL] * case.ranks,
                 cost_f=[stage.forward for stage in stages],
                 cost_b=[stage.backward for stage in stages],

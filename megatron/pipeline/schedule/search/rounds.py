@@ -227,7 +227,9 @@ def _use_wait(
 
 
 @compiled
-def _line_in_rounds(arrays: tuple[Any, ...], limits: Array, choices: Any, state: Any) -> bool:
+def _line_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
+    arrays: tuple[Any, ...], limits: Array, choices: Any, state: Any
+) -> bool:
     """Fill the state for one stage on every rank; returns whether all passes were placed."""
     hops_down, hops_up, seconds, allocated = arrays[1], arrays[2], arrays[6], arrays[8]
     ranks, many = limits.shape[0], state.ends.shape[2]
@@ -307,7 +309,9 @@ def _has_time(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int, aff
 
 
 @compiled
-def _v_in_rounds(arrays: tuple[Any, ...], limits: Array, choices: Any, before: Array, state: Any) -> bool:
+def _v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
+    arrays: tuple[Any, ...], limits: Array, choices: Any, before: Array, state: Any
+) -> bool:
     """Fill the state for a V: rank r has the stages r and 2p-1-r; returns whether all passes were placed.
 
     Args:

@@ -1,4 +1,4 @@
-"""The planner: list scheduling from building blocks, then improvement from both ends of time, at every memory level."""
+"""The planner: rounds and list scheduling, then improvement from both ends of time, at every memory level."""
 
 from __future__ import annotations
 
@@ -162,9 +162,9 @@ class _Level:
         """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
         if self._rounds_first:
             yield from self.in_rounds
-        if thorough or not self.in_rounds:
-            if self.begin and (best is None or self.begin[0].value <= best.value * _DOMINATED):
-                yield from self.plans
+        longest = best.value * _DOMINATED if best else np.inf
+        if (thorough or not self.in_rounds) and self.begin and self.begin[0].value <= longest:
+            yield from self.plans
         if not self._rounds_first:
             yield from self.in_rounds
 
