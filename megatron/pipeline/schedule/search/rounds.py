@@ -4,8 +4,8 @@ Qi et al. construct ZB ("Zero Bubble Pipeline Parallelism", section 3.1) and ZB-
 first runs every W that fits into that time. One more W would delay the pass; it runs only if the idle time it saves is more
 than the rank can afford: than what it was idle less than the rank that was idle most, since only that one decides the span.
 
-One construction takes as long as a single simulation, so many are tried, with each choice either way (``Choices``). They need
-one stage on every rank, or two on a V, and no R.
+One construction takes as long as a single simulation, hence the search tries each choice either way (``Choices``).
+Rounds need one stage on every rank, or two on a V, and no R.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _FEWEST, _MOST = 16, 800  # plans made for one memory level
 # Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
 _STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
-_MEDIUM, _THOROUGH = 1_000, 4  # passes above which only so many of them are searched thoroughly where plans can be made in rounds
+_MEDIUM, _THOROUGH = 1_000, 4  # passes above which only this many of them are searched thoroughly where there are rounds
 _PROBES = 4  # plans that tell whether a level of a long problem is worth a search
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
 _MANY = 2_500  # passes above which plans are first made in rounds
@@ -88,7 +88,7 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
 def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> Iterator[tuple[Array, bool]]:
     """Limits of all ranks: their own, then lower and lower ones, and whether to search them thoroughly.
 
-    They are the same whatever the limit above them, so that a higher limit adds some and removes none. If all stages hold the
+    They do not depend on the limit above them, so that a higher limit adds some and removes none. If all stages hold the
     same, limits are rounded down to whole chunks, and those of a long problem to whole steps.
     """
     problem = instance.problem
