@@ -7,43 +7,32 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 
-from megatron.pipeline.cli import (
-    certify,
-    compare,
-    draw,
-    export,
-    launch,
-    memory,
-    plan,
-    rehearse,
-    serve,
-    simulate,
-    support,
-    tune,
-    vocabulary,
-)
 from megatron.pipeline.cli.arguments import Parser, complain
 from megatron.pipeline.cli.packages import Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
-COMMANDS = (
-    "plan",
-    "simulate",
-    "verify",
-    "certify",
-    "draw",
-    "compare",
-    "export",
-    "vocabulary",
-    "memory",
-    "tune",
-    "rehearse",
-    "serve",
-    "launch",
-    "support",
-)
+# The module of each command. A process imports those of the command that it runs: all of them take longer than a small plan.
+_MODULES = {
+    "plan": "plan",
+    "simulate": "simulate",
+    "verify": "simulate",
+    "certify": "certify",
+    "draw": "draw",
+    "compare": "compare",
+    "export": "export",
+    "vocabulary": "vocabulary",
+    "memory": "memory",
+    "tune": "tune",
+    "rehearse": "rehearse",
+    "serve": "serve",
+    "launch": "launch",
+    "support": "support",
+}
+COMMANDS = tuple(_MODULES)
+_OWN_FLAGS = ("launch", "rehearse")  # most of their command line is for others
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the command line; by default that of this process.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    for command in (launch, rehearse):
-        if arguments and arguments[0] == command.NAME:
-            return command.main(arguments[1:])
+    if arguments and arguments[0] in _OWN_FLAGS:
+        return int(import_module(f"{__name__}.{arguments[0]}").main(arguments[1:]))
     code = 0
     try:
         with without_collecting():
@@ -84,7 +72,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: they are wrong; one line on stderr says why.
     """
-    parser, commands = _parser()
+    parser, commands = _parser(arguments[0] if arguments and arguments[0] in COMMANDS else None)
     if arguments and arguments[0] in commands:
         commands[arguments[0]].check_flags(arguments[1:])
     elif arguments and arguments[0] not in ("-h", "--help", "--version"):
@@ -102,11 +90,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them
-def _parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of all, and those of the commands by name."""
+def _parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of one command, or of all, and those of the commands by name."""
     parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
-    for command in (plan, simulate, certify, draw, compare, export, vocabulary, memory, tune, rehearse, serve, launch, support):
-        command.add(commands)
+    for module in dict.fromkeys([_MODULES[command]] if command else _MODULES.values()):
+        import_module(f"{__name__}.{module}").add(commands)
     return parser, commands.choices

@@ -28,15 +28,20 @@ from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families.family import Family
 
 
-def plan(problem: Problem) -> Order:
+def plan(problem: Problem, fixed: bool = False) -> Order:
     from megatron.pipeline.schedule.search.search import search  # compiles, which fixed orders do not need
 
-    return search(problem, _known)
+    return search(problem, _known, fixed)
+
+
+def plan_fixed(problem: Problem) -> Order:
+    """For a name that stands for an amount of memory: there are no plans for other limits."""
+    return plan(problem, fixed=True)
 
 
 def plan_fused(problem: Problem) -> Order:
     """Every backward is BW."""
-    return plan(replace(problem, fused=frozenset(range(problem.placement.last_stage + 1))))
+    return plan_fixed(replace(problem, fused=frozenset(range(problem.placement.last_stage + 1))))
 
 
 def _memory_of_1f1b_v(ranks: int) -> float:
@@ -69,7 +74,7 @@ def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
 FAMILIES = (
     Family("1f1b-v", lambda ranks, _: v(ranks), plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed", fused=True),
     Family("zb-v", lambda ranks, _: v(ranks), plan, chunks=2, memory=float, memory_is="least"),
-    Family("v-half", lambda ranks, _: v(ranks), plan, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
-    Family("v-min", lambda ranks, _: v(ranks), plan, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
+    Family("v-half", lambda ranks, _: v(ranks), plan_fixed, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
+    Family("v-min", lambda ranks, _: v(ranks), plan_fixed, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
     Family("v-auto", wave, plan, chunks=2, any_chunks=True, least_chunks=2, memory=float, memory_is="default", suggested=True),
 )

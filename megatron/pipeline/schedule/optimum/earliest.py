@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ class Line:
     before: tuple[tuple[int, float], ...] = ()
 
 
-def lines(problem: Problem) -> list[Line]:
+def lines(problem: Problem) -> tuple[Line, ...]:
     """Every line of a problem, each after those that precede it.
 
     A backward may be split or fused, whichever a schedule likes, where the problem does not say that it is fused. Let b be
@@ -52,6 +53,11 @@ def lines(problem: Problem) -> list[Line]:
 
     Slices of a microbatch count like microbatches.
     """
+    return _lines(replace(problem, limits=None))
+
+
+@lru_cache(maxsize=8)  # a search asks for the bounds of one problem within many limits
+def _lines(problem: Problem) -> tuple[Line, ...]:
     placement, costs = problem.placement, problem.costs.sliced(problem.splits)
     total = problem.microbatches * problem.splits
     stages = range(placement.last_stage + 1)
@@ -72,7 +78,7 @@ def lines(problem: Problem) -> list[Line]:
         known[stage, own] = len(made)
         count = len(range(placement.replica(stage), total, placement.replicas))
         made.append(Line(stage, rank, own, float(_least_seconds(cost, kind)), float(change), count, tuple(before)))
-    return made
+    return tuple(made)
 
 
 def _least_seconds(cost: StageCosts, kind: Kind) -> float:

@@ -1,9 +1,9 @@
-"""The planner: list scheduling from building blocks, then improvement from both ends of time, at every memory level."""
+"""The planner: rounds and list scheduling, then improvement from both ends of time, at every memory level."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
@@ -17,6 +17,7 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import DOWN, SLACK
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
+from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
 
@@ -24,28 +25,34 @@ Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 _value = attrgetter("value")
 
 # Budgets count passes, not seconds, so that every rank and every machine makes the same plan.
-_PASSES = 800_000  # passes placed in the search of one memory level
+_PASSES, _PASSES_OF_LONG = 800_000, 600_000  # passes placed in the search of one memory level
 _FEWEST, _MOST = 16, 800  # plans made for one memory level
 # Plans to begin with: tried first; squeezed, the best of these; improved, the best of those.
 _GLANCE, _SQUEEZED, _STARTS = 12, 6, 3
-_LONG = 10_000  # microbatches times stages above which levels of less memory are not tried
+_STEPS, _STEPS_OF_LONG = 64, 16  # levels up to the memory of 1F1B at most
+_MEDIUM, _THOROUGH = 1_000, 4  # passes above which only this many of them are searched thoroughly where there are rounds
+_PROBES = 4  # plans that tell whether a level of a long problem is worth a search
 _WHOLE = 10_000  # passes above which a problem is first planned with fewer microbatches:
+_MANY = 2_500  # passes above which plans are first made in rounds
+_MOST_IN_ROUNDS = 60_000  # passes above which nothing is tried beside rounds, where there are any
+_HUGE = 300_000  # passes above which nothing is tried but a few plans at full length
 _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its middle repeats
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
+_NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is squeezed
 _DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
 
-def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
+def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = False) -> Order:
     """The best order that the search finds; never worse than a known order that fits into the limits.
 
-    A higher limit does not make the order worse: levels of memory below the limit are searched too, unless their lower bound
-    says that they cannot be better. Very long problems, and problems with jitter (for which there is no bound), are searched
-    at their own limits only.
+    A higher limit does not make the order longer: levels of memory below the limit are searched too, unless their lower bound
+    says that they cannot be better. With jitter, for which there is no bound, only the given limits are searched.
 
     Args:
         known: from a problem to orders of it to begin with; they need not fit into its limits.
+        fixed: whether the problem comes with no other limits: a long one is then searched within its own limits only.
 
     Raises:
         ValueError: a limit leaves no room for one microbatch.
@@ -60,41 +67,61 @@ def search(problem: Problem, known: Known = lambda problem: ()) -> Order:
             )
     unlimited = replace(problem, limits=None)
     short = _cut_down(unlimited)
-    (whole, plans), (small, _) = _read(unlimited, known), _read(short, known)
-    levels = _levels(whole, problem.limits)
-    best = min(_fitting(whole, plans, levels[0]), key=_value, default=None)
-    for limits in levels:
-        if best is not None and lower_bound(replace(problem, limits=tuple(limits.tolist()))) >= best.value * (1 - SLACK):
+    whole, plans = _read(unlimited, known)
+    long = short is not unlimited or int(whole.lengths.sum()) > _HUGE
+    best = min(_fitting(whole, plans, next(_levels(whole, problem.limits, long, fixed))[0]), key=_value, default=None)
+    at_length = _Long(whole)
+    for limits, thorough in _levels(whole, problem.limits, long, fixed):
+        goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
+        if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
-        level = _level(short, known, tuple(limits.tolist()))
-        more = whole.problem.microbatches - small.problem.microbatches
-        dominated = best.value * _DOMINATED if best else np.inf
-        if not level.begin or level.begin[0].value + more * period_and_unit(small)[0] > dominated:
-            continue
-        plan = _whole(whole, small, level.plans, _room(whole, limits)) if more else level.plans[0]
-        if plan is not None and (best is None or plan.value < best.value * (1 - SLACK)):
-            best = plan
+        level = _level(short, known, tuple(limits.tolist()), long)
+        for plan in at_length.candidates(level, limits, best, goal, thorough) if long else level.candidates(best, thorough):
+            if best is None or plan.value < best.value * (1 - SLACK):
+                best = plan
+            if best.value <= goal:
+                break
     assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
     return whole.passes(best)
 
 
-def _levels(instance: Instance, own: Sequence[float] | None) -> list[Array]:
-    """Limits of all ranks: their own, then lower and lower ones, in steps of one chunk, or several chunks for many ranks.
+def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> Iterator[tuple[Array, bool]]:
+    """Limits of all ranks: their own, then lower and lower ones, and whether to search them thoroughly.
 
-    If all stages hold the same, limits are rounded down to whole chunks.
+    They do not depend on the limit above them, so that a higher limit adds some and removes none. If all stages hold the
+    same, limits are rounded down to whole chunks, and those of a long problem to whole steps.
     """
     problem = instance.problem
     most = _room(instance, np.array(np.inf if own is None else own))
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
-    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // 16)
+    if problem.jitter or (long and fixed) or not chunk:
+        yield most, True
+        return
+    in_rounds = int(instance.lengths.sum()) > _MEDIUM and can_be_in_rounds(instance)
+    steps = _STEPS_OF_LONG if long and not in_rounds else _STEPS
+    step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
-    if chunk > 0 and sizes <= {0.0, chunk}:
-        most = np.floor(most / chunk * (1 + SLACK)) * chunk
-    levels = [number * step for number in range(round(3 * problem.ranks * microbatch / step) if step else 0, 0, -1)]
-    levels = [level for level in levels if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK)]
-    searched = not problem.jitter and problem.microbatches * (problem.placement.last_stage + 1) <= _LONG
-    return [most, *(np.minimum(most, level) for level in levels if searched)]
+    unit = step if long else chunk
+    whole = sizes <= {0.0, chunk} and min(most) >= max(unit, microbatch)
+    if whole:
+        most = _whole_units(most, unit)
+    thorough = problem.ranks * microbatch * np.arange(1, 3 * _THOROUGH + 1) / _THOROUGH if in_rounds else np.zeros(0)
+    thorough = _whole_units(thorough, unit) if whole else thorough
+    levels = np.append(step * np.arange(1, round(3 * problem.ranks * microbatch / step) + 1), thorough)
+    least_of_rounds = problem.ranks * microbatch * (1 - SLACK)  # with less, rounds are seldom the best way
+
+    def is_thorough(level: float) -> bool:
+        return not in_rounds or level < least_of_rounds or bool(np.isclose(thorough, level, SLACK).any())
+
+    yield most, fixed or min(most) < max(most) or is_thorough(max(most))
+    for level in sorted({float(level) for level in levels}, reverse=True):
+        if microbatch * (1 - SLACK) <= level < max(most) * (1 - SLACK):
+            yield np.minimum(most, level), is_thorough(level)
+
+
+def _whole_units(amounts: Array, unit: float) -> Array:
+    return np.floor(amounts / unit * (1 + SLACK)) * unit
 
 
 def _room(instance: Instance, limits: Array) -> Array:
@@ -123,22 +150,56 @@ class _Level:
 
     Attributes:
         known: plans to begin with; they need not fit into the limits.
+        long: whether this is a part of a longer problem.
     """
 
     instance: Instance
     known: list[Plan]
     limits: tuple[float, ...]
+    long: bool = False
+
+    def candidates(self, best: Plan | None, thorough: bool) -> Iterator[Plan]:
+        """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
+        if self._rounds_first:
+            yield from self.in_rounds
+        longest = best.value * _DOMINATED if best else np.inf
+        if (thorough or not self.in_rounds) and self.begin and self.begin[0].value <= longest:
+            yield from self.plans
+        if not self._rounds_first:
+            yield from self.in_rounds
+
+    @cached_property
+    def in_rounds(self) -> list[Plan]:
+        """The best plan that is made in rounds, squeezed and improved, if there is one."""
+        plans = _squeezed_rounds(self.instance, self._room)
+        return [_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in plans]
 
     @cached_property
     def begin(self) -> list[Plan]:
         """The plans to begin with, the best first; empty if none fits."""
-        return _begin(self.instance, self.known, self._room, _budget(self.instance) // 2, self._goal)
+        near = _NEAR_OF_LONG if self.long else np.inf
+        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, near)
 
     @cached_property
     def plans(self) -> list[Plan]:
         """The plans to begin with, improved; the best first."""
-        tries = _budget(self.instance) // 2 // _STARTS
-        return sorted((_improve(self.instance, plan, self._room, tries, self._goal) for plan in self.begin), key=_value)
+        return sorted((_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in self.begin), key=_value)
+
+    @property
+    def budget(self) -> int:
+        """The number of plans to be made."""
+        passes = _PASSES_OF_LONG if self.long else _PASSES
+        return int(min(_MOST, max(_FEWEST, passes / self.instance.lengths.sum())))
+
+    @property
+    def _tries(self) -> int:
+        """The number of plans to be made from each of those to begin with."""
+        return self.budget // 2 // _STARTS
+
+    @property
+    def _rounds_first(self) -> bool:
+        """Rounds are the faster way to a good plan where there are many passes."""
+        return int(self.instance.lengths.sum()) > _MANY
 
     @cached_property
     def _goal(self) -> float:
@@ -152,36 +213,76 @@ class _Level:
 
 
 @lru_cache(maxsize=_KEPT)
-def _level(problem: Problem, known: Known, limits: tuple[float, ...]) -> _Level:
+def _level(problem: Problem, known: Known, limits: tuple[float, ...], long: bool) -> _Level:
     """Plans of a problem without limits of its own, within these limits."""
-    return _Level(*_read(problem, known), limits)
+    return _Level(*_read(problem, known), limits, long)
 
 
-def _budget(instance: Instance) -> int:
-    """The number of plans made for one level."""
-    return int(min(_MOST, max(_FEWEST, _PASSES / instance.lengths.sum())))
+def _squeezed_rounds(instance: Instance, limits: Array) -> list[Plan]:
+    """The best plan that is made in rounds, squeezed; none if there is none."""
+    return [squeeze(instance, plan, limits) for plan in sorted(rounds(instance, limits), key=_value)[:1]]
 
 
-def _whole(whole: Instance, small: Instance, plans: list[Plan], room: Array) -> Plan | None:
-    """A plan for all microbatches, from plans for fewer whose middle is repeated, and from building blocks at full length."""
-    budget = _budget(small)
-    plans_tried: list[Plan | None] = [*starts(whole, room, max(2, budget // 16))]
-    for plan in plans[:2]:
+class _Long:
+    """The search of a long problem: at full length where plans can be made in rounds, else from plans for fewer microbatches."""
+
+    def __init__(self, whole: Instance) -> None:
+        self._whole, self._passes = whole, int(whole.lengths.sum())
+        self._in_rounds = False  # whether a level had plans made in rounds; levels below are searched for better ones only
+
+    def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float, thorough: bool) -> Iterator[Plan]:
+        """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
+        whole, room = self._whole, _room(self._whole, limits)
+        quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
+        if self._passes <= _HUGE:
+            quick = [plan for plan in quick if plan.value <= goal * _NEAR]
+        longest = min((plan.span for plan in (*quick, *([best] if best else []))), default=np.inf)
+        made = list(rounds(whole, room, longest * _DOMINATED, few=True))
+        self._in_rounds = self._in_rounds or bool(made)
+        if not (quick or made) and self._passes > _HUGE:
+            quick = [*starts(whole, room, _PROBES)]
+        for plan in sorted([*quick, *made], key=_value)[:1]:
+            if best is None or plan.value <= best.value * _DOMINATED:
+                squeezed = squeeze(whole, plan, room)
+                best = squeezed if best is None else min(best, squeezed, key=_value)
+                yield squeezed
+        if self._passes <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
+            yield from _extended(whole, level, room, best)
+
+
+def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) -> Iterator[Plan]:
+    """The best plan of a level for fewer microbatches, with its middle repeated; none if the level is dominated."""
+    small = level.instance
+    more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
+    dominated = best.value * _DOMINATED if best else np.inf
+    if best is not None and not level.in_rounds:
+        glance = itertools.islice(starts(small, _room(small, np.array(level.limits)), _PROBES), _PROBES)
+        if min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
+            return
+    if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:
+        return
+    tried: list[Plan | None] = [*starts(whole, room, max(2, level.budget // 16))] if not level.in_rounds else []
+    for plan in sorted([*level.in_rounds, *level.plans], key=_value)[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
-            plans_tried.append(exact if exact and whole.within(exact, room) else None)
-            plans_tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
-    begin = sorted((plan for plan in plans_tried if plan is not None), key=_value)[: max(1, min(_STARTS, budget // _FEWEST))]
-    return min((squeeze(whole, plan, room) for plan in begin), key=_value, default=None)
+            tried.append(exact if exact and whole.within(exact, room) else None)
+            tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
+    begin = sorted((plan for plan in tried if plan is not None), key=_value)[: max(1, min(_STARTS, level.budget // _FEWEST))]
+    yield from (squeeze(whole, plan, room) for plan in begin)
 
 
-def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float) -> list[Plan]:
-    """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal."""
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float = np.inf) -> list[Plan]:
+    """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
+
+    Args:
+        near: plans more than this many times as long as the best are not squeezed.
+    """
     plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most))
     best: list[Plan] = []
     for number in (_GLANCE, most):  # the first few are often enough
         some = sorted(itertools.islice(plans, number), key=_value)[:_SQUEEZED]
+        some = [plan for plan in some if plan.value <= near * some[0].value]
         best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
             return best[:1]
