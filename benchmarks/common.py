@@ -30,7 +30,8 @@ def one_rank(backend: str) -> None:
 
     patches.install()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.TCPStore("localhost", 0, 1, True)
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
