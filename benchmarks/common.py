@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -49,6 +50,13 @@ def in_rounds(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: i
             if turn >= warm_up:
                 found[name].append(result)
     return found
+
+
+def save(path: str | None, title: str, seconds: Mapping[str, Sequence[float]]) -> None:
+    """Append the seconds of every round to a file, as a line of JSON, which ``scripts/gpu.py`` reads; nothing without a path."""
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"title": title, "seconds": {name: list(rounds) for name, rounds in seconds.items()}}) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, width: int = 130) -> None:

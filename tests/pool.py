@@ -1,8 +1,8 @@
 """A pool of ranks for tests: processes forked from one that has imported torch and megatron-core, which then run functions.
 
-``pool.run(4, function, *args)`` calls ``function(*args)`` on 4 ranks that form a fresh world, of gloo unless it is a pool of GPUs, and returns their
-results in rank order. Functions are found by name, so they live at the top of a module that the workers can import too.
-Every wait has a timeout; when it strikes, the error shows where every rank was, and the pool starts anew.
+``pool.run(4, function, *args)`` calls ``function(*args)`` on 4 ranks that form a fresh world, of gloo or, in a pool with GPUs, of
+NCCL, and returns their results in rank order. Functions are found by name, so they live at the top of a module that the workers
+can import too. Every wait has a timeout; when it strikes, the error shows where every rank was, and the pool starts anew.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def _needs(ranks: int) -> pytest.MarkDecorator:
 def test_losses_are_those_of_stock(nccl: Pool, ranks: int, schedule: str, flags: str, posting: str) -> None:
     tp = 2 if "tensor" in flags else 1
     given = flags.replace("--tensor-model-parallel-size 2", "")
-    own = [flag for flag in ("--sequence-parallel", "--untie-embeddings-and-output-weights") if flag in given.split()]
+    own: list[str] = [flag for flag in ("--sequence-parallel", "--untie-embeddings-and-output-weights") if flag in given.split()]
     own += given.split() if "distributed" in given else []
     ours = nccl.run(ranks, tiny_gpt.train, schedule, pp=2, tp=tp, iterations=3, flags=(*given.split(), "--pipeline-p2p", posting))
     stock = nccl.run(ranks, tiny_gpt.train, "stock", pp=2, tp=tp, iterations=3, flags=tuple(own))
