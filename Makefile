@@ -4,6 +4,7 @@
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
 # make test     all tests, or some: make test ARGS=tests/schedule
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
+# make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 25 minutes; writes the tables of docs/gpu.md
 # make setup    only what these share: .venv with all that is needed
 # make clean    remove prepared data, runs and caches; .venv stays
 #
@@ -33,7 +34,7 @@ export OMP_NUM_THREADS := 1
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup train compare versions slurm test test-all clean
+.PHONY: setup train compare versions slurm test test-all gpu clean
 
 setup: $(ready)
 
@@ -59,6 +60,10 @@ test: $(ready)
 
 test-all: $(ready)
 	$(venv) -m pytest -n 3 --dist worksteal -m '' --hypothesis-profile all $(or $(ARGS),tests)
+
+# With what is installed, so that it needs no network: the environment's Python if there is one.
+gpu:
+	$(or $(wildcard $(venv)),$(PYTHON)) scripts/gpu.py $(ARGS)
 
 clean:
 	rm -rf runs data build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -30,7 +31,8 @@ def one_rank(backend: str) -> None:
 
     patches.install()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.TCPStore("localhost", 0, 1, True)
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
@@ -48,6 +50,13 @@ def in_rounds(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: i
             if turn >= warm_up:
                 found[name].append(result)
     return found
+
+
+def save(path: str | None, title: str, seconds: Mapping[str, Sequence[float]]) -> None:
+    """Append the seconds of every round to a file, as a line of JSON, which ``scripts/gpu.py`` reads; nothing without a path."""
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"title": title, "seconds": {name: list(rounds) for name, rounds in seconds.items()}}) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1, width: int = 130) -> None:

@@ -38,7 +38,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from common import in_rounds, one_rank
+from common import in_rounds, one_rank, save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -386,6 +386,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=0, help="of --pp, the one whose program runs")
     parser.add_argument("--iterations", type=int, default=10, help="of each mode, that count")
     parser.add_argument("--cpu-bandwidth", type=float, default=1.0, metavar="GB/S", help="of each direction of a CPU's streams")
+    parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
     if options.device == "cpu" and cuda:
         parser.error(
@@ -434,6 +435,7 @@ def configuration(
         f"{options.rank} of {schedule.name} on {schedule.ranks} ranks with {schedule.placement.chunks} chunks, "
         f"{schedule.microbatches} microbatches;\n{name}, median of {options.iterations} iterations"
     )
+    save(options.save, f"Offload, {title.replace(chr(10), chr(32))}", {mode: one.seconds for mode, one in found.items()})
     return [table(title, replay, costs, found), words(replay, costs)]
 
 

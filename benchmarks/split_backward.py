@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-from common import in_rounds, one_rank, print_table
+from common import in_rounds, one_rank, print_table, save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
 
     cuda = torch.cuda.is_available()
@@ -119,7 +120,7 @@ def main() -> None:
         f"{options.layers} linears of {options.hidden} x {options.hidden}, {options.tokens} tokens, {options.dtype}, "
         f"{torch.cuda.get_device_name() if cuda else 'CPU, one thread'}, {options.rounds} rounds"
     )
-    rows = []
+    rows, seconds_of = [], {}
     for name, chosen in (
         ("upstream fused", lambda r: r[0]),
         ("ours fused (BW)", lambda r: r[1]),
@@ -127,8 +128,10 @@ def main() -> None:
         ("ours W", lambda r: r[3]),
         ("ours B + W", lambda r: r[2] + r[3]),
     ):
+        seconds_of[name] = [chosen(r) for r in rounds]
         ratio = statistics.median(chosen(r) / r[0] for r in rounds)
-        rows.append([name, f"{1000 * statistics.median(map(chosen, rounds)):.2f}", f"{ratio:.3f}"])
+        rows.append([name, f"{1000 * statistics.median(seconds_of[name]):.2f}", f"{ratio:.3f}"])
+    save(options.save, f"Backward of {title}", seconds_of)
     print_table(title, ("backward", "median ms", "ratio to upstream fused (median of rounds)"), rows, width=110)
     torch.distributed.destroy_process_group()
 

@@ -22,7 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-from common import in_rounds, one_rank, print_table
+from common import in_rounds, one_rank, print_table, save
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
@@ -115,6 +115,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
     parser.add_argument("--logits-limit", type=float, metavar="MIB", help="of float32 logits of a shard at a time")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
 
     one_rank("nccl" if cuda else "gloo")
@@ -153,6 +154,7 @@ def main() -> None:
         ratio = statistics.median(times * run.total / base.total for run, base in zip(runs, rounds["dense"], strict=True))
         memory = f"{max(run.bytes for run in runs) / 2**20:.0f}" if cuda else "-"
         rows.append([name, parts, f"{1000 * statistics.median(run.total for run in runs):.2f}", f"{ratio:.3f}", memory])
+    save(options.save, f"Output layer {title}", {name: [run.total for run in runs] for name, runs in rounds.items()})
     print_table(title, ("layer", "median ms of its parts", "ms", "all shards to dense", "MiB"), rows, left=2, width=150)
     torch.distributed.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Shared by all tests: their order, the pool of ranks, started once, and a small corpus."""
+"""Shared by all tests: their order, who sees a GPU, the pools of ranks, started once, and a small corpus."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import examples  # noqa: F401  # loads the default profile of hypothesis
+import gpus
 import pytest
-from pool import Pool
+from pool import Pool, rank_with_gpu
 
 from megatron.pipeline.trainer import corpus
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not gpus.alone(config.getoption("markexpr")):
+        gpus.hide()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the test's fixtures, which may use a GPU
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if (mark := item.get_closest_marker("cuda")) is None:
+        return
+    import torch
+
+    reason = gpus.missing(mark.kwargs.get("devices", 1), item.config.getoption("markexpr"), torch.cuda.device_count())
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pool() -> Iterator[Pool]:
     """``pool.run(ranks, function, *args)``: see pool.py."""
     ranks = Pool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def nccl() -> Iterator[Pool]:
+    """As ``pool``, with a GPU for every rank, in worlds of NCCL. Tests that use it are marked ``cuda(devices=ranks)``."""
+    ranks = Pool(rank_with_gpu)
     yield ranks
     ranks.close()
 

@@ -1,8 +1,8 @@
 """A pool of ranks for tests: processes forked from one that has imported torch and megatron-core, which then run functions.
 
-``pool.run(4, function, *args)`` calls ``function(*args)`` on 4 ranks that form a fresh gloo world, and returns their
-results in rank order. Functions are found by name, so they live at the top of a module that the workers can import too.
-Every wait has a timeout; when it strikes, the error shows where every rank was, and the pool starts anew.
+``pool.run(4, function, *args)`` calls ``function(*args)`` on 4 ranks that form a fresh world, of gloo or, in a pool with GPUs, of
+NCCL, and returns their results in rank order. Functions are found by name, so they live at the top of a module that the workers
+can import too. Every wait has a timeout; when it strikes, the error shows where every rank was, and the pool starts anew.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 def _forked_rank(connection: Connection, stacks: str) -> BaseProcess:
     return forked(serve, connection, stacks)
+
+
+def rank_with_gpu(connection: Connection, stacks: str) -> BaseProcess:
+    """For ``Pool``: rank r of each world, which is one of NCCL, computes on GPU r."""
+    return forked(serve, connection, stacks, "nccl")
 
 
 class Pool:
@@ -169,10 +174,14 @@ def _in_world(function: Callable[..., Any], args: Any, kwargs: Any, rank: int, r
 
     import torch
 
+    from megatron.pipeline.dist import groups
+
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     torch.distributed.init_process_group(backend, timeout=timedelta(seconds=60))
-    torch.distributed.barrier()  # a function that ends at once would close connections that others are still making
+    groups.barrier()  # a function that ends at once would close connections that others are still making
     try:
         return function(*args, **kwargs)
     finally:

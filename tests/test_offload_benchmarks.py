@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -44,12 +45,14 @@ def _share(cell: str) -> float:
 
 
 def test_one_rank_replayed_on_its_device(tmp_path: Path) -> None:
-    flags = "--hidden 256 --seq 128 --rank 1 --microbatches 4 --iterations 1 --cpu-bandwidth 2"
+    saved = tmp_path / "rounds"
+    flags = f"--hidden 256 --seq 128 --rank 1 --microbatches 4 --iterations 1 --cpu-bandwidth 2 --save {saved}"
     rows = {row[0]: row for row in run("offload.py", flags, tmp_path)}
     assert list(rows) == ["off", "selective", "full"]
     assert all(abs(_share(row[-1])) < 0.02 for row in rows.values()), "peaks are not as planned"
     assert _share(rows["off"][3]) == 0 < _share(rows["full"][3]), "nothing was moved"
     assert float(rows["full"][-3]) < float(rows["off"][-3])
+    assert [len(rounds) for rounds in json.loads(saved.read_text())["seconds"].values()] == [1, 1, 1]
 
 
 def test_ranks_that_sleep(tmp_path: Path) -> None:

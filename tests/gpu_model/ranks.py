@@ -28,4 +28,8 @@ def _pose_and_serve(connection: Connection, stacks: str) -> None:
     from gpu_model import pose
 
     pose()
+    from megatron.pipeline.health import device_progress
+
+    # A host that waits for its device now and then, which bounds memory, would hide what no stream orders.
+    device_progress.LEAD = None  # type: ignore[assignment]
     serve(connection, stacks, "nccl")

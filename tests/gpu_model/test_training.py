@@ -33,18 +33,18 @@ def test_numbers_are_those_of_a_cpu(gpus: Pool, pool: Pool) -> None:
 _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "schedule", "flags"),
-    [
-        (2, "zb-h1", ""),
-        (2, "v-half", ""),
-        (2, "zb-v", "--vocab-parallel 2 --untie-embeddings-and-output-weights"),
-        (2, "zb-v", "--vocab-parallel 1 --untie-embeddings-and-output-weights"),
-        (2, "zb-v", "--offload full --offload-min-size 0.1KiB"),
-        (4, "zb-h1", _DISTRIBUTED),
-        (4, "v-half", "--tensor-model-parallel-size 2 --sequence-parallel"),
-    ],
-)
+TRAININGS = [  # ranks, schedule, flags; on_gpus/test_several_gpus.py trains them on GPUs
+    (2, "zb-h1", ""),
+    (2, "v-half", ""),
+    (2, "zb-v", "--vocab-parallel 2 --untie-embeddings-and-output-weights"),
+    (2, "zb-v", "--vocab-parallel 1 --untie-embeddings-and-output-weights"),
+    (2, "zb-v", "--offload full --offload-min-size 0.1KiB"),
+    (4, "zb-h1", _DISTRIBUTED),
+    (4, "v-half", "--tensor-model-parallel-size 2 --sequence-parallel"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "flags"), TRAININGS)
 def test_no_stream_is_ahead(gpus: Pool, ranks: int, schedule: str, flags: str) -> None:
     tp = 2 if "tensor" in flags else 1
     given = tuple(flags.replace("--tensor-model-parallel-size 2", "").split())

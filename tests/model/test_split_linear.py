@@ -161,7 +161,6 @@ def test_names_what_runs_fused(pool: Pool) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: checks the kernels that accumulate in float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("main_dtype", ["float32", "same"])
 def test_accumulates_in_place_on_a_gpu(dtype: str, main_dtype: str) -> None:

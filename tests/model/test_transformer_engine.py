@@ -280,7 +280,6 @@ def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
     from megatron.core.transformer import TransformerConfig
 
-    torch.cuda.set_device(0)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     config = TransformerConfig(
@@ -321,10 +320,9 @@ def engine_gradients(order: str | None, bias: bool) -> list[list[float]]:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: Transformer Engine's layers run on GPUs only")
 @pytest.mark.parametrize("bias", [False, True])
-def test_transformer_engine_itself(pool: Pool, bias: bool) -> None:
+def test_transformer_engine_itself(nccl: Pool, bias: bool) -> None:
     pytest.importorskip("transformer_engine.pytorch", reason="transformer-engine is not installed")
-    expected = pool.run(1, engine_gradients, None, bias)
+    expected = nccl.run(1, engine_gradients, None, bias)
     for order in ORDERS:
-        assert pool.run(1, engine_gradients, order, bias) == expected, order
+        assert nccl.run(1, engine_gradients, order, bias) == expected, order

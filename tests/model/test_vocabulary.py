@@ -102,9 +102,8 @@ def test_is_as_exact_as_stock(pool: Pool) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: checks its kernels")
-def test_is_as_exact_as_stock_on_a_gpu(pool: Pool) -> None:
-    check_errors(pool.run(1, errors_of_stock_and_ours, ["cuda"])[0])
+def test_is_as_exact_as_stock_on_a_gpu(nccl: Pool) -> None:
+    check_errors(nccl.run(1, errors_of_stock_and_ours, ["cuda"])[0])
 
 
 def embedded(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,10 +124,7 @@ def embedded(device: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tenso
     return torch.stack([layer(tokens) for layer in layers]).sum(0), case.weight[tokens], main, weight.grad
 
 
-@pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_embeddings_and_their_gradient(device: str, dtype: torch.dtype) -> None:
     output, expected, gradient, reference = embedded(device, dtype)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.pipeline import planning
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.iteration import Iteration
 from megatron.pipeline.runtime.wiring import Wiring
+from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Program, Receive, Wait
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import LEAD, message_buffers
+from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Program, Receive, Send, Wait
 
 GRADIENT = Message(Flow.GRADIENT, 0, 1)
 PROGRAM: Program = (Compute(Pass(Kind.F, 0)), Receive(GRADIENT, 1), Wait(GRADIENT), Compute(Pass(Kind.B, 0)))
@@ -30,6 +34,9 @@ class Event:
 
     def query(self) -> bool:
         return self._place <= Event.device
+
+    def synchronize(self) -> None:
+        Event.device = max(Event.device, self._place)
 
 
 def run_ahead() -> Iteration:
@@ -67,3 +74,36 @@ def test_events_are_let_go_of() -> None:
     for number in range(5):
         progress.launched(number)
     assert not progress._launched and progress.current() is None
+
+
+def test_the_host_is_only_some_passes_ahead() -> None:
+    """Memory of messages returns when the device has come past them, so the lead is what it needs."""
+    program: Program = tuple(Compute(Pass(Kind.F, microbatch)) for microbatch in range(20))
+    Event.device = Event.recorded = 0
+    ahead: list[int] = []
+
+    def launch(*_: Any) -> dict[int, Any]:
+        ahead.append(Event.recorded + 1 - Event.device)
+        return {}
+
+    transport: Any = SimpleNamespace(start=lambda: None, sweep=lambda: None, unsent=list)
+    device = DeviceProgress(Event)
+    Executor(program, Wiring({}, {}, {}), Handlers({Kind.F: launch}), transport, Unmeasured(), device=device).begin()
+    assert len(ahead) == 20 and max(ahead) == LEAD
+
+
+def test_messages_that_take_memory_are_counted() -> None:
+    first, second = Message(Flow.ACTIVATION, 0, 0), Message(Flow.ACTIVATION, 1, 0)
+    assert message_buffers(PROGRAM) == 1
+    assert message_buffers((Receive(first, 0), Receive(second, 0), Wait(first), Compute(Pass(Kind.F, 0)), Wait(second))) == 2
+    sends: Program = tuple(
+        one for number in range(20) for one in (Compute(Pass(Kind.F, number)), Send(Message(Flow.ACTIVATION, number, 0), 1))
+    )
+    assert message_buffers(sends) == LEAD + 1
+
+
+def test_what_messages_take_does_not_grow_with_the_iteration() -> None:
+    for name in ("1f1b", "zb-h1", "zb-v"):
+        schedules = [planning.plan(name, 4, microbatches) for microbatches in (16, 32, 64)]
+        counts = [max(map(message_buffers, lower(one, uniform(one.placement)))) for one in schedules]
+        assert counts[0] == counts[1] == counts[2] <= 4 * (LEAD + 1), name

@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from megatron.pipeline.health.watchdog import Watchdog, in_words
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Wait
+from megatron.pipeline.schedule.lower.program import Compute, Operation, Wait
 
 COMPUTES, OUTSIDE = Situation("Compute F0.0", in_iteration=True), Situation("the optimizer")
 
@@ -333,6 +335,28 @@ def test_situation_in_a_program() -> None:
     assert Situation.from_text(here.to_text()) == here
     done = Situation.in_program(program, program[-1], len(program) + 1, (7, 0), to_world=int)
     assert done.finished[-1] == str(schedule.passes[1][-1])
+
+
+def test_a_look_at_a_long_program_reads_a_few_operations_of_it() -> None:
+    """The host launches kernels meanwhile."""
+    schedule = planning.plan("zb-h1", 2, 64)
+    program = lower(schedule, uniform(schedule.placement))[1]
+    looked: list[int] = []
+
+    class Counted(tuple[Operation, ...]):
+        def __getitem__(self, index: Any) -> Any:
+            looked.append(len(range(len(self))[index]) if isinstance(index, slice) else 1)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[Operation]:
+            for index in range(len(self)):
+                yield self[index]
+
+    index = max(index for index, one in enumerate(program) if isinstance(one, Wait))
+    here = Situation.in_program(Counted(program), program[index], index + 1, (7, index), to_world=int)
+    assert here == Situation.in_program(program, program[index], index + 1, (7, index), to_world=int)
+    assert here.waits_for is not None and here.finished
+    assert sum(looked) < 50 < len(program) / 5
 
 
 def test_what_is_seen_of_others_does_not_age_while_this_process_sleeps() -> None:

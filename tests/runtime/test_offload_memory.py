@@ -152,6 +152,25 @@ def test_beyond_the_limit() -> None:
     assert pool.most_in_use == 16 << 20
 
 
+def test_unpinning_waits_for_the_last_copy_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole device may be waiting for a message."""
+    happened: list[str] = []
+    event = SimpleNamespace(synchronize=lambda: happened.append("last copy"))
+    stream = SimpleNamespace(record_event=lambda: event)
+    cuda = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda _: happened.append("unpinned"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: happened.append("the device"))
+    pool = HostPool(8 << 20, pinned=True)
+    pool.give(pool.take(8 << 20))
+    small = pool.take(4 << 20)  # for which the idle arena has to go
+    assert happened == ["last copy", "unpinned"]
+    pool.give(small)
+    small = pool.take(4 << 20)  # used again, and never given back
+    del small, pool
+    assert happened[2:] == ["the device", "unpinned"]
+
+
 def test_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: dict[int, int] = {}
 

@@ -163,6 +163,7 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--pipeline-costs-cache costs.json", 4, "is where --pipeline-costs profile writes"),
         ("--distributed-backend nccl", 4, "needs a CUDA device"),
         ("--pipeline-timeout 600", 4, "600 seconds must be less than --distributed-timeout-minutes 10 = 600 seconds"),
+        ("--pipeline-costs profile --timing-log-level 2", 4, "--timing-log-level 2 waits for the whole GPU"),
         (
             f"{EXPERTS} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
             4,

@@ -213,6 +213,15 @@ def test_costs_of_other_stages_are_cut_again(tmp_path: Path, count: int) -> None
     assert f"costs.json has the costs of {count} stages: for the 4 of this schedule they are cut evenly, or joined" in note
 
 
+def test_the_log_says_what_messages_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} --bf16".split(), world_size=2)
+    assert not any("messages take" in line for line in plan_in_words(args, pipeline)), "on a CPU no host runs ahead"
+    monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
+    (line,) = (line for line in plan_in_words(args, pipeline) if "messages take" in line)
+    size = args.seq_length * args.micro_batch_size * args.hidden_size * 2 / 2**20
+    assert line == f" messages take at most {pipeline.plan(4).message_buffers} x {size:.4g} MiB on a rank in addition"
+
+
 def test_stock_takes_chunks() -> None:
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule stock {TWO_CHUNKS}".split(), world_size=2)
     assert pipeline.placement.chunks == 2

@@ -34,7 +34,6 @@ from megatron.pipeline.tune.measure.rank import Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()
-on_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.fixture
@@ -368,7 +367,7 @@ def test_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
 # On a GPU.
 
 
-@pytest.mark.parametrize("asleep", [pytest.param(20_000_000, marks=on_gpu)])
+@pytest.mark.parametrize("asleep", [pytest.param(20_000_000, marks=pytest.mark.cuda)])
 def test_a_gpu_is_timed_by_events_in_its_stream(asleep: int) -> None:
     """What the host takes does not count, what the GPU takes does."""
     clock = Clock(torch.device("cuda", torch.cuda.current_device()))
@@ -384,7 +383,7 @@ def test_a_gpu_is_timed_by_events_in_its_stream(asleep: int) -> None:
     assert 2 * short < long < 8 * short
 
 
-@pytest.mark.parametrize("flags", [pytest.param("--bf16", marks=on_gpu)])
+@pytest.mark.parametrize("flags", [pytest.param("--bf16", marks=pytest.mark.cuda)])
 def test_a_measurement_on_gpus(tmp_path: Path, flags: str) -> None:
     path = tmp_path / "m.json"
     tune_measure.run(options("-o", str(path), *MODEL, flags, "--tensor", "1", "--micro-batch-sizes", "1", "--gpu", "A100-80GB"))

@@ -61,6 +61,7 @@ def check_new_flags(args: Namespace) -> None:
     check_offload(args)
     check_rehearsal(args)
     _check_timeouts(args)
+    _check_timers(args)
     _check_outputs(args)
 
 
@@ -348,6 +349,16 @@ def _check_timeouts(args: Namespace) -> None:
         raise ValueError(
             f"--pipeline-timeout {args.pipeline_timeout:g} seconds must be less than --distributed-timeout-minutes "
             f"{args.distributed_timeout_minutes:g} = {backend:g} seconds, when the backend gives up: lower it or raise the other"
+        )
+
+
+def _check_timers(args: Namespace) -> None:
+    """Costs must be those of passes alone."""
+    if args.pipeline_costs == PROFILE and args.timing_log_level > 1:
+        raise ValueError(
+            f"--timing-log-level {args.timing_log_level} waits for the whole GPU before and after every pass, also for messages "
+            f"on their way, and --pipeline-costs {PROFILE} (--offload-profile) would take that for the pass: take "
+            "--timing-log-level 1, or profile in a run without it"
         )
 
 

@@ -13,27 +13,41 @@ from typing import Any
 
 import torch
 
+from megatron.pipeline.schedule.lower.posting import LEAD
+
 
 class DeviceProgress:
     """The operations of one iteration whose end the device has yet to reach. ``current`` may be asked from another thread.
 
     Args:
-        make_event: returns an event with ``record`` and ``query``.
+        make_event: returns an event with ``record``, ``query`` and ``synchronize``.
     """
 
     def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
         self._lock = threading.Lock()
         self._launched: deque[tuple[int, Any]] = deque()
+        self._passes: deque[Any] = deque(maxlen=LEAD)  # the ends of the last ones
 
-    def launched(self, number: int) -> None:
+    def catch_up(self) -> None:
+        """Have the host wait until the device has no more than ``LEAD - 1`` passes to end; called before each pass.
+
+        That cannot be a deadlock: no program would be one even if its rank waited for the end of each operation.
+        """
+        if len(self._passes) == LEAD:
+            self._passes[0].synchronize()
+
+    def launched(self, number: int, is_pass: bool = False) -> None:
         """The host has launched an operation; the current stream reaches its end later.
 
         Args:
             number: grows from operation to operation.
+            is_pass: whether it computes, and does not wait.
         """
         event = self._make_event()
         event.record()
+        if is_pass:
+            self._passes.append(event)
         with self._lock:
             self._launched.append((number, event))
         self.current()

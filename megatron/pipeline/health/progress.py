@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 
 from megatron.pipeline.schedule.lower.program import (
     Collective,
@@ -67,14 +68,18 @@ class Situation:
         elif isinstance(position, (Join, Wait)) and isinstance(position[0], Collective):
             together = True
         elif isinstance(position, Wait) and isinstance(position.message, Message):
-            peer = next(one.peer for one in program if isinstance(one, Receive) and one.message == position.message)
-            needed = next((one.work for one in program[begun:] if isinstance(one, Compute)), None)
+            # Both are a few operations away, and the program may have thousands.
+            before = (program[index] for index in range(begun - 1, -1, -1))
+            after = (program[index] for index in range(begun, len(program)))
+            peer = next(one.peer for one in before if isinstance(one, Receive) and one.message == position.message)
+            needed = next((one.work for one in after if isinstance(one, Compute)), None)
             place = f"{place}, for {needed}" if needed else place
         elif isinstance(position, Send):  # does not block, unless sends before it do
             peer = position.peer
-        done = [str(one.work) for one in program[: begun - 1] if isinstance(one, Compute)]
+        ended = (program[index] for index in range(min(begun - 1, len(program)) - 1, -1, -1))
+        done = [str(one.work) for one in islice((one for one in ended if isinstance(one, Compute)), _FINISHED)]
         waits_for = None if peer is None else to_world(peer)
-        finished = tuple(done[-_FINISHED:])
+        finished = tuple(reversed(done))
         return cls(place, progress, in_iteration=True, waits_for=waits_for, waits_for_all=together, finished=finished)
 
     def to_text(self) -> str:

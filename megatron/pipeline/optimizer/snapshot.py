@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 import torch
+
+from megatron.pipeline.runtime.offload.host_memory import PAGE, Arena
+
+_ALIGNMENT = 512  # bytes; of torch's allocator
+_PURPOSE = ("copies of the optimizer's state", "or keep them on the device: --post-validation-copy device")
 
 
 class Keep(StrEnum):
@@ -35,7 +41,7 @@ class Snapshot:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # what is copied, and its copy
         self._state: list[tuple[Any, Any, dict[str, Any] | None]] = []  # optimizer, parameter, and what it had but for tensors
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._pinned: dict[int, torch.Tensor] = {}  # by the address of what they are for
+        self._arena: Arena | None = None  # pinned, for all copies on the host: stays until they need another size
         self._stream = torch.cuda.Stream() if keep is Keep.HOST and torch.cuda.is_available() else None
         self._copied: torch.cuda.Event | None = None
 
@@ -54,13 +60,17 @@ class Snapshot:
         self.release()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+        tensors: list[torch.Tensor] = []
         with torch.cuda.stream(self._stream):
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     self._groups.append((group, {name: _own(value) for name, value in group.items() if name != "params"}))
                     for parameter in group["params"]:
-                        self._copy(parameter.data)
-                        self._copy_state(optimizer, parameter)
+                        tensors += [parameter.data, *self._keep_state(optimizer, parameter)]
+            copies = zip(tensors, self._places(tensors), strict=True)
+            self._copies = [(tensor, place.copy_(tensor, non_blocking=True)) for tensor, place in copies]
+            if self._arena is not None:
+                self._arena.end_use()
         if self._stream is not None:
             self._copied = self._stream.record_event()
 
@@ -92,25 +102,30 @@ class Snapshot:
         """Let go of the copies."""
         self._copies, self._state, self._groups, self._copied = [], [], [], None
 
-    def _copy(self, tensor: torch.Tensor) -> None:
-        if self._stream is not None and tensor.is_cuda:
-            address = tensor.data_ptr()
-            if address not in self._pinned or self._pinned[address].shape != tensor.shape:
-                self._pinned[address] = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            copy = self._pinned[address]
-        else:
-            copy = torch.empty_like(tensor)
-        self._copies.append((tensor, copy.copy_(tensor, non_blocking=True)))
+    def _places(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Uninitialised tensors for copies: those of a GPU's tensors kept on the host side by side in one pinned arena."""
+        if self._stream is None:
+            return [torch.empty_like(tensor) for tensor in tensors]
+        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT if tensor.is_cuda else 0 for tensor in tensors]
+        starts = [0, *accumulate(sizes)]
+        if self._arena is None or not 0 <= self._arena.size - starts[-1] < PAGE:
+            self._arena = None  # before there is another one
+            self._arena = Arena(starts[-1], pinned=True, purpose=_PURPOSE)
+        self._arena.begin_use()
+        memory = self._arena.bytes
+        return [
+            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape) if size else torch.empty_like(tensor)
+            for tensor, start, size in zip(tensors, starts, sizes, strict=False)
+        ]
 
-    def _copy_state(self, optimizer: Any, parameter: torch.Tensor) -> None:
+    def _keep_state(self, optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
+        """Note what the optimizer has of a parameter; returns the tensors among it."""
         if parameter not in optimizer.state:  # most optimizers make it when they first step
             self._state.append((optimizer, parameter, None))
-            return
+            return []
         before = dict(optimizer.state[parameter])
-        for value in before.values():
-            if isinstance(value, torch.Tensor):
-                self._copy(value)
         self._state.append((optimizer, parameter, before))
+        return [value for value in before.values() if isinstance(value, torch.Tensor)]
 
 
 def _make(state: dict[str, Any], before: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.posting import message_buffers
 from megatron.pipeline.schedule.lower.program import Program
 from megatron.pipeline.schedule.optimum.bound import own_bound
 from megatron.pipeline.schedule.time.jitter import Expected, expected
@@ -61,6 +62,11 @@ class Planned:
     def programs(self) -> tuple[Program, ...]:
         """What every rank runs."""
         return lower(self.schedule, self.problem.costs)
+
+    @cached_property
+    def message_buffers(self) -> int:
+        """The most messages whose memory a rank needs at a time on a GPU, in addition to what ``peaks`` counts."""
+        return max(map(message_buffers, self.programs))
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -184,7 +184,7 @@ class Executor:
                 case Validate():
                     return
             if self._device and isinstance(operation, (Compute, Wait)):
-                self._device.launched(self.begun)
+                self._device.launched(self.begun, isinstance(operation, Compute))
 
     def _note(self, operation: Operation) -> None:
         """Record what is held where the schedule has a copy: at its start, or at its end."""
@@ -197,6 +197,8 @@ class Executor:
 
     def _compute(self, work: Pass) -> None:
         taken, made = self._wiring.takes.get(work, ()), self._wiring.makes.get(work, ())
+        if self._device:
+            self._device.catch_up()
         received = {peer: self._take(message, peer) for message, peer in taken}
         for message, peer in self._wiring.answers.get(work, ()):
             self.transport.finish(message, peer)  # its answer is here, so it has been received: this only takes note of it

@@ -53,6 +53,8 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
 def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
     """Lines about the split of the model, the plan of the largest iteration, and what limits it."""
     lines = [*pipeline.notes, _plan(args, pipeline)]
+    if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
+        lines.append(_messages(args, pipeline))
     if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
         lines.append(_NO_ENGINE)
     if args.post_validation:
@@ -85,6 +87,15 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
         f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
         f"of the {objective}, activations of at most {held} on a rank"
     )
+
+
+def _messages(args: Namespace, pipeline: Pipeline) -> str:
+    """A line about the memory of messages."""
+    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1) * pipeline.splits
+    numbers = args.seq_length // shared * args.micro_batch_size * args.hidden_size
+    size = numbers * (2 if args.fp16 or args.bf16 else 4) / 2**20
+    count = pipeline.plan(max(microbatch_counts(args))).message_buffers
+    return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 
 
 def _redistribution(args: Namespace, placement: Placement, layers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Host memory for activations: arenas that are taken and given back, and allocated once."""
+"""Host memory that a GPU copies to and from: arenas that are taken and given back, and allocated once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import weakref
 import torch
 
 LIMIT_FLAG = "--offload-host-memory"
-_PAGE = 4096
+PAGE = 4096
 _SLACK = 1.125  # how much larger than needed an arena may be
+_ACTIVATIONS = ("offloaded activations", f"give the machine's ranks less with {LIMIT_FLAG}, or offload less")
 
 
 class Arena:
@@ -18,23 +19,36 @@ class Arena:
     the one next to its GPU if ``numa.bind`` came first.
 
     Args:
-        size: bytes, a multiple of a page.
+        size: bytes, rounded up to whole pages.
         pinned: registered with CUDA. PyTorch's own pinned memory is rounded up to a power of two.
         before: bytes that are pinned already, for the error.
+        purpose: what it is for and what to do where there is too little, for the error.
 
     Raises:
         RuntimeError: the memory cannot be pinned.
     """
 
-    def __init__(self, size: int, pinned: bool, before: int = 0) -> None:
-        whole = torch.empty(size + _PAGE, dtype=torch.uint8)
-        start = -whole.data_ptr() % _PAGE  # whole pages are pinned, and none of them is a neighbour's as well
+    def __init__(self, size: int, pinned: bool, before: int = 0, purpose: tuple[str, str] = _ACTIVATIONS) -> None:
+        size = -(-size // PAGE) * PAGE
+        whole = torch.empty(size + PAGE, dtype=torch.uint8)
+        start = -whole.data_ptr() % PAGE  # whole pages are pinned, and none of them is a neighbour's as well
         self.bytes = whole[start : start + size]
         self.size = size
+        self._pinned = pinned
+        self._last_use: list[torch.cuda.Event] = []  # empty, or its only element
         if pinned:
-            _pin(self.bytes, before)
+            _pin(self.bytes, before, *purpose)
             # Not when the process ends: by then CUDA is gone, and everything unpinned.
-            weakref.finalize(self, _unpin, self.bytes.data_ptr()).atexit = False
+            weakref.finalize(self, _unpin, self.bytes.data_ptr(), self._last_use).atexit = False
+
+    def begin_use(self) -> None:
+        """Copies from or to it may follow in any stream."""
+        self._last_use.clear()
+
+    def end_use(self) -> None:
+        """No copy from or to it follows what is in the current stream: this is what unpinning it waits for, and nothing else."""
+        if self._pinned:
+            self._last_use[:] = [torch.cuda.current_stream().record_event()]
 
 
 class HostPool:
@@ -65,12 +79,14 @@ class HostPool:
             RuntimeError: it would not fit within the limit, or cannot be pinned.
         """
         arena = self._fitting(nbytes) or self._allocate(rounded(nbytes))
+        arena.begin_use()
         self.in_use += arena.size
         self.most_in_use = max(self.most_in_use, self.in_use)
         return arena
 
     def give(self, arena: Arena) -> None:
         """Take an arena back. Only work that follows in the compute stream may use it from here on."""
+        arena.end_use()
         self.in_use -= arena.size
         self._idle.append(arena)
 
@@ -100,24 +116,27 @@ class HostPool:
 
 def rounded(nbytes: int) -> int:
     """The size of the arena that is allocated for ``nbytes``: at most an eighth more, or whole pages, so that sizes repeat."""
-    unit = max(_PAGE, 1 << max(0, (nbytes // 8).bit_length() - 1))
+    unit = max(PAGE, 1 << max(0, (nbytes // 8).bit_length() - 1))
     return -(-max(nbytes, 1) // unit) * unit
 
 
-def _pin(memory: torch.Tensor, before: int) -> None:
+def _pin(memory: torch.Tensor, before: int, what: str, advice: str) -> None:
     cuda = torch.cuda.cudart()
     error = cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error):
         raise RuntimeError(
-            f"CUDA refused to pin {_mib(memory.numel())} of host memory for offloaded activations: "
+            f"CUDA refused to pin {_mib(memory.numel())} of host memory for {what}: "
             f"{cuda.cudaGetErrorString(error)}. This rank has pinned {_mib(before)} by now. Allow more locked memory "
-            "(ulimit -l unlimited; in a container, its memlock limit), give the machine's ranks less with "
-            f"{LIMIT_FLAG}, or offload less"
+            f"(ulimit -l unlimited; in a container, its memlock limit), {advice}"
         )
 
 
-def _unpin(address: int) -> None:
-    torch.cuda.synchronize()  # the host may be ahead of a copy from or to it
+def _unpin(address: int, last_use: list[torch.cuda.Event]) -> None:
+    """Once the copies from and to it are over, which the host may be ahead of; the whole device may wait for a message."""
+    if last_use:
+        last_use[0].synchronize()
+    else:
+        torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
