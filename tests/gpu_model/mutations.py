@@ -59,9 +59,9 @@ def message_beside_pings() -> Iterator[None]:
     """While hops are measured, a receive is posted for a message that is sent afterwards."""
     import torch
 
-    from megatron.pipeline.runtime import replan
+    from megatron.pipeline.runtime import profiling
 
-    ping = replan.ping
+    ping = profiling.ping
 
     def pinging(*given: Any) -> list[float]:
         group: Any = torch.distributed.new_group()
@@ -71,7 +71,7 @@ def message_beside_pings() -> Iterator[None]:
         (work or group.send([number], 0)).wait()
         return seconds
 
-    with patch.object(replan, "ping", pinging):
+    with patch.object(profiling, "ping", pinging):
         yield
 
 
