@@ -112,7 +112,8 @@ def _benchmark(name: str, seconds: float, *flags: str) -> Step:
 
 
 STEPS = (
-    Step("CUDA tests", (*_TESTS, "tests"), 480, _COUNTS),
+    Step("CUDA tests", (*_TESTS, "tests"), 420, _COUNTS),
+    _benchmark("queues.py", 60),
     _benchmark("split_backward.py", 90, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
     _benchmark("vocabulary_kernels.py", 120),
     _benchmark("offload.py", 240, *"--hidden 4096 --seq 4096 8192".split()),

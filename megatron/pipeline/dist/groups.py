@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from megatron.pipeline.dist.device import this_device
+
+_LOG = logging.getLogger(__name__)
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.ProcessGroup | None:
@@ -66,6 +70,43 @@ def connect(group: torch.distributed.ProcessGroup | None) -> None:
     """
     if group is not None and torch.distributed.get_backend(group) == "nccl":
         torch.distributed.all_reduce(torch.zeros(1, device=this_device()), group=group)
+
+
+@contextmanager
+def memory_noted(purpose: str) -> Iterator[None]:
+    """Log on rank 0 the device memory that is taken in here outside of torch's allocator, as NCCL does for communicators.
+
+    Limits of memory do not know it. What other processes take of the same device meanwhile counts, too. Without NCCL nothing is
+    logged.
+    """
+    if torch.distributed.get_backend() != "nccl":
+        yield
+        return
+    before = _outside_of_allocator()
+    yield
+    taken = max(0, _outside_of_allocator() - before)
+    if torch.distributed.get_rank() == 0:
+        _LOG.info("%s take %.0f MiB of device memory on rank 0", purpose, taken / 2**20)
+
+
+def warn_of_eager_groups() -> None:
+    """Warn on rank 0 where NCCL has one communicator for all messages of a group and not one for each pair of ranks.
+
+    It does where ``init_process_group`` was called with ``device_id``. What a rank exchanges with one neighbour then waits for what
+    it exchanges with the other: results are the same, and passes wait longer than planned.
+    """
+    world: Any = torch.distributed.group.WORLD
+    if torch.distributed.get_backend() == "nccl" and world.bound_device_id is not None and torch.distributed.get_rank() == 0:
+        _LOG.warning(
+            "torch.distributed was initialised with device_id, so messages to both neighbours share an NCCL communicator and wait "
+            "for each other: call init_process_group without device_id"
+        )
+
+
+def _outside_of_allocator() -> int:
+    """Bytes of this device that are in use and not torch's allocator's."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _timeout_of_world() -> timedelta:

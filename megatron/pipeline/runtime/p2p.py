@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.dist.device import this_device
-from megatron.pipeline.dist.groups import connect, like, new_group
+from megatron.pipeline.dist.groups import connect, like, memory_noted, new_group, warn_of_eager_groups
 from megatron.pipeline.schedule.lower.posting import UNFINISHED_SENDS, Posting
 from megatron.pipeline.schedule.lower.program import Flow, Message, Send
 
@@ -53,6 +53,7 @@ class Channels:
         ranks = tuple(torch.distributed.get_process_group_ranks(pipeline))
         members = ranks if len(ranks) > 1 else ()
         # Messages are short and others wait for them: they go before the passes' kernels.
+        warn_of_eager_groups()
         options = like(pipeline, high_priority=True, max_ctas=max_ctas)
         shapes = new_group(members, backend="gloo") if variable_lengths else None
         return cls(ranks, pipeline.rank(), new_group(members, **options), new_group(members, **options), shapes)
@@ -68,15 +69,16 @@ class Channels:
         """
         if self.up is None or torch.distributed.get_backend(self.up) != "nccl":
             return
-        if posting is Posting.BATCHED:
-            connect(self.up)
-            connect(self.down)
-        for sender, receiver in sorted(pairs):  # in one order on all ranks: each host waits here for its peer
-            group = self.group(sender, receiver)
-            if posting is Posting.SINGLE and self.rank in (sender, receiver):
-                number = torch.zeros(1, device=this_device())
-                peer = torch.distributed.get_group_rank(group, self.ranks[receiver if self.rank == sender else sender])
-                (group.send if self.rank == sender else group.recv)([number], peer, 0).wait()
+        with memory_noted("communicators for messages"):
+            if posting is Posting.BATCHED:
+                connect(self.up)
+                connect(self.down)
+            for sender, receiver in sorted(pairs):  # in one order on all ranks: each host waits here for its peer
+                group = self.group(sender, receiver)
+                if posting is Posting.SINGLE and self.rank in (sender, receiver):
+                    number = torch.zeros(1, device=this_device())
+                    peer = torch.distributed.get_group_rank(group, self.ranks[receiver if self.rank == sender else sender])
+                    (group.send if self.rank == sender else group.recv)([number], peer, 0).wait()
 
     def group(self, sender: int, receiver: int) -> Any:
         """For messages from one rank of the pipeline to another."""

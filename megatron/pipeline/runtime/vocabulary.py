@@ -18,7 +18,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron.pipeline.dist import sequence
 from megatron.pipeline.dist.device import side_stream
-from megatron.pipeline.dist.groups import connect, like, new_group
+from megatron.pipeline.dist.groups import connect, like, memory_noted, new_group
 from megatron.pipeline.model.adapter import signature
 from megatron.pipeline.model.slices import noting
 from megatron.pipeline.model.vocabulary.input import ReceivedEmbedding
@@ -65,8 +65,9 @@ class Groups:
         shards = own if len(members[0]) == len(members[1]) else new_group(members[1], **options)
         if tensor.size() > 1 and options["backend"] == "nccl":  # gloo has no streams
             tensor = new_group(members[2], **options)
-        for group in dict.fromkeys((own, shards, tensor)):
-            connect(group)
+        with memory_noted("communicators for the vocabulary"):
+            for group in dict.fromkeys((own, shards, tensor)):
+                connect(group)
         return cls(own, shards, tensor)
 
 
