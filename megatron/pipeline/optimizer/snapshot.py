@@ -97,6 +97,8 @@ class Snapshot:
             _make(optimizer.state[parameter], before)
         for group, before in self._groups:
             _make(group, before | {"params": group["params"]})
+        if self._arena is not None:
+            self._arena.end_use()  # it is unpinned, where the copies need another size, only once this has been read
 
     def release(self) -> None:
         """Let go of the copies."""
