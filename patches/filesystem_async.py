@@ -8,6 +8,7 @@ with the last that uses it. Here it ends with the rank.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from functools import cache
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -25,8 +26,21 @@ def install() -> None:
             setattr(module, name, _results_queue)
 
 
+class _Results:
+    """A queue of what writers have written, which its process keeps as bytes. Can be sent to another process."""
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, result: Any) -> None:
+        self._queue.put(pickle.dumps(result))
+
+    def get_nowait(self) -> Any:
+        return pickle.loads(self._queue.get_nowait())
+
+
 @cache
-def _results_queue(mp_mode: str = "spawn") -> Any:
+def _results_queue(mp_mode: str = "spawn") -> _Results:
     manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
     manager.start(initializer=end_with_parent)
-    return manager.Queue()
+    return _Results(manager.Queue())

@@ -1,4 +1,4 @@
-"""A rank that is killed leaves no process behind."""
+"""What a rank starts to save: it ends with a rank that is killed, and does not import torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ def saving(connection: Connection) -> None:
     from megatron.pipeline import patches
 
     patches.install()
+    import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     names = [name for name in ("_get_write_results_queue", "get_write_results_queue") if hasattr(filesystem_async, name)]
-    getattr(filesystem_async, names[0])().put("alive")
+    queue = getattr(filesystem_async, names[0])()
+    queue.put([torch.Size([2, 3])])
+    assert queue.get_nowait() == [torch.Size([2, 3])]
     connection.send([child.pid for child in multiprocessing.active_children()])
     time.sleep(60)
 
@@ -30,12 +33,13 @@ def runs(process: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_what_writes_checkpoints_ends_with_a_rank_that_is_killed() -> None:
+def test_what_writes_checkpoints_is_small_and_ends_with_a_rank_that_is_killed() -> None:
     ours, theirs = multiprocessing.Pipe()
     rank = forked(saving, theirs)
     assert ours.poll(60), "the rank says what it has started"
     children = ours.recv()
     assert len(children) == 1 and all(map(runs, children))
+    assert "libtorch" not in Path(f"/proc/{children[0]}/maps").read_text()
     assert rank.pid is not None
     os.kill(rank.pid, signal.SIGKILL)
     deadline = time.monotonic() + 20
