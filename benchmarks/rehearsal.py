@@ -87,7 +87,7 @@ def _measured(case: str) -> list[float]:
 def _predicted(case: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         _train(f"{case} --rehearse --rehearse-dir {folder} --exit-interval 5")
-        return float(json.loads((Path(folder) / "rehearsal.json").read_text())["iteration_seconds"])
+        return float(json.loads((Path(folder) / "rehearsal.json").read_text())["passes_seconds"])
 
 
 def _train(case: str) -> None:

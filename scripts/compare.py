@@ -65,7 +65,7 @@ class Run(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of an iteration: its passes with a device for every rank, or the fastest one that was measured."""
+        """Of an iteration: with a device for every rank, or the fastest one that was measured."""
         return float(self.rehearsal["iteration_seconds"] if self.rehearsed else self.fastest["iteration_seconds"])
 
 
@@ -176,8 +176,8 @@ def _note(args: argparse.Namespace) -> str:
     if args.launcher:
         return "ms: of the fastest iteration, the optimizer's step included."
     return (
-        "ms: the passes of an iteration if every rank had a device of its own, from passes that ran one at a time on this "
-        "machine. Messages take no time, or what --rehearse-hop says. The optimizer's step is left out."
+        "ms: an iteration if every rank had a device of its own, from passes and optimizer steps that ran one at a time on this "
+        "machine. Messages take no time, or what --rehearse-hop says."
     )
 
 

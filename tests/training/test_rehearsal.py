@@ -56,7 +56,8 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
         assert rank["activation_bytes"] == pytest.approx(rank["planned_activation_bytes"], rel=0.02)
         assert rank["process_bytes"] > rank["activation_bytes"]
     timeline = Timeline.from_json(json.dumps(found["timeline"]))
-    assert found["iteration_seconds"] == timeline.makespan
+    assert found["passes_seconds"] == timeline.makespan
+    assert found["iteration_seconds"] == timeline.makespan + found["step_seconds"] and found["step_seconds"] > 0
     assert found["hop_seconds"] == 0.001
     assert found["stock"]["schedule"] in ("1f1b", "interleaved v=2")
     costs = Costs.from_json((tmp_path / "found" / "costs.json").read_text())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.pipeline.dist.device import side_stream, this_device
+from megatron.pipeline.record.clock import Clock
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.timeline import Timed
@@ -75,9 +76,11 @@ class Recorder:
         parameters: the model's, which are not activations.
         count: on a GPU, too, what is held at the end of passes is counted by an ``ActivationMeter``: the allocator's numbers
             include messages. That takes the host some microseconds for each tensor that autograd saves.
+        clock: times passes and waits on a CPU, in seconds.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], count: bool = False) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], count: bool = False, clock: Clock = time.time) -> None:
+        self._clock = clock
         self._passes: list[tuple[Pass, Any, Any, int]] = []
         self._waits: list[tuple[Message | Collective | Pass, Any, Any]] = []
         self._copies: list[tuple[Pass, Any, Any]] = []
@@ -154,7 +157,7 @@ class Recorder:
 
     def _mark(self) -> Any:
         if not self._on_gpu:
-            return time.time()
+            return self._clock()
         self._last = torch.cuda.Event(enable_timing=True)
         self._last.record()
         return self._last

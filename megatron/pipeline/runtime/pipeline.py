@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakSet
@@ -151,6 +152,11 @@ class Pipeline(Plans):
         finally:
             self._resolve = None
 
+    def optimizer_steps(self) -> AbstractContextManager[dict[int, list[float]]]:
+        """Steps of optimizers take turns too, in a rehearsal; yields their seconds. Collective over the world at first."""
+        assert self._turns is not None, "a rehearsal has turns"
+        return self._turns().optimizer_steps()
+
     @property
     def situation(self) -> Situation:
         """Where this rank is, for a report of a failure. May be called from another thread."""
@@ -196,7 +202,8 @@ class Pipeline(Plans):
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]
-        recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes)
+        clock = self._turns().clock if self._turns else time.time
+        recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes, clock)
         self._measured = recorder, plan
         return recorder
 

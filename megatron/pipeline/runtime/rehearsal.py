@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -26,6 +26,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.view.table import plain_table
 
 _MIB = 2**20
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Rehearsal:
         costs: measured ones, with the hop that was asked for.
         passes: what was measured, in the order of ranks, stages and kinds.
         timeline: of one iteration if every rank had a device of its own, from the first pass to the last.
+        step: seconds of the optimizer's step, on the rank where it takes longest.
         stock: megatron-core's own schedules at these costs, at their best.
         peaks, planned_peaks: activation bytes, by pipeline rank: the most that was measured, and that the simulation has.
         processes: bytes of each process at its peak: device memory on a GPU, resident memory on a CPU.
@@ -60,11 +62,16 @@ class Rehearsal:
     costs: Costs
     passes: tuple[Passes, ...]
     timeline: Timeline
+    step: float
     stock: Planned
     peaks: tuple[int, ...]
     planned_peaks: tuple[float, ...]
     processes: tuple[int, ...]
     tokens: int
+
+    def seconds(self, timeline: Timeline) -> float:
+        """Of an iteration: its passes, and the optimizer's step."""
+        return timeline.makespan + self.step
 
     def fields(self) -> dict[str, Any]:
         """As one JSON object."""
@@ -76,12 +83,15 @@ class Rehearsal:
             "schedule": self.report.schedule.name,
             "microbatches": self.report.schedule.microbatches,
             "hop_seconds": self.costs.hop,
-            "iteration_seconds": self.timeline.makespan,
+            "passes_seconds": self.timeline.makespan,
+            "step_seconds": self.step,
+            "iteration_seconds": self.seconds(self.timeline),
             "bubble_rate": self.timeline.makespan_bubble_rate,
-            "tokens_per_second": self.tokens / self.timeline.makespan,
+            "tokens_per_second": self.tokens / self.seconds(self.timeline),
             "stock": {
                 "schedule": str(self.stock.variant),
-                "iteration_seconds": self.stock.timeline.makespan,
+                "passes_seconds": self.stock.timeline.makespan,
+                "iteration_seconds": self.seconds(self.stock.timeline),
                 "bubble_rate": self.stock.timeline.makespan_bubble_rate,
             },
             "passes": [
@@ -113,11 +123,12 @@ class Rehearsal:
             f" rehearsed: {self.report.schedule.microbatches} microbatches, one pass at a time on the device",
             plain_table(heads, rows),
             plain_table(["rank", "MiB of activations", "as planned", "of the process"], memory),
-            f" a device for every rank would take {ms(1e3 * own.makespan)} for the passes of an iteration, bubble "
-            f"{own.makespan_bubble_rate:.1%}, {self.tokens / own.makespan:,.0f} tokens/s "
-            f"(hop {ms(1e3 * self.costs.hop)}, {source})",
-            f" stock at its best, at the same costs: {self.stock.variant}, {ms(1e3 * stock.makespan)}, bubble "
-            f"{stock.makespan_bubble_rate:.1%}: {stock.makespan / own.makespan:.3f} times as long",
+            f" a device for every rank would take {ms(1e3 * self.seconds(own))} for an iteration, "
+            f"{self.tokens / self.seconds(own):,.0f} tokens/s: {ms(1e3 * own.makespan)} for its passes, bubble "
+            f"{own.makespan_bubble_rate:.1%} (hop {ms(1e3 * self.costs.hop)}, {source}), and {ms(1e3 * self.step)} for the "
+            "optimizer's step",
+            f" stock at its best, at the same costs: {self.stock.variant}, {ms(1e3 * self.seconds(stock))}, bubble "
+            f"{stock.makespan_bubble_rate:.1%}: {self.seconds(stock) / self.seconds(own):.3f} times as long",
         ]
 
 
@@ -132,7 +143,8 @@ def rehearse(
         layers: of the model.
         write: called on every rank with what was found; returns more lines for the log.
     """
-    costs, timed = yield from profiled(pipeline)
+    with pipeline.optimizer_steps() as steps:
+        costs, timed = yield from profiled(pipeline)
     report = timed[-1]
     own = costs if hop is None else replace(costs, hop=hop)
     schedule = report.schedule
@@ -141,10 +153,11 @@ def rehearse(
         own,
         tuple(_passes(timed)),
         simulate(schedule, own),
+        max(_of_all_ranks(sum(map(statistics.median, steps.values())))),
         stock_at_its_best(own, schedule.ranks, schedule.microbatches, layers),
         tuple(max(peaks) for peaks in zip(*(one.peak_activation_bytes for one in timed), strict=True)),
         tuple(activation_peaks(schedule, own)),
-        _process_bytes(),
+        _of_all_ranks(_process_bytes()),
         tokens_of(schedule.microbatches),
     )
     yield [*found.lines(hop is None), *write(found)]
@@ -168,13 +181,16 @@ def _passes(timed: Sequence[Report]) -> list[Passes]:
     ]
 
 
-def _process_bytes() -> tuple[int, ...]:
-    """By rank of this pipeline, the most memory that its process has had. Collective over the pipeline."""
+def _process_bytes() -> int:
+    """The most memory that this process has had."""
     if torch.cuda.is_available():
-        mine = torch.cuda.max_memory_reserved()
-    else:
-        mine = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return torch.cuda.max_memory_reserved()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _of_all_ranks(mine: Number) -> tuple[Number, ...]:
+    """A number of every rank of this pipeline. Collective over the pipeline."""
     group = parallel_state.get_pipeline_model_parallel_group()
-    everyone = [0] * group.size()
+    everyone = [mine] * group.size()
     torch.distributed.all_gather_object(everyone, mine, group=group)
     return tuple(everyone)

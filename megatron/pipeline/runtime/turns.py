@@ -11,14 +11,17 @@ import fcntl
 import os
 import socket
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from megatron.pipeline.dist.groups import new_group
+from megatron.pipeline.record.clock import undisturbed
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.program import Collective, Message
@@ -31,11 +34,15 @@ class Turns:
         file: open, and the same file on all ranks that share a device.
         together: ranks that exchange data within passes, such as those that share a layer: they take a turn together. None for a
             rank that runs its passes alone.
+
+    Attributes:
+        clock: times what runs in a turn: what other processes of the machine take away does not count.
     """
 
     def __init__(self, file: Any, together: torch.distributed.ProcessGroup | None = None) -> None:
         self._file = file
         self._together = together if together is not None and together.size() > 1 else None
+        self.clock = undisturbed()
 
     @classmethod
     def open(cls) -> Turns:
@@ -75,6 +82,32 @@ class Turns:
         finally:
             if leads:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    @contextmanager
+    def optimizer_steps(self) -> Iterator[dict[int, list[float]]]:
+        """Have the device alone in every step of an optimizer too; yields the seconds of these, by optimizer.
+
+        What upstream's optimizers do around a step of torch's, such as sums over other ranks, needs no turn.
+        """
+        taken: dict[int, list[float]] = defaultdict(list)
+        running = ExitStack()
+
+        def start(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            running.enter_context(self.turn())
+            taken[id(optimizer)].append(-self.clock())
+
+        def end(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.current_stream().synchronize()
+            taken[id(optimizer)][-1] += self.clock()
+            running.close()
+
+        hooks = register_optimizer_step_pre_hook(start), register_optimizer_step_post_hook(end)
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _meet(self) -> None:
         if self._together is not None:
