@@ -148,8 +148,9 @@ class environment:
 
 def serve(connection: Connection, stacks: str, backend: str = "gloo") -> None:
     """Run the functions that come over a connection, in worlds of a backend, until it is closed."""
-    from megatron.pipeline.patches import older_releases
+    from megatron.pipeline.patches import older_releases, torch_gloo
 
+    torch_gloo.install()  # before there is a world
     older_releases.install()  # before a test's module imports what only newer releases have
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)

@@ -1,4 +1,4 @@
-"""What a rank starts to save: it ends with a rank that is killed, and does not import torch."""
+"""What a rank starts: to save, a process that ends with a rank that is killed and does not import torch; for gloo, one thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from pool import forked
+from pool import Pool, forked
 
 
 def saving(connection: Connection) -> None:
@@ -49,3 +49,18 @@ def test_what_writes_checkpoints_is_small_and_ends_with_a_rank_that_is_killed() 
     for child in left:
         os.kill(child, signal.SIGKILL)
     assert not left
+
+
+def threads_of_gloo(groups: int) -> int:
+    """That wait for messages, in a rank with as many groups besides the world."""
+    import torch
+
+    made = [torch.distributed.new_group([0, 1]) for _ in range(groups)]
+    for group in made:
+        torch.distributed.all_reduce(torch.ones(1), group=group)
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().strip() == "gloo_tcp_loop" for task in tasks)
+
+
+def test_all_groups_of_gloo_share_a_thread(pool: Pool) -> None:
+    assert pool.run(2, threads_of_gloo, 5) == [1, 1]

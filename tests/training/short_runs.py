@@ -28,12 +28,14 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
 
     patches.install()
     import torch
+    from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
     from megatron.pipeline.patches import schedules
     from torch.distributed.checkpoint import api
     from torch.distributed.checkpoint.api import CheckpointException
 
     from megatron.pipeline.trainer import checkpoint, iterations, loop, program
 
+    MockGPTLowLevelDataset.size = 200  # documents of some thousand tokens; upstream shuffles the samples of 100,000 for seconds
     schedules.restore()
     real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
     real_collection = loop._quick_garbage_collection
