@@ -52,8 +52,10 @@ def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
                 awaited.append(message)
             case Send(message, peer):
                 makes[makers[message]].append((message, peer))
-            case Compute(work):
-                takes[work] += ((message, peers[message]) for message in awaited)
+            case Compute(work, braided):
+                for message in awaited:  # a braid waits for what both of its halves take
+                    taker = braided if braided and message.flow is Flow.GRADIENT else work
+                    takes[taker].append((message, peers[message]))
                 awaited.clear()
                 if work.kind.row.sends:
                     makers[Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work

@@ -15,7 +15,10 @@ from megatron.pipeline.view.consecutive import Consecutive
 from megatron.pipeline.view.style import lane_kinds, lanes, number, typical_length
 
 # What fills a pass behind its name, so that its length shows.
-_FILL = {Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "=", Kind.S: "s", Kind.T: "t", Kind.IF: ".", Kind.IB: ","}
+_FILL = {
+    **{Kind.F: "-", Kind.R: "+", Kind.B: "=", Kind.W: "~", Kind.BW: "=", Kind.FB: "=", Kind.FBW: "="},
+    **{Kind.S: "s", Kind.T: "t", Kind.IF: ".", Kind.IB: ","},
+}
 _LETTERS = {Kind.D2H: ">", Kind.H2D: "<"}  # not written as they are called: lines of their own say which they are
 _IDLE = "."
 _CUT = " ... "

@@ -237,6 +237,15 @@ class Costs:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
         return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
 
+    def braid(self, stage: int, kind: Kind, other: int) -> tuple[float, float]:
+        """Seconds of a braid: until the output of its forward is there, and from then on.
+
+        Args:
+            stage: of its forward.
+            kind, other: of its backward, and its stage.
+        """
+        return self.seconds(Kind.F, stage), self.seconds(kind, other)
+
     def allocated(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
         """Activation memory that a pass on a stage allocates (positive) or frees (negative) by its end."""
         return self.vocabulary.allocated(kind) if kind.row.shard else self.stages[stage].allocated(kind, recomputed)

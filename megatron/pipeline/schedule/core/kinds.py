@@ -107,6 +107,8 @@ class Row:
         optional: whether a schedule may have it for some microbatches only, or for none.
         replaces: the kinds that it stands for: a microbatch has either these or this kind.
         inside: the kind that it divides into parts: it runs between part i and part i + 1 of such a pass.
+        braided: the kind that it would be alone. It runs as one with the pass directly before it on its rank, an F of another
+            microbatch or chunk: the two start together, and the collectives of one run while the other computes.
     """
 
     meaning: str
@@ -125,6 +127,7 @@ class Row:
     optional: bool = False
     replaces: tuple[str, ...] = ()
     inside: str | None = None
+    braided: str | None = None
 
     @property
     def starts_on_lane(self) -> bool:
@@ -177,7 +180,7 @@ class AnyKind(StrEnum):
 
 
 WEIGHTS = "W and BW"  # the line of the passes that add to the weight gradients
-_BACKWARD, _BACKWARDS = "B and BW", ("BW", "B")
+_BACKWARD, _BACKWARDS = "B and BW", ("BW", "FBW", "FB", "B")
 _KEPT = ("H2D", "F")  # what leaves on the device what F has kept for later
 _TWO = (Vocabulary.TWO_BARRIERS, Vocabulary.INTERLACED)
 
@@ -220,7 +223,7 @@ class Kind(AnyKind):
     )  # fmt: skip
     W = "W", Row(
         meaning="backward, weights",
-        needs=(Need(("B",)),),
+        needs=(Need(("FB", "B")),),
         seconds="weight", frees="retained", in_order=(WEIGHTS,),
     )  # fmt: skip
     BW = "BW", Row(
@@ -228,6 +231,18 @@ class Kind(AnyKind):
         needs=_BACKWARD_NEEDS,
         seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
         optional=True,
+    )  # fmt: skip
+    FB = "FB", Row(
+        meaning="backward, input, braided with the forward before it",
+        needs=_BACKWARD_NEEDS,
+        seconds="backward", allocates="retained", frees="activation", in_order=(_BACKWARD,), sends=Flow.GRADIENT,
+        replaces=("B",), optional=True, braided="B",
+    )  # fmt: skip
+    FBW = "FBW", Row(
+        meaning="backward, fused, braided with the forward before it",
+        needs=_BACKWARD_NEEDS,
+        seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
+        optional=True, braided="BW",
     )  # fmt: skip
     S = "S", Row(  # logits and their softmax
         meaning="logits, own rows",
@@ -261,7 +276,8 @@ class Kind(AnyKind):
     )  # fmt: skip
 
 
-STAGE_KINDS = tuple(kind for kind in Kind if not (kind.row.shard or kind.row.lane))
+STAGE_KINDS = tuple(kind for kind in Kind if not (kind.row.shard or kind.row.lane or kind.row.braided))
+BRAIDED = {Kind(kind.row.braided): kind for kind in Kind if kind.row.braided}  # by what they are alone
 VOCABULARY_KINDS = tuple(kind for kind in Kind if kind.row.shard)
 COPY_KINDS = tuple(kind for kind in Kind if kind.row.copy)
 COPY_LANES = (Lane.TO_HOST, Lane.TO_DEVICE)

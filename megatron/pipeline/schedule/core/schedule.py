@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -239,6 +240,15 @@ class RankPasses:
                 if each.kind.row.lane:
                     lanes[each.kind.row.lane].append(each)
         return lanes
+
+    @cached_property
+    def is_braided(self) -> bool:
+        """Whether any pass runs as one with the pass before it."""
+        return any(kind.row.braided for kind in self.kinds)
+
+    def braids(self) -> Iterator[tuple[Pass, Pass]]:
+        """Passes that run as one with the pass behind them, and those."""
+        return ((work, after) for work, after in pairwise(self.passes) if after.kind.row.braided) if self.is_braided else iter(())
 
     def started_by(self, work: Pass) -> Iterator[Pass]:
         """The passes on lanes that start as soon as a pass has ended, which they need."""

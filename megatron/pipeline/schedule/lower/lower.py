@@ -191,7 +191,8 @@ class _Rows:
         self._schedule, self._timeline = schedule, timeline
         self.slots = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
         self._programs: list[list[Operation]] = [[] for _ in self.slots]
-        self._waits: list[dict[int, Wait]] = [{} for _ in self.slots]  # before which slot
+        self._waits: list[dict[int, list[Wait]]] = [{} for _ in self.slots]  # before which slot
+        self._braided = [dict(row.braids()) for row in schedule.rows]
         self._reached = [0] * schedule.ranks
         self._unowed: list[dict[Exchange, deque[Collective]]] = [{} for _ in self.slots]  # joined, and not waited for
 
@@ -199,8 +200,7 @@ class _Rows:
         """Go on with a rank's passes until the one in that slot is next."""
         passes, waiting, program = self._schedule.passes[rank], self._waits[rank], self._programs[rank]
         for at in range(self._reached[rank], slot):
-            if at in waiting:
-                program.append(waiting[at])
+            program.extend(waiting.get(at, ()))
             program.extend(self._operations(rank, passes[at]))
         self._reached[rank] = max(self._reached[rank], slot)
 
@@ -211,7 +211,7 @@ class _Rows:
             yield Copy(work) if work.kind.row.starts else Wait(work)
             return
         yield from map(Wait, row.awaited.get(work, ()))
-        yield Compute(work)
+        yield Compute(work, self._braided[rank].get(work))
         yield from map(Copy, row.started_by(work))
 
     def communicate(self, moment: float, one: Transfer | Gathering) -> None:
@@ -224,7 +224,12 @@ class _Rows:
         self._programs[sender].append(Send(message, receiver))
         self._compute_up_to(receiver, moment)
         self._programs[receiver].append(Receive(message, sender))
-        self._waits[receiver][consumer] = Wait(message)
+        self._wait_before(receiver, consumer, Wait(message))
+
+    def _wait_before(self, rank: int, slot: int, wait: Wait) -> None:
+        """Wait before a pass; before the forward that it is braided with, if it is."""
+        before = slot - bool(self._schedule.passes[rank][slot].kind.row.braided)
+        self._waits[rank].setdefault(before, []).append(wait)
 
     def _gather(self, moment: float, one: Gathering) -> None:
         consumers = dict(one.consumers)
@@ -237,7 +242,7 @@ class _Rows:
                 program += [Join(one.collective), wait]
                 continue
             if rank in consumers:
-                self._waits[rank][self.slots[rank][consumers[rank]]] = wait
+                self._wait_before(rank, self.slots[rank][consumers[rank]], wait)
             else:
                 unowed = self._unowed[rank].setdefault(one.collective.exchange, deque())
                 unowed.append(one.collective)

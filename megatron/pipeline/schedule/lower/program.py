@@ -38,9 +38,13 @@ class Collective(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run a pass. Its inputs have been waited for, or were made on this rank."""
+    """Run a pass. Its inputs have been waited for, or were made on this rank.
+
+    With ``braided`` that pass, the next one, runs as one with it; its own ``Compute`` follows, and has nothing left to do.
+    """
 
     work: Pass
+    braided: Pass | None = None
 
 
 class Send(NamedTuple):
@@ -90,7 +94,7 @@ class Validate(NamedTuple):
 def pass_of(operation: Operation) -> Pass | None:
     """The pass of the schedule that an operation stands for, if any: it computes it, or has the place of a pass on a lane."""
     match operation:
-        case Compute(work):
+        case Compute(work, _):
             return work
         case Copy(work) | Wait(Pass() as work) if work.kind.row.starts is isinstance(operation, Copy):
             return work

@@ -62,6 +62,7 @@ def verify_passes(schedule: Schedule, forward_only: bool = False) -> None:
     every_part_is_there(schedule)
     every_copy_has_its_other_half(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
+    every_braid_has_its_forward(schedule)
 
 
 def every_pass_is_known(schedule: Schedule) -> None:
@@ -154,6 +155,24 @@ def passes_of_a_microbatch_are_in_order(schedule: Schedule) -> None:
         if (misplaced := row.first_before_its_need()) is not None:
             work, needed = misplaced
             raise ScheduleError(f"rank {rank}: {work} runs before {needed}; it must run after it")
+
+
+def every_braid_has_its_forward(schedule: Schedule) -> None:
+    """FB and FBW run as one with the F directly before them on their rank, which is of another microbatch or chunk."""
+    for rank, row in enumerate(schedule.rows if any(row.is_braided for row in schedule.rows) else ()):
+        for before, work in itertools.pairwise((None, *row.passes)):
+            if not (work and work.kind.row.braided):
+                continue
+            if before is None or before.kind is not F or before[1:3] == work[1:3]:
+                found = "nothing" if before is None else str(before)
+                raise ScheduleError(
+                    f"rank {rank}: {work} is braided with the pass before it, and that is {found}; put an F of another "
+                    f"microbatch or chunk there, or make it {work.kind.row.braided}"
+                )
+            if row.is_divided or schedule.splits > 1:
+                raise ScheduleError(
+                    f"rank {rank}: {work} is braided, in a schedule of passes in parts or of slices; make it {work.kind.row.braided}"
+                )
 
 
 def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
 
     Attributes:
         passes: of every row; in the place of its kind, a pass has the key of its link.
-        works: the passes that these stand for; None where a rank waits for its lane.
+        works: the passes that these stand for; None where a rank waits for its lane, or before a braid for the gradient.
         links: by row, chunk and key.
         size: how many numbers there are for what passes make for each other.
         ready: the numbers of what is there from the start.
@@ -117,17 +117,36 @@ def _keyed(
     row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Sequence[Pass]]
 ) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
     """The passes of a row with their keys, and as they are (None for a wait that stands before a pass)."""
-    if not awaited and not row.is_divided:
+    if not awaited and not row.is_divided and not row.is_braided:
         return passes, passes
+    braided = dict(row.braids())
+    forwards = {after: work for work, after in braided.items()}
     keys: list[Pass] = []
     works: list[Pass | None] = []
     for work in passes:
         for other in awaited.get(work, ()):
             keys.append(Pass(_waiting(_key(row, other)), *other[1:]))
             works.append(None)
-        keys.append(Pass(_key(row, work), *work[1:]) if row.is_divided else work)
+        if (backward := braided.get(work)) is not None:
+            keys += [Pass(_gradient_of(backward.kind), *backward[1:]), Pass(_half(work, backward), *work[1:])]
+            works += [None, work]
+            continue
+        if (forward := forwards.get(work)) is not None:
+            keys.append(Pass(_half(work, forward), *work[1:]))
+        else:
+            keys.append(Pass(_key(row, work), *work[1:]) if row.is_divided else work)
         works.append(work)
     return keys, works
+
+
+def _gradient_of(kind: Kind) -> Any:
+    """By what the link of the wait is found that stands before a braid."""
+    return "gradient", kind
+
+
+def _half(work: Pass, other: Pass) -> Any:
+    """By what the link of one half of a braid is found: its kind, and the kind and chunk of the other half."""
+    return work.kind, other.kind, other.chunk
 
 
 def _key(row: RankPasses, work: Pass) -> Any:
@@ -162,12 +181,28 @@ class _Table:
         for chunk in range(len(self._stages[rank])):
             links.append({kind: self._link(kind, rank, chunk) for kind in kinds})
             links[-1] |= {_waiting(kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
+        for forward, backward in row.braids():
+            self._add_braid(links, rank, forward, backward)
         for work in row.passes if row.is_divided else ():
             key, own = _key(row, work), links[work.chunk]
             if key not in own:
                 own[key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
                 own[_waiting(key)] = self._wait(work.kind, rank, work.chunk, work.part)
         return links
+
+    def _add_braid(self, links: list[dict[Any, Link]], rank: int, forward: Pass, backward: Pass) -> None:
+        """The links of a braid: the wait for what its backward needs, its forward, which follows, and the rest."""
+        first, second = _half(forward, backward), _half(backward, forward)
+        if first in links[forward.chunk]:
+            return
+        seconds: tuple[float, float] = (0, 0)
+        if self._costs:
+            stages = self._stages[rank]
+            seconds = self._costs.braid(stages[forward.chunk], backward.kind, stages[backward.chunk])
+        whole = links[backward.chunk][backward.kind]
+        links[backward.chunk][_gradient_of(backward.kind)] = whole._replace(made=self._unused, seconds=0, is_part=False)
+        links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=seconds[0])
+        links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=0, seconds=seconds[1])
 
     def of_lane(self, lane: LaneRow) -> list[dict[Any, Link]]:
         """By chunk and key, the links of a lane's row."""

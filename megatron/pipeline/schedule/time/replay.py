@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.passes import Pass
@@ -29,7 +29,12 @@ def dependency_order(schedule: Schedule) -> list[tuple[int, range]]:
     Raises:
         Stuck: some passes can never run.
     """
-    return replay(schedule, rows_of(schedule, None)).runs
+    rows = rows_of(schedule, None)
+    runs = replay(schedule, rows).runs
+    if not any(row.is_braided for row in schedule.rows):
+        return runs
+    places = [[0, *accumulate(work is not None for work in works)] for works in rows.works]  # passes before every slot
+    return [(row, range(places[row][slots.start], places[row][slots.stop])) for row, slots in runs]
 
 
 class Replay(NamedTuple):
@@ -65,7 +70,7 @@ def replay(
             raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
     run, blocked = advance(rows, schedule.ranks, seconds_of, later)
     if blocked:
-        raise _first_stuck(schedule, run, blocked)
+        raise _first_stuck(schedule, rows, run, blocked)
     return run
 
 
@@ -133,10 +138,14 @@ def results_at_start(rows: Rows) -> list[Any]:
     return made_at
 
 
-def _first_stuck(schedule: Schedule, run: Replay, blocked: Mapping[int, Sequence[int]]) -> Stuck:
+def _first_stuck(schedule: Schedule, rows: Rows, run: Replay, blocked: Mapping[int, Sequence[int]]) -> Stuck:
     if len(run.ends) > schedule.ranks:
         dependency_order(schedule)  # without lanes it gets stuck at the same pass, and says so
     rank = next(iter(chain(*blocked.values())))
-    work = schedule.passes[rank][len(run.ends[rank])]
-    done = [set(passes[: len(ends)]) for passes, ends in zip(schedule.passes, run.ends, strict=True)]
-    return Stuck(rank, work, next(need for need in schedule.predecessors(rank, work) if need[1] not in done[need[0]]))
+    done = [set(filter(None, works[: len(ends)])) for works, ends in zip(rows.works, run.ends, strict=True)]
+    left = [work for work in rows.works[rank][len(run.ends[rank]) :] if work is not None]
+    for work in left[:1] if not left[1:] or not left[1].kind.row.braided else left[:2]:
+        for other, need in schedule.predecessors(rank, work):
+            if need not in done[other]:
+                return Stuck(rank, left[0], (other, need))
+    raise AssertionError("a row that cannot go on lacks a result")
