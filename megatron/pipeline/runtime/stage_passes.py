@@ -33,6 +33,12 @@ class Stages(Protocol):
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """Run a backward from the outputs' gradients ([None] on the last stage) to the inputs'."""
 
+    def braid(
+        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run a forward and the backward of another microbatch or chunk as one: with the arguments of ``forward`` and then of
+        ``backward``, and the results of both."""
+
     def release(self, outputs: Tensors) -> None:
         """The outputs have been sent: their data is not needed any more, only their graph."""
 
