@@ -8,20 +8,30 @@ from typing import Any
 
 import tiny_gpt
 import torch
+from runtime import braids
 
 EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
     "--disable-bias-linear --bf16 --lr 1e-3 --clip-grad 0"
 )
+Result = tuple[Any, dict[Any, str], dict[str, int]]
 OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
-def train(schedule: str, pp: int, microbatches: int = 4, flags: str = "", iterations: int = 3) -> tuple[Any, dict[Any, str]]:
-    """Losses and norms of this rank, and a digest of every parameter and its gradient, by names that no placement changes."""
+def train(
+    schedule: str, pp: int, microbatches: int = 4, flags: str = "", iterations: int = 3, braided: bool = False
+) -> tuple[Any, dict[Any, str], dict[str, int]]:
+    """Losses and norms of this rank, a digest of every parameter and its gradient by names that no placement changes, and how many
+    braids the last iteration had."""
     options: dict[str, Any] = {"pp": pp, "microbatches": microbatches, "flags": tuple(f"{EXPERTS} {flags}".split())}
     run = tiny_gpt.Run(schedule, **options)
-    steps = [run.step(iteration) for iteration in range(iterations)]
-    return steps, digests(run.chunks, gradients="--use-distributed-optimizer" not in flags)
+    if braided:
+        braids.install(run)
+    try:
+        steps = [run.step(iteration) for iteration in range(iterations)]
+    finally:
+        braids.uninstall()
+    return steps, digests(run.chunks, gradients="--use-distributed-optimizer" not in flags), dict(braids.BraidingExecutor.braids)
 
 
 def digests(chunks: Any, gradients: bool) -> dict[Any, str]:
@@ -45,14 +55,14 @@ def digests(chunks: Any, gradients: bool) -> dict[Any, str]:
     return found
 
 
-def merged(results: list[tuple[Any, dict[Any, str]]]) -> dict[Any, str]:
+def merged(results: list[Result]) -> dict[Any, str]:
     """Of all ranks."""
-    return {key: digest for _, found in results for key, digest in found.items()}
+    return {key: digest for _, found, _ in results for key, digest in found.items()}
 
 
-def losses(results: list[tuple[Any, dict[Any, str]]]) -> list[list[float]]:
+def losses(results: list[Result]) -> list[list[float]]:
     """Of every rank that has the loss."""
-    return [[loss for loss, _ in steps] for steps, _ in results if steps[0][0] is not None]
+    return [[loss for loss, _ in steps] for steps, _, _ in results if steps[0][0] is not None]
 
 
 def _digest(tensor: torch.Tensor) -> str:
