@@ -117,6 +117,14 @@ NAMES: dict[str, dict[str, Name]] = {
         "clear_embedding_activation_buffer": Name("deferred embedding gradients"),
         "finish_embedding_wgrad_compute": Name("deferred embedding gradients"),
     },
+    "megatron.core.pipeline_parallel.utils": {"set_streams": Name("the streams of layer plans")},
+    "megatron.core.models.gpt.gpt_model": {
+        "GPTModel.build_schedule_plan": Name("a forward cut into parts of layers"),
+        "GPTModel._preprocess": Name("seeding: comes first in a forward and in a plan"),
+    },
+    "megatron.core.transformer.transformer_layer": {
+        "TransformerLayer._forward_attention": Name("seeding: comes first in a forward and in a plan"),
+    },
     "megatron.core.process_groups_config": {
         "ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19"),
         "MultiModuleProcessGroupCollection": Name("several modules in one pipeline: refused", "0.17-0.19", required=False),
@@ -215,7 +223,6 @@ UNSUPPORTED: dict[str, Setting] = {
     "use_megatron_fsdp": Setting(_WEIGHTS),
     "use_legacy_models": Setting("builds models that are not megatron-core's"),
     "yaml_cfg": Setting("replaces all flags, ours too: give flags, or a --config file of flags"),
-    "overlap_moe_expert_parallel_comm": Setting(_ORDER, in_config=True),
     "delay_wgrad_compute": Setting("delays weight gradients within megatron-core's own schedules; ours do so anyway"),
     "overlap_param_gather_with_optimizer_step": Setting(_ORDER),
     "hybrid_context_parallel": Setting(_ORDER, in_config=True),

@@ -5,8 +5,8 @@ Upstream allocates with ``device="cuda"``, asks ``torch.cuda`` for devices, stre
 - gives every loaded ``megatron.core`` module a view of ``torch`` whose factories and ``cuda`` mean the CPU. The real
   ``torch`` stays as it is, so other code is not affected and no call pays for an interception;
 - lets the CPU's one random generator play the part of the GPU's in ``tensor_parallel.random``;
-- makes ``Tensor.cuda()`` and ``Module.cuda()`` return the tensor or module itself and ``Tensor.type()`` answer as CUDA would:
-  the only two replacements that reach beyond megatron.core;
+- makes ``Tensor.cuda()`` and ``Module.cuda()`` return the tensor or module itself, ``Tensor.type()`` answer as CUDA would, and
+  ``Tensor.record_stream()`` do nothing: the only replacements that reach beyond megatron.core;
 - gives the token dispatcher of a mixture of experts the sizes of an all-to-all as numbers;
 - switches off torch.compile, which upstream applies to small functions at import and which needs a C++ compiler here.
 """
@@ -36,9 +36,12 @@ _LATE_MODULES = (
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.dist_checkpointing.strategies.state_dict_saver",
     "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.models.common.model_chunk_schedule_plan",
+    "megatron.core.models.gpt.fine_grained_callables",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.combined_1f1b",
     "megatron.core.pipeline_parallel.p2p_communication",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.rerun_state_machine",
@@ -100,10 +103,18 @@ def _cpu_view_of_cuda() -> types.ModuleType:
         stream=lambda _stream: contextlib.nullcontext(),
         is_current_stream_capturing=lambda: False,
         memory_stats=lambda *_: {},
+        nvtx=_no_ranges(),
         get_rng_state=lambda *_, **__: torch.get_rng_state(),
         set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
     )
     return cuda
+
+
+def _no_ranges() -> types.ModuleType:
+    """``torch.cuda.nvtx``: no profiler looks at ranges."""
+    nvtx = _Module("torch.cuda.nvtx", torch.cuda.nvtx)
+    vars(nvtx).update(range_push=_nothing, range_pop=_nothing, range=lambda *_, **__: contextlib.nullcontext())
+    return nvtx
 
 
 def _one_random_generator(view: types.ModuleType) -> None:
@@ -131,6 +142,7 @@ def _tensor_methods() -> None:
 
     torch.Tensor.type = type_  # type: ignore[assignment, method-assign]
     torch.Tensor.cuda = cuda  # type: ignore[method-assign]
+    torch.Tensor.record_stream = _nothing  # type: ignore[assignment, method-assign]
     torch.nn.Module.cuda = cuda  # type: ignore[assignment, method-assign]
 
 

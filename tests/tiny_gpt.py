@@ -126,7 +126,9 @@ class Run:
             yield torch.randint(0, 60, (self.args.micro_batch_size, self.args.seq_length + 1), generator=generator).to(device)
 
 
-def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def forward_step(
+    data_iterator: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False
+) -> tuple[torch.Tensor, Any]:
     """What Megatron-LM's pretrain_gpt.py does, on tokens without a mask."""
     from megatron.pipeline.trainer.data import cut_for_context_parallelism
 
@@ -135,7 +137,8 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     mask = torch.ones(1, 1, inputs.shape[1], inputs.shape[1], dtype=torch.bool, device=inputs.device).triu(1)
     batch = cut_for_context_parallelism({"tokens": inputs, "labels": labels, "position_ids": positions, "attention_mask": mask})
-    return model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]), partial(loss)
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    return forward(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]), partial(loss)
 
 
 def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

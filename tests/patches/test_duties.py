@@ -20,6 +20,7 @@ _PARTS = "upstream's forward_step and backward_step, which ModelStages calls"
 _GROUPS = "Call.groups"
 _ORDER = "the order of upstream's schedules: our passes are in the program's"
 _MESSAGES = "Transport sends and receives as the program says"
+_PLANS = "LayerPlanStages runs the same layer plans, in the program's order"
 _REFUSED = "refused by patches/compat.py UNSUPPORTED"
 
 # By what is called in the three functions forward_backward_*, without their own functions, and methods of lists and handles.
@@ -29,8 +30,8 @@ DUTIES = {
     "forward_step": _PARTS,
     "check_first_val_step": "ModelStages",
     "clear_embedding_activation_buffer": _OURS,
-    "combined_1f1b_schedule_for_interleaved_pipelining": f"{_REFUSED}: overlap_moe_expert_parallel_comm",
-    "combined_1f1b_schedule_for_no_pipelining": f"{_REFUSED}: overlap_moe_expert_parallel_comm",
+    "combined_1f1b_schedule_for_interleaved_pipelining": _PLANS,
+    "combined_1f1b_schedule_for_no_pipelining": _PLANS,
     "config.finalize_model_grads_func": _OURS,
     "config.grad_sync_func": f"{_OURS}; ours are per chunk",
     "config.no_sync_func": "GradientSync",

@@ -176,7 +176,7 @@ def refused(setting: str, value: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("setting", ["overlap_moe_expert_parallel_comm", "hybrid_context_parallel"])
+@pytest.mark.parametrize("setting", ["moe_paged_stash", "hybrid_context_parallel"])
 def test_settings_bound_to_upstreams_orders_are_refused(pool: Pool, setting: str) -> None:
     assert "--pipeline-schedule stock" in pool.run(1, refused, setting, True)[0]
 

@@ -61,7 +61,10 @@ def transformer_config(args: Namespace, placement: Placement) -> TransformerConf
         "persist_layer_norm": not args.no_persist_layer_norm and cuda and args.transformer_impl == "transformer_engine",
         "gradient_accumulation_fusion": gradient_fusion,
     }
-    return TransformerConfig(**values)
+    config = TransformerConfig(**values | {"overlap_moe_expert_parallel_comm": False})
+    # Its constructor would demand several chunks per rank, which only megatron-core's own order of passes needs.
+    config.overlap_moe_expert_parallel_comm = args.overlap_moe_expert_parallel_comm
+    return config
 
 
 def can_free_outputs(chunks: int) -> bool:

@@ -278,6 +278,7 @@ _MEGATRON = {
         add("--moe-router-enable-expert-bias", "balance by a bias that follows the experts' load"),
         add("--moe-router-bias-update-rate", "change of that bias per iteration", positive_float, 1e-3),
         add("--moe-token-dispatcher-type", "how tokens travel", ["allgather", "alltoall"], "allgather"),
+        add("--overlap-moe-expert-parallel-comm", "all-to-alls of experts behind another microbatch's layers"),
         add("--moe-expert-capacity-factor", "tokens of an expert over their mean; others are dropped", positive_float),
         add("--moe-pad-expert-input-to-capacity", "pad the tokens of every expert to its capacity"),
         add("--moe-token-drop-policy", "which tokens are dropped", ["probs", "position"], "probs"),

@@ -87,11 +87,11 @@ FEATURES = (
     Feature("hybrid context parallelism", _on("hybrid_context_parallel"), _NO, _NO),
     Feature("experts", _on("num_experts"), _YES, _YES, "with expert and data parallelism"),
     Feature(
-        "expert communication behind other layers",
+        "expert communication behind another microbatch",
         _on("overlap_moe_expert_parallel_comm"),
-        _NO,
-        _NO,
-        "--pipeline-schedule stock",
+        _YES,
+        _YES,
+        "not with slices, --vocab-parallel, --offload",
     ),
     Feature(
         "tokens to experts by DeepEP or HybridEP",

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
-from megatron.pipeline.flags.validation_experts import check_experts, check_prediction
+from megatron.pipeline.flags.validation_experts import check_experts, check_overlap, check_prediction
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_rehearsal import check_rehearsal
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
@@ -59,6 +59,7 @@ def check_new_flags(args: Namespace) -> None:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
     check_vocabulary(args)
     check_offload(args)
+    check_overlap(args)
     check_rehearsal(args)
     _check_timeouts(args)
     _check_timers(args)

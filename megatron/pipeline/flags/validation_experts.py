@@ -6,7 +6,8 @@ from argparse import Namespace
 
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.flags.flags import given
+from megatron.pipeline.flags.flags import flag_of, given
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 
 def check_experts(args: Namespace, world_size: int) -> None:
@@ -18,7 +19,7 @@ def check_experts(args: Namespace, world_size: int) -> None:
     experts, parallel = args.num_experts, args.expert_model_parallel_size
     if experts is None:
         sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
-        if flags := given(args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm"):
+        if flags := given(args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "overlap_moe_expert_parallel_comm"):
             raise ValueError(f"{', '.join(flags)} without experts: give --num-experts")
         return
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size
@@ -108,6 +109,51 @@ def _check_router(args: Namespace, experts: int) -> None:
             "experts with biases that no ranks share cannot be trained by megatron-core: give --disable-bias-linear, or "
             "--expert-model-parallel-size above 1"
         )
+
+
+def check_overlap(args: Namespace) -> None:
+    """Check what ``--overlap-moe-expert-parallel-comm`` is combined with: its layer plans are megatron-core's, and have its limits.
+
+    Raises:
+        ValueError: another flag excludes it, or one that it needs is missing; says what to change.
+    """
+    if not args.overlap_moe_expert_parallel_comm:
+        return
+    several_ranks = args.pipeline_model_parallel_size > 1
+    further, dispatcher = args.mtp_num_layers or 0, args.moe_token_dispatcher_type
+    modules = args.recompute_modules or ()
+    packed = next((name for name in ("sft", "dataloader_inter_document_masking") if getattr(args, name, False)), None)
+    wrong = {
+        "needs experts: give --num-experts and --expert-model-parallel-size 2 or more": args.num_experts is None,
+        "needs experts on several ranks: give --expert-model-parallel-size 2 or more": args.expert_model_parallel_size == 1,
+        f"needs all-to-alls, and --moe-token-dispatcher-type is {dispatcher}: give alltoall": dispatcher == "allgather",
+        "needs --bf16 or --fp16": not (args.bf16 or args.fp16),
+        "runs layers in parts, and --recompute-granularity full recomputes them whole: take selective": (
+            args.recompute_granularity == "full"
+        ),
+        "runs experts in parts, and --recompute-modules moe recomputes them whole: leave moe out": "moe" in modules,
+        "overlaps all-to-alls, and --moe-shared-expert-overlap does so in another way: leave one of the two out": getattr(
+            args, "moe_shared_expert_overlap", False
+        ),
+        f"has layers for one further token, and --mtp-num-layers is {further}: give 1": further > 1,
+        "with --mtp-num-layers needs a pipeline: raise --pipeline-model-parallel-size": bool(further) and not several_ranks,
+        "with --mtp-num-layers needs experts in the last layer: change --moe-layer-freq": (
+            bool(further) and not _last_layer_has_experts(args)
+        ),
+        f"does not hand packed sequences on: leave {packed and flag_of(packed)} out": packed is not None,
+        f"runs whole layers of one rank, and --vocab-parallel {args.vocab_parallel} takes a part of them to others: leave one of "
+        "the two out": args.vocab_parallel != OFF,
+        f"frees tensors itself, and --offload {args.offload} moves them: leave one of the two out": args.offload != OFF,
+        "under --pipeline-schedule stock needs several chunks per rank: give --num-virtual-stages-per-pipeline-rank, or take "
+        "another schedule": args.pipeline_schedule == STOCK and several_ranks and not args.chunks,
+    }
+    if reason := next((reason for reason, is_so in wrong.items() if is_so), None):
+        raise ValueError(f"--overlap-moe-expert-parallel-comm {reason}")
+
+
+def _last_layer_has_experts(args: Namespace) -> bool:
+    pattern = args.moe_layer_freq
+    return bool(pattern[-1] if isinstance(pattern, list) else (args.num_layers - 1) % pattern == 0)
 
 
 def check_prediction(args: Namespace) -> None:

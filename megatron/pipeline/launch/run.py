@@ -151,8 +151,10 @@ class Run:
         cut.pipeline_model_parallel_layout = self._cut
         cut.decoder_first_pipeline_num_layers = cut.decoder_last_pipeline_num_layers = None
         cut.account_for_embedding_in_pipeline_split = cut.account_for_loss_in_pipeline_split = False
-        cut.delay_wgrad_compute = False
+        cut.delay_wgrad_compute = cut.overlap_moe_expert_parallel_comm = False
         config = original(cut, *rest, **options)
+        # Set late: the constructor would demand several chunks per rank, as megatron-core's own order of passes does.
+        config.overlap_moe_expert_parallel_comm = args.overlap_moe_expert_parallel_comm
         if args.transformer_impl == "transformer_engine":
             te_linear.delay_weight_gradients(config)
         return config

@@ -103,13 +103,13 @@ class SeededGPTModel(GPTModel):
     def setup_embeddings_and_output_layer(self) -> None:
         mark_boundary_weights(self)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _preprocess(self, *args: Any, **kwargs: Any) -> Any:  # the first part of a forward, and of a layer plan
         if self.training and _uses_dropout(self.config):
             replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
             base = derive(self.seed, "dropout", self.iteration, self.current_microbatch, replica)
             get_cuda_rng_tracker().states_[_MICROBATCH] = base
             seed_layer(base, EMBEDDING)
-        return super().forward(*args, **kwargs)
+        return super()._preprocess(*args, **kwargs)
 
 
 class SeededTransformerLayer(TransformerLayer):
@@ -123,9 +123,9 @@ class SeededTransformerLayer(TransformerLayer):
         seed_layer(weight_base(seed), self._seeded_number)
         super().__init__(config, submodules, layer_number, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:  # the first part of a forward, and of a layer plan
         seed_masks(self, self._seeded_number)
-        return super().forward(*args, **kwargs)
+        return super()._forward_attention(*args, **kwargs)
 
 
 def seed_masks(layer: Any, number: int, *purpose: str) -> None:

@@ -138,6 +138,11 @@ class Call:
             raise ValueError(
                 "collect_non_loss_data needs logits of the whole vocabulary on one rank: train without --vocab-parallel"
             )
+        if self.config.overlap_moe_expert_parallel_comm and (schedule.splits > 1 or schedule.vocabulary or schedule.has_copies):
+            raise ValueError(
+                f"overlap_moe_expert_parallel_comm runs whole microbatches through whole layers, and schedule {schedule.name} has "
+                "slices, passes of the vocabulary or copies: plan one without them"
+            )
         if refused := compat.unsupported(self.config, in_config=True):
             setting, reason = refused
             raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")

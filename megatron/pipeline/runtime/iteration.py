@@ -25,6 +25,7 @@ from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
+from megatron.pipeline.runtime.layer_plans import LayerPlanStages
 from megatron.pipeline.runtime.model_stages import ModelStages, per_chunk
 from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading
 from megatron.pipeline.runtime.p2p import Channels, Transport
@@ -141,6 +142,8 @@ class Iteration:
         if plan.schedule.vocabulary:
             assert self.groups is not None, f"schedule {plan.schedule.name} has collectives of a vocabulary: give their groups"
             stages = VocabularyStages(call, plan.schedule, rank, iterators, self.groups)
+        elif config.overlap_moe_expert_parallel_comm and not call.forward_only:
+            stages = LayerPlanStages(call, plan.schedule, rank, iterators)
         else:
             stages = ModelStages(call, plan.schedule, rank, iterators)
         offloaded = self._in_flight(program, call.chunks)

@@ -77,6 +77,12 @@ class ModelStages:
         with self._slices.around(work):
             return schedules_patch.backward(inputs, outputs, gradients, self._config, self._chunks[work.chunk])
 
+    def braid(
+        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """One after the other: nothing here runs beside anything else."""
+        return self.forward(work, inputs, keep_graph), self.backward(other, kept, outputs, gradients)
+
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs, and keep their graph."""
         if not self._call.forward_only:
@@ -102,6 +108,10 @@ class ModelStages:
     def _is_last(self, work: Pass) -> bool:
         return self._placement.is_last(self._placement.stage(self._rank, work.chunk))
 
+    def _step_function(self, work: Pass) -> Callable[..., Any]:
+        """What upstream's forward step calls, with the data and the chunk."""
+        return self._call.forward_step_func
+
     def _ask_for_parameters(self, chunk: int) -> None:
         """Where parameters arrive chunk by chunk, as for the distributed optimizer, start with that; once."""
         if self._config.param_sync_func is None or self._call.forward_only or chunk in self._asked:
@@ -115,7 +125,7 @@ class ModelStages:
         call, partial = self._call, self._config.num_microbatches_with_partial_activation_checkpoints
         with self._slices.around(work):
             outputs, num_tokens = schedules.forward_step(
-                call.forward_step_func,
+                self._step_function(work),
                 data,
                 self._chunks[work.chunk],
                 call.num_microbatches,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -33,12 +33,18 @@ class Stages(Protocol):
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """Run a backward from the outputs' gradients ([None] on the last stage) to the inputs'."""
 
+    def braid(
+        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run a forward and the backward of another microbatch or chunk as one: with the arguments of ``forward`` and then of
+        ``backward``, and the results of both."""
+
     def release(self, outputs: Tensors) -> None:
         """The outputs have been sent: their data is not needed any more, only their graph."""
 
 
 class StagePasses:
-    """Runs F, R, B, BW and W. One iteration owns it.
+    """Runs F, R, B, BW and W, and braids of F with B or BW. One iteration owns it.
 
     Args:
         stages: compute the passes.
@@ -69,14 +75,10 @@ class StagePasses:
 
     def forward(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """F: the same outputs for every peer."""
-        key, inputs = work[1:3], [tensor for tensors in received.values() for tensor in tensors] or [None]
-        keep_graph = key not in self._recomputed
+        inputs, keep_graph = self._inputs(received), self._keeps_graph(work)
         with self._capturing(work, keep_graph):
             outputs = self._stages.forward(work, inputs, keep_graph)
-        if self._offloaded:
-            self._offloaded.adopt(work, inputs)
-        if self._keep_graphs:
-            self._graphs[key] = received, inputs, outputs if keep_graph else []
+        self._keep(work, received, inputs, outputs)
         return dict.fromkeys(peers, outputs)
 
     def recompute(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
@@ -88,23 +90,72 @@ class StagePasses:
     def backward(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """B, which leaves weight gradients to W, and BW: to each peer the gradient by what came from it."""
         sources, inputs, outputs = self._graphs.pop(work[1:3])
-        gradients = _sum(received.values())
-        tasks: list[WeightTask] = []
-        with deferring(tasks) if work.kind is Kind.B else nullcontext():
-            input_gradients = self._stages.backward(work, inputs, outputs, gradients)
-        if work.kind is Kind.B:
-            self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
-        rest = iter(input_gradients)
-        by_peer = {peer: [next(rest) for _ in tensors] for peer, tensors in sources.items()}
-        return {peer: by_peer[peer] for peer in peers}
+        with self._leaving_weights(work):
+            input_gradients = self._stages.backward(work, inputs, outputs, _sum(received.values()))
+        return _by_peer(input_gradients, sources, peers)
+
+    def braid(
+        self,
+        work: Pass,
+        received: Mapping[int, Tensors],
+        peers: tuple[int, ...],
+        other: Pass,
+        other_received: Mapping[int, Tensors],
+        other_peers: tuple[int, ...],
+    ) -> tuple[Mapping[int, Tensors], Mapping[int, Tensors]]:
+        """F and the backward of another microbatch or chunk as one: with the arguments and the results of ``forward``, and then
+        those of ``backward``. Where activations are moved, what F keeps is to be told apart: one runs after the other."""
+        if self._offloaded:
+            return self.forward(work, received, peers), self.backward(other, other_received, other_peers)
+        inputs, keep_graph = self._inputs(received), self._keeps_graph(work)
+        sources, kept, outputs = self._graphs.pop(other[1:3])
+        gradients = _sum(other_received.values())
+        with self._leaving_weights(other):
+            made, input_gradients = self._stages.braid(work, inputs, keep_graph, other, kept, outputs, gradients)
+        self._keep(work, received, inputs, made)
+        return dict.fromkeys(peers, made), _by_peer(input_gradients, sources, other_peers)
 
     def weight(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """W."""
         _run(self._weights.pop(work[1:3]))
         return {}
 
+    @staticmethod
+    def _inputs(received: Mapping[int, Tensors]) -> Tensors:
+        return [tensor for tensors in received.values() for tensor in tensors] or [None]
+
+    def _keeps_graph(self, work: Pass) -> bool:
+        return work[1:3] not in self._recomputed
+
+    def _keep(self, work: Pass, received: Mapping[int, Tensors], inputs: Tensors, outputs: Tensors) -> None:
+        """Keep what the backward of a forward needs."""
+        if self._offloaded:
+            self._offloaded.adopt(work, inputs)
+        if self._keep_graphs:
+            self._graphs[work[1:3]] = received, inputs, outputs if self._keeps_graph(work) else []
+
+    @contextmanager
+    def _leaving_weights(self, work: Pass) -> Iterator[None]:
+        """A backward that does not finish the weights' gradients leaves them to W."""
+        if work.kind.finishes_weights:
+            yield
+            return
+        tasks: list[WeightTask] = []
+        with deferring(tasks):
+            yield
+        self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
+
     def _capturing(self, work: Pass, keep_graph: bool) -> AbstractContextManager[None]:
         return self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext()
+
+
+def _by_peer(
+    gradients: Tensors, sources: Mapping[int, Tensors], peers: tuple[int, ...]
+) -> Mapping[int, Tensors]:
+    """To each peer the gradients by the tensors that came from it."""
+    rest = iter(gradients)
+    by_peer = {peer: [next(rest) for _ in tensors] for peer, tensors in sources.items()}
+    return {peer: by_peer[peer] for peer in peers}
 
 
 def _sum(gradients: Iterable[Tensors]) -> Tensors:

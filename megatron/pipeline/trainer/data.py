@@ -151,16 +151,21 @@ def get_batch(data: Iterator[Batch] | None) -> Batch:
 
 
 def forward_step(
-    data: Iterator[Batch] | None, model: MegatronModule, check: Callable[[torch.Tensor], None] | None = None
-) -> tuple[torch.Tensor, Any]:
+    data: Iterator[Batch] | None,
+    model: MegatronModule,
+    check: Callable[[torch.Tensor], None] | None = None,
+    return_schedule_plan: bool = False,
+) -> tuple[Any, Any]:
     """One microbatch through one chunk, and the loss function of its output: what megatron-core's schedules call.
 
     Args:
         check: called with every microbatch's loss.
+        return_schedule_plan: return the layers' plan, which is yet to run, in place of the output.
     """
     batch = get_batch(data)
     inputs, mask = [batch.get(name) for name in ("tokens", "position_ids", "attention_mask")], batch.get("loss_mask")
-    output = model(*inputs, labels=batch.get("labels"), loss_mask=mask)  # further tokens have losses of their own to mask
+    forward: Any = model.build_schedule_plan if return_schedule_plan else model
+    output = forward(*inputs, labels=batch.get("labels"), loss_mask=mask)  # further tokens have losses of their own to mask
     return output, partial(masked_loss, mask, check=check)
 
 

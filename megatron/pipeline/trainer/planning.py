@@ -114,6 +114,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         pipeline.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
     _check_spread(args, pipeline)
     _check_offload(args, pipeline)
+    _check_overlap(args, pipeline)
     return pipeline
 
 
@@ -180,6 +181,18 @@ def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
             f"--pipeline-costs {args.pipeline_costs} does not say what copies to host memory take, which --offload has to know: "
             "measure it under these flags with --offload-profile, or add it, such as "
             '"copies": {"to_host": 5e-11, "to_device": 5e-11} for 20 GB/s'
+        )
+
+
+def _check_overlap(args: Namespace, pipeline: Pipeline) -> None:
+    """Refuse schedules whose passes megatron-core's layer plans do not have."""
+    if not args.overlap_moe_expert_parallel_comm or pipeline.is_stock:
+        return
+    kinds = {"slices": pipeline.splits > 1, "passes of the vocabulary": pipeline.vocabulary, "copies": pipeline.offloads}
+    if found := next((kind for kind, has in kinds.items() if has), None):
+        raise ValueError(
+            f"--overlap-moe-expert-parallel-comm runs whole microbatches through whole layers, and --pipeline-schedule "
+            f"{pipeline.name} has {found}: take another schedule, or leave that flag out"
         )
 
 

@@ -1,0 +1,128 @@
+"""The stages of a rank as megatron-core's layer plans, with ``overlap_moe_expert_parallel_comm``.
+
+A plan is a forward of one microbatch through one chunk, cut into the parts of its layers: attention, dispatch, experts, combine. Upstream
+runs the parts of a forward alone, those of the backward alone, or of a braid: the forward of one microbatch and the backward of another,
+layer by layer, so that the all-to-alls of one run on a communication stream under the other's computation.
+
+Everything around a plan stays upstream's ``forward_step``: it gets a function that runs the plan and returns its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.pipeline.patches import compat
+
+from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.executor import Handlers
+from megatron.pipeline.runtime.model_stages import ModelStages
+from megatron.pipeline.runtime.p2p import Tensors
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.schedule import Schedule
+
+
+@dataclass(eq=False)
+class _Forwarded:
+    """A forward whose backward is to come.
+
+    Attributes:
+        plan: upstream's; each of its parts keeps its own graph.
+        output: what the loss function was given, apart from the plan's graph; None where there is no loss.
+    """
+
+    plan: Any
+    output: torch.Tensor | None = None
+
+
+class LayerPlanStages(ModelStages):
+    """The stages of this rank's chunks, each of whose forwards makes a plan that its backward uses up."""
+
+    def __init__(self, call: Call, schedule: Schedule, rank: int, iterators: Sequence[Any]) -> None:
+        super().__init__(call, schedule, rank, iterators)
+        compat.get("megatron.core.pipeline_parallel.utils", "set_streams")()
+        self._forwards: dict[tuple[int, int], _Forwarded] = {}  # by microbatch and chunk
+        self._beside: tuple[Any, torch.Tensor] | None = None  # the backward of the braid that runs now: plan and gradient
+
+    @property
+    def handlers(self) -> Handlers:
+        """None for further kinds; plans are let go of when an iteration is given up."""
+        return Handlers({}, abandon=(self._forwards.clear,))
+
+    def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
+        """The backward of a plan."""
+        plan, gradient = self._before_backward(work, outputs, gradients)
+        type(plan).run(None, plan, b_grad=gradient)
+        return _gradients(inputs)
+
+    def braid(
+        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """The two plans, part by part; a forward without its graph has none, and runs first."""
+        if not keep_graph:
+            return super().braid(work, inputs, keep_graph, other, kept, outputs, gradients)
+        self._beside = self._before_backward(other, outputs, gradients)
+        made = self.forward(work, inputs, keep_graph)
+        return made, _gradients(kept)
+
+    def _step_function(self, work: Pass) -> Callable[..., Any]:
+        """For ``forward_step``; without a graph a plan would be of no use."""
+        return partial(self._run_forward, work) if torch.is_grad_enabled() else super()._step_function(work)
+
+    def _run_forward(self, work: Pass, data: Iterator[Any] | None, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        """Run a plan, with the backward beside it if there is one; its output and the loss function."""
+        unwrapped = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
+        with _left_to_passes(self._config):
+            plan, loss_function = self._call.forward_step_func(data, unwrapped, return_schedule_plan=True)
+        _keep_tokens(plan)
+        forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
+        beside, self._beside = self._beside or (None, None), None
+        output = type(plan).run(plan, beside[0], b_grad=beside[1])
+
+        def loss_of(output: torch.Tensor, **options: Any) -> Any:
+            forwarded.output = output.detach().requires_grad_(output.requires_grad)
+            return loss_function(forwarded.output, **options)
+
+        return output, loss_of
+
+    def _before_backward(self, work: Pass, outputs: Tensors, gradients: Tensors) -> tuple[Any, torch.Tensor]:
+        """The plan of a backward, and the gradient by its output: of the loss, or as it was received."""
+        forwarded = self._forwards.pop((work.microbatch, work.chunk))
+        [gradient] = gradients
+        if gradient is None:
+            [loss], scaled = outputs, self._config.grad_scale_func
+            torch.autograd.backward(loss if scaled is None else scaled(loss))
+            assert forwarded.output is not None
+            gradient = forwarded.output.grad
+        assert gradient is not None
+        return forwarded.plan, gradient
+
+
+def _gradients(inputs: Tensors) -> Tensors:
+    return [None if tensor is None else tensor.grad for tensor in inputs]
+
+
+def _keep_tokens(plan: Any) -> None:
+    """Where a rank has one expert, let it keep its tokens: upstream frees what experts are given, for several have sorted copies."""
+    for layer in map(plan.get_layer, range(plan.num_layers())):
+        config = layer.config
+        if config.num_moe_experts == config.expert_model_parallel_size:
+            layer.mlp.free_input = False
+
+
+@contextmanager
+def _left_to_passes(config: Any) -> Iterator[None]:
+    """Plans that are built within compute no weight gradients apart from their backward: B leaves those to W, BW runs them.
+
+    Upstream's would empty Transformer Engine's stores within the braid, also where the schedule has a W for that.
+    """
+    delayed, config.delay_wgrad_compute = config.delay_wgrad_compute, False
+    try:
+        yield
+    finally:
+        config.delay_wgrad_compute = delayed
