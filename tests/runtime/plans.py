@@ -48,7 +48,7 @@ def digests(chunks: Any, gradients: bool) -> dict[Any, str]:
         numbers = {f"decoder.layers.{place}.": layer.layer_number for place, layer in enumerate(chunk.decoder.layers)}
         for name, parameter in chunk.named_parameters():
             of_layer = re.match(r"decoder\.layers\.\d+\.", name)
-            key = name if of_layer is None else f"layer {numbers[of_layer[0]]} {name[of_layer.end():]}"
+            key = name if of_layer is None else f"layer {numbers[of_layer[0]]} {name[of_layer.end() :]}"
             found[replica, key, "value"] = _digest(parameter.data)
             if gradients:
                 found[replica, key, "gradient"] = _digest(parameter.main_grad)

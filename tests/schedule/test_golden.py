@@ -33,6 +33,7 @@ from megatron.pipeline.schedule.core.passes import Offload, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -153,6 +154,8 @@ def canonical(value: object) -> str:
     match value:
         case Pass():
             return str(value)
+        case Compute(work, None):  # one that is not braided: as it was before there were braids
+            return f"Compute ({work})"
         case Enum():
             return str(value.value)
         case None | bool() | int() | str():

@@ -19,7 +19,9 @@ def check_experts(args: Namespace, world_size: int) -> None:
     experts, parallel = args.num_experts, args.expert_model_parallel_size
     if experts is None:
         sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size", "moe_ffn_hidden_size")
-        if flags := given(args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "overlap_moe_expert_parallel_comm"):
+        if flags := given(
+            args, *sizes, "moe_shared_expert_intermediate_size", "moe_grouped_gemm", "overlap_moe_expert_parallel_comm"
+        ):
             raise ValueError(f"{', '.join(flags)} without experts: give --num-experts")
         return
     args.moe_ffn_hidden_size = args.moe_ffn_hidden_size or args.ffn_hidden_size

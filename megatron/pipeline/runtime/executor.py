@@ -32,6 +32,11 @@ from megatron.pipeline.schedule.lower.program import (
 
 # Computes a pass, from the tensors that came from each rank, and returns the tensors for each rank in the last argument.
 Handler = Callable[[Pass, Mapping[int, Tensors], tuple[int, ...]], Mapping[int, Tensors]]
+# The same for two passes that run as one: what the first is given, what the second is given, and what each returns.
+Braid = Callable[
+    [Pass, Mapping[int, Tensors], tuple[int, ...], Pass, Mapping[int, Tensors], tuple[int, ...]],
+    tuple[Mapping[int, Tensors], Mapping[int, Tensors]],
+]
 
 
 class Background(Protocol):
@@ -53,17 +58,19 @@ class Handlers:
         background: what runs while passes do, by the kind of a copy or the exchange of a collective.
         release: called with the outputs of a forward once every rank that needs them has them: frees their data.
         abandon: called to let go of what is kept from one pass to another, when an iteration is given up.
+        braid: computes two passes as one; None where no program has any.
     """
 
     passes: Mapping[Kind, Handler]
     background: Mapping[Kind | Exchange, Background] = field(default_factory=dict)
     release: Callable[[Tensors], None] = lambda _: None
     abandon: Sequence[Callable[[], None]] = ()
+    braid: Braid | None = None
 
     def joined(self, other: Handlers) -> Handlers:
         """These and those of other kinds; outputs are released as before."""
         passes, background = {**self.passes, **other.passes}, {**self.background, **other.background}
-        return Handlers(passes, background, self.release, (*self.abandon, *other.abandon))
+        return Handlers(passes, background, self.release, (*self.abandon, *other.abandon), self.braid)
 
 
 class Executor:
@@ -162,9 +169,9 @@ class Executor:
                     with recorder.wait(message):
                         self._received[message] = transport.wait(message)
                     del self._posted[message]
-                case Compute(work):
-                    with self._around(work), recorder.measure(work):
-                        self._compute(work)
+                case Compute(work, braided):
+                    with self._around(work), self._around(braided) if braided else nullcontext(), recorder.measure(work):
+                        self._compute(work, braided)
                     transport.sweep()
                 case Send(message, peer):
                     self._send(message, peer)
@@ -195,15 +202,33 @@ class Executor:
         self.position = operation
         self.begun += 1
 
-    def _compute(self, work: Pass) -> None:
-        taken, made = self._wiring.takes.get(work, ()), self._wiring.makes.get(work, ())
+    def _compute(self, work: Pass, braided: Pass | None) -> None:
         if self._device:
             self._device.catch_up()
-        received = {peer: self._take(message, peer) for message, peer in taken}
+        if work.kind.row.braided:  # it has run with the pass before it
+            return
+        if braided is None:
+            self._hand_out(work, self._handlers.passes[work.kind](work, self._received_for(work), self._peers(work)))
+            return
+        assert self._handlers.braid is not None, f"{braided} is braided, and nothing runs braids"
+        first, second = (self._received_for(half) for half in (work, braided))
+        made = self._handlers.braid(work, first, self._peers(work), braided, second, self._peers(braided))
+        for half, outputs in zip((work, braided), made, strict=True):
+            self._hand_out(half, outputs)
+
+    def _peers(self, work: Pass) -> tuple[int, ...]:
+        return tuple(peer for _, peer in self._wiring.makes.get(work, ()))
+
+    def _received_for(self, work: Pass) -> Mapping[int, Tensors]:
+        """What a pass takes, by the rank that it comes from."""
+        received = {peer: self._take(message, peer) for message, peer in self._wiring.takes.get(work, ())}
         for message, peer in self._wiring.answers.get(work, ()):
             self.transport.finish(message, peer)  # its answer is here, so it has been received: this only takes note of it
-        outputs = self._handlers.passes[work.kind](work, received, tuple(peer for _, peer in made))
-        for message, peer in made:
+        return received
+
+    def _hand_out(self, work: Pass, outputs: Mapping[int, Tensors]) -> None:
+        """Keep what a pass has made for those that take it."""
+        for message, peer in self._wiring.makes.get(work, ()):
             self._made[message, peer] = outputs[peer]
             if message.flow is Flow.ACTIVATION:
                 self._unreleased[message] += 1

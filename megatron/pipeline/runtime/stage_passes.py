@@ -37,7 +37,8 @@ class Stages(Protocol):
         self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
         """Run a forward and the backward of another microbatch or chunk as one: with the arguments of ``forward`` and then of
-        ``backward``, and the results of both."""
+        ``backward``, and the results of both. Here one runs after the other."""
+        return self.forward(work, inputs, keep_graph), self.backward(other, kept, outputs, gradients)
 
     def release(self, outputs: Tensors) -> None:
         """The outputs have been sent: their data is not needed any more, only their graph."""
@@ -66,9 +67,9 @@ class StagePasses:
     @property
     def handlers(self) -> Handlers:
         """For the executor."""
-        backward = dict.fromkeys((Kind.B, Kind.BW), self.backward)
+        backward = dict.fromkeys((kind for kind in Kind if kind.sends_gradient), self.backward)
         passes = {Kind.F: self.forward, Kind.R: self.recompute, **backward, Kind.W: self.weight}
-        handlers = Handlers(passes, release=self._stages.release, abandon=(self._graphs.clear,))
+        handlers = Handlers(passes, release=self._stages.release, abandon=(self._graphs.clear,), braid=self.braid)
         if self._offloaded is None:
             return handlers
         return handlers.joined(Handlers({}, dict.fromkeys(COPY_KINDS, self._offloaded), abandon=(self._offloaded.abandon,)))
@@ -149,9 +150,7 @@ class StagePasses:
         return self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext()
 
 
-def _by_peer(
-    gradients: Tensors, sources: Mapping[int, Tensors], peers: tuple[int, ...]
-) -> Mapping[int, Tensors]:
+def _by_peer(gradients: Tensors, sources: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
     """To each peer the gradients by the tensors that came from it."""
     rest = iter(gradients)
     by_peer = {peer: [next(rest) for _ in tensors] for peer, tensors in sources.items()}

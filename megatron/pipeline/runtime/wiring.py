@@ -53,6 +53,7 @@ def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
             case Send(message, peer):
                 makes[makers[message]].append((message, peer))
             case Compute(work, braided):
+                takes.setdefault(work, [])
                 for message in awaited:  # a braid waits for what both of its halves take
                     taker = braided if braided and message.flow is Flow.GRADIENT else work
                     takes[taker].append((message, peers[message]))

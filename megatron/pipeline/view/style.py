@@ -19,8 +19,9 @@ COLOURS = {
     Kind.B: "#E69F00",
     Kind.W: "#009E73",
     Kind.BW: "#D55E00",
-    Kind.FB: "#E69F00",  # as alone: that it is braided shows by the forward that it shares its time with
-    Kind.FBW: "#D55E00",
+    # Darker than B and BW: braided with the forward before them.
+    Kind.FB: "#B27A00",
+    Kind.FBW: "#943F00",
     # Of the same palette, its yellow and its blue, and their neighbours.
     Kind.S: "#F0E442",
     Kind.T: "#0072B2",

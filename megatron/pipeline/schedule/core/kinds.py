@@ -232,18 +232,6 @@ class Kind(AnyKind):
         seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
         optional=True,
     )  # fmt: skip
-    FB = "FB", Row(
-        meaning="backward, input, braided with the forward before it",
-        needs=_BACKWARD_NEEDS,
-        seconds="backward", allocates="retained", frees="activation", in_order=(_BACKWARD,), sends=Flow.GRADIENT,
-        replaces=("B",), optional=True, braided="B",
-    )  # fmt: skip
-    FBW = "FBW", Row(
-        meaning="backward, fused, braided with the forward before it",
-        needs=_BACKWARD_NEEDS,
-        seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
-        optional=True, braided="BW",
-    )  # fmt: skip
     S = "S", Row(  # logits and their softmax
         meaning="logits, own rows",
         needs=(Need(("F",), Where.LAST, exchange=Exchange.OUTPUT),),
@@ -273,6 +261,18 @@ class Kind(AnyKind):
         meaning="copy to the device",
         needs=(Need(("D2H",)),),
         seconds="to_device", allocates="movable", recomputed="checkpoint", lane=Lane.TO_DEVICE, copy=True, optional=True,
+    )  # fmt: skip
+    FB = "FB", Row(
+        meaning="backward, input, braided with the forward before it",
+        needs=_BACKWARD_NEEDS,
+        seconds="backward", allocates="retained", frees="activation", in_order=(_BACKWARD,), sends=Flow.GRADIENT,
+        replaces=("B",), optional=True, braided="B",
+    )  # fmt: skip
+    FBW = "FBW", Row(
+        meaning="backward, fused, braided with the forward before it",
+        needs=_BACKWARD_NEEDS,
+        seconds="fused", frees="activation", in_order=(_BACKWARD, WEIGHTS), sends=Flow.GRADIENT, replaces=("B", "W"),
+        optional=True, braided="BW",
     )  # fmt: skip
 
 

@@ -46,6 +46,9 @@ class Compute(NamedTuple):
     work: Pass
     braided: Pass | None = None
 
+    def __repr__(self) -> str:
+        return f"Compute(work={self.work!r}{f', braided={self.braided!r}' if self.braided else ''})"
+
 
 class Send(NamedTuple):
     """Start sending a tensor that this rank has made; ``peer`` is a pipeline rank. Does not block."""

@@ -171,7 +171,7 @@ def every_braid_has_its_forward(schedule: Schedule) -> None:
                 )
             if row.is_divided or schedule.splits > 1:
                 raise ScheduleError(
-                    f"rank {rank}: {work} is braided, in a schedule of passes in parts or of slices; make it {work.kind.row.braided}"
+                    f"rank {rank}: {work} is braided in a schedule of parts or slices of passes; make it {work.kind.row.braided}"
                 )
 
 

@@ -35,12 +35,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     if schedule.has_lanes:
         return _with_lanes(schedule, costs)
     rows = rows_of(schedule, costs)
-    return Timeline(tuple(map(_timed, rows.works, *replay(schedule, rows)[1:])))
+    timed = map(_timed, rows.works, *replay(schedule, rows)[1:])
+    return Timeline(tuple(map(_passes, timed) if any(row.is_braided for row in schedule.rows) else timed))
 
 
 def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
     # tuple.__new__ is what Timed(work, start, end) calls, and saves a call in Python for each of some hundred thousand passes.
     return tuple(map(tuple.__new__, repeat(Timed), zip(works, starts, ends, strict=True)))
+
+
+def _passes(row: tuple[Timed, ...]) -> tuple[Timed, ...]:
+    """Without the waits of a row."""
+    return tuple(each for each in row if each.work is not None)
 
 
 def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
@@ -54,7 +60,7 @@ def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
         clock.follow(rows.passes)
         starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
     timed = list(map(_timed, rows.works, starts, ends))
-    computed = tuple(tuple(each for each in row if each.work is not None) for row in timed[:ranks])
+    computed = tuple(map(_passes, timed[:ranks]))
     on_lanes: list[list[Timed]] = [[] for _ in range(ranks)]
     for lane, row in zip(rows.lanes, timed[ranks:], strict=True):
         on_lanes[lane.rank] += row

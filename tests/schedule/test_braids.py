@@ -1,0 +1,131 @@
+"""Braids: a forward and a backward of another microbatch or chunk as one, from the rule to the program."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_strategies import costs_of, schedules
+
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.kinds import BRAIDED
+from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute, Message, Wait
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.rules.verify_programs import verify_programs
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.braid import braid, unbraided
+
+
+def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:
+    passes = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
+    return Schedule("mine", linear(len(rows)), microbatches, passes)
+
+
+ONE = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0")
+
+
+class Braiding(Costs):
+    """Half of the shorter half of a braid is hidden; the forward's output is there when half of the braid has run."""
+
+    def braid(self, stage: int, kind: Kind, other: int) -> tuple[float, float]:
+        forward, backward = self.seconds(Kind.F, stage), self.seconds(kind, other)
+        whole = forward + backward - min(forward, backward) / 2
+        return whole / 2, whole / 2
+
+
+def plain(stages: int, hop: float = 0.0) -> Braiding:
+    return Braiding((StageCosts(2.0, 4.0, 1.0),) * stages, hop)
+
+
+def test_a_braid_starts_when_both_halves_can_and_takes_what_its_costs_say() -> None:
+    verify(ONE)
+    row = simulate(ONE, plain(1)).ranks[0]
+    assert [(str(work), start, end) for work, start, end in row] == [
+        ("F0.0", 0, 2), ("F1.0", 2, 4.5), ("FB0.0", 4.5, 7), ("W0.0", 7, 8), ("B1.0", 8, 12), ("W1.0", 12, 13),
+    ]  # fmt: skip
+    two = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0", "F0.0 B0.0 W0.0 F1.0 B1.0 W1.0")
+    verify(two)
+    rows = simulate(two, plain(2, hop=0.5)).ranks
+    assert rows[0][1][1] == 9  # F0 ends at 2, is there at 2.5, B0 ends at 8.5 and is there at 9: only then F1 starts
+    assert simulate(unbraided(two), plain(2, hop=0.5)).ranks[0][1][1] == 2
+
+
+def test_without_parts_of_layers_a_braid_takes_what_its_halves_take() -> None:
+    costs = Costs((StageCosts(2.0, 4.0, 1.0),))
+    assert simulate(ONE, costs).ranks[0][-1].end == simulate(unbraided(ONE), costs).ranks[0][-1].end
+
+
+def test_memory_of_both_halves_counts() -> None:
+    assert activation_peaks(ONE, plain(1)) == activation_peaks(unbraided(ONE), plain(1)) == [2]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            "F0.0 FB0.0 W0.0 F1.0 B1.0 W1.0",
+            "rank 0: FB0.0 is braided with the pass before it, and that is F0.0; put an F of another",
+        ),
+        ("F0.0 F1.0 B0.0 FBW1.0 W0.0", "FBW1.0 is braided with the pass before it, and that is B0.0; .* or make it BW"),
+        ("F0.0 F1.0 FB0.0 B0.0 W0.0 B1.0 W1.0", "B0.0 runs again what FB0.0 does; keep either FB, or B"),
+        ("F0.0 F1.0 FBW0.0 W0.0 B1.0 W1.0", "W0.0 runs again what FBW0.0 does; keep either FBW, or B and W"),
+        ("F0.0 F1.0 FB0.0 B1.0 W1.0", "W0.0 is missing"),
+    ],
+)
+def test_what_is_no_braid_is_named(row: str, words: str) -> None:
+    with pytest.raises(ScheduleError, match=words):
+        verify(schedule_of(row))
+
+
+def test_a_braid_that_waits_for_itself_over_other_ranks_is_named() -> None:
+    """Rank 0 starts F1 with B0, whose gradient rank 1 makes only after it has run F1."""
+    both = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0", "F0.0 F1.0 B0.0 W0.0 B1.0 W1.0")
+    with pytest.raises(ScheduleError, match=r"rank . is stuck at F1\.0: it needs"):
+        verify(both)
+    verify(unbraided(both))
+
+
+def test_the_program_waits_for_both_halves_before_the_first() -> None:
+    two = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0", "F0.0 B0.0 W0.0 F1.0 B1.0 W1.0")
+    programs = lower(two, plain(2))
+    verify_programs(two, programs)
+    forward, backward = Pass(Kind.F, 1), Pass(Kind.FB, 0)
+    at = programs[0].index(Compute(forward, backward))
+    waits = [place for place, one in enumerate(programs[0]) if isinstance(one, Wait) and isinstance(one.message, Message)]
+    assert waits[0] < at and programs[0].index(Compute(backward)) > at
+
+
+def with_braids(schedule: Schedule, costs: Costs) -> tuple[Schedule, Braiding]:
+    paying = Braiding(costs.stages, costs.hop)
+    return braid(schedule, Problem(schedule.placement, schedule.microbatches, paying)), paying
+
+
+@given(schedules(), st.data())
+def test_any_schedule_with_braids_is_right_and_never_longer(schedule: Schedule, data: st.DataObject) -> None:
+    made, costs = with_braids(schedule, data.draw(costs_of(schedule.placement)))
+    verify(made)
+    assert unbraided(made) == schedule
+    assert simulate(made, costs).span <= simulate(schedule, costs).span
+    assert activation_peaks(made, costs) == activation_peaks(schedule, costs)
+    verify_programs(made, lower(made, costs))
+    assert Schedule.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "interleaved", "dualpipe-v"])
+def test_families_gain_by_braids(name: str) -> None:
+    placement = families.placement(name, 4, 2 if name == "interleaved" else None)
+    costs = Costs((StageCosts(1.0, 1.0, 1.0),) * (placement.last_stage + 1))
+    schedule = Schedule(name, placement, 16, families.named(name).plan(Problem(placement, 16, costs)))
+    made, paying = with_braids(schedule, costs)
+    verify(made)
+    assert simulate(made, paying).span < simulate(schedule, paying).span
+
+
+def test_every_braided_kind_is_found_by_what_it_is_alone() -> None:
+    assert BRAIDED == {Kind.B: Kind.FB, Kind.BW: Kind.FBW}
