@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_strategies import costs_of, schedules
 
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.braids import Parts, braid_seconds
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -110,7 +116,7 @@ def with_braids(schedule: Schedule, costs: Costs) -> tuple[Schedule, Braiding]:
 def test_any_schedule_with_braids_is_right_and_never_longer(schedule: Schedule, data: st.DataObject) -> None:
     made, costs = with_braids(schedule, data.draw(costs_of(schedule.placement)))
     verify(made)
-    assert unbraided(made) == schedule
+    assert [sorted(row) for row in unbraided(made).passes] == [sorted(row) for row in schedule.passes]
     assert simulate(made, costs).span <= simulate(schedule, costs).span
     assert activation_peaks(made, costs) == activation_peaks(schedule, costs)
     verify_programs(made, lower(made, costs))
@@ -129,3 +135,99 @@ def test_families_gain_by_braids(name: str) -> None:
 
 def test_every_braided_kind_is_found_by_what_it_is_alone() -> None:
     assert BRAIDED == {Kind.B: Kind.FB, Kind.BW: Kind.FBW}
+
+
+# The seconds of a braid.
+
+LETTERS = {"a": "compute", "d": "communicate", "e": "compute", "c": "communicate"}
+seconds = st.sampled_from([0.0, 0.5, 1.0, 2.0, 3.0])
+parts = st.builds(Parts, seconds, seconds, seconds, seconds, st.just(0.0), st.just(0.0), st.integers(1, 2))
+backwards = st.builds(Parts, seconds, seconds, seconds, seconds, seconds, seconds, st.integers(1, 2))
+
+
+def run_in(order: str, forward: Parts, backward: Parts) -> tuple[float, float]:
+    """When F and all of a braid are over, if the host launches parts in this order: capital letters are of the backward."""
+    free, ready = {"compute": 0.0, "communicate": 0.0}, {True: 0.0, False: 0.0}
+    for letter in order:
+        half = backward.of_layer if letter.isupper() else forward.of_layer
+        one = letter.lower()
+        taken = {"a": half.attention + half.attention_weights, "d": half.dispatch, "c": half.combine}
+        taken["e"] = half.experts + half.expert_weights
+        lane = LETTERS[one]
+        end = max(free[lane], ready[letter.isupper()]) + taken[one]
+        free[lane] = ready[letter.isupper()] = end
+    return ready[False], max(free.values())
+
+
+def orders(one: str, other: str) -> Iterator[str]:
+    """Every way to merge two sequences."""
+    for places in combinations(range(len(one) + len(other)), len(one)):
+        first, second = iter(one), iter(other)
+        yield "".join(next(first) if place in places else next(second) for place in range(len(one) + len(other)))
+
+
+@given(parts, backwards)
+def test_a_braid_takes_what_upstreams_order_of_parts_takes(forward: Parts, backward: Parts) -> None:
+    launched = ""
+    for layer in range(max(forward.layers, backward.layers)):
+        ours, theirs = layer < forward.layers, layer < backward.layers
+        for letter, there in zip("CaEdDecA", (theirs, ours, theirs, ours, theirs, ours, ours, theirs), strict=True):
+            launched += letter if there else ""
+    output, whole = braid_seconds(forward, backward)
+    assert (output, whole) == pytest.approx(run_in(launched, forward, backward))
+    lanes = forward.computing + backward.computing, forward.communicating + backward.communicating
+    halves = [one.computing + one.communicating for one in (forward, backward)]
+    assert max(*lanes, *halves) <= whole * (1 + 1e-9) and whole <= sum(halves) * (1 + 1e-9)
+
+
+times = st.floats(1.0, 3.0)
+
+
+@settings(max_examples=30)
+@given(times, times, st.floats(0.1, 2.0), st.sampled_from([1, 2]))
+def test_no_order_of_parts_is_shorter(attention: float, experts: float, exchange: float, backward: int) -> None:
+    """Of one layer whose all-to-alls take the same time and whose backward computes as long as its forward, or twice."""
+    forward = Parts(attention, exchange, experts, exchange)
+    other = forward._replace(attention=backward * attention, experts=backward * experts)
+    best = min(run_in(order, forward, other)[1] for order in orders("adec", "CEDA"))
+    assert braid_seconds(forward, other)[1] == pytest.approx(best)
+
+
+def with_parts_of(stages: int, layers: int = 4) -> Costs:
+    stage = StageCosts(
+        1.0, 1.2, 0.8, dispatch=0.2, experts=0.3, combine=0.2, backward_combine=0.2, backward_experts=0.35,
+        backward_dispatch=0.2, weight_experts=0.4, layers=layers,
+    )  # fmt: skip
+    return Costs((stage,) * stages)
+
+
+def test_parts_of_costs() -> None:
+    costs = with_parts_of(2)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert costs.stages[0].parts(Kind.F) == pytest.approx(Parts(0.3, 0.2, 0.3, 0.2, layers=4))
+    assert costs.stages[0].parts(Kind.FBW) == pytest.approx(Parts(0.45, 0.2, 0.35, 0.2, 0.4, 0.4, 4))
+    assert costs.stages[0].parts(Kind.FB).computing == pytest.approx(0.8)
+    assert costs.hidden().stages[0].total == pytest.approx(2.2) and not costs.hidden().stages[0].has_parts
+    assert costs.communicating == pytest.approx((0.8, 0.8))
+    halves = costs.of_depth(4)
+    assert halves.stages[0].layers == 2 and halves.stages[0].dispatch == 0.1
+    with pytest.raises(ValueError, match=r"dispatch, experts, combine take 1\.3, more than the 1 of forward"):
+        Costs((StageCosts(1.0, 1.0, 1.0, dispatch=1.0, experts=0.3),))
+
+
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "dualpipe-v", "interleaved", "v-auto", "gis", "1f1b", "zb-auto"])
+def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None:
+    request = Request(name, 4, 12, lambda placement: with_parts_of(placement.last_stage + 1))
+    plain, overlapping = request.plan(), replace(request, overlap=True).plan()
+    verify(overlapping.schedule)
+    assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)
+    assert overlapping.timeline.span <= plain.timeline.span
+    assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto")
+    if name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
+        assert overlapping.timeline.span < 0.97 * plain.timeline.span
+
+
+def test_without_parts_they_are_assumed() -> None:
+    planned = Request("dualpipe-v", 4, 12, overlap=True).plan()
+    assert any(row.is_braided for row in planned.schedule.rows)
+    assert planned.timeline.span < Request("dualpipe-v", 4, 12).plan().timeline.span

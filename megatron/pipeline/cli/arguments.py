@@ -165,6 +165,13 @@ def pass_flags() -> Parser:
         help="shard the vocabulary over all ranks, with two barriers between the last forward and the last backward (1), one "
         "(2), or all ranks in step (interlaced)",
     )
+    flags.add_argument(
+        "--overlap-experts",
+        action="store_true",
+        help="run a forward and a backward of other microbatches as one, where that makes the schedule shorter: the all-to-alls "
+        "of one behind the other's computation; --cost says how long parts of layers take (F.dispatch=..,F.experts=.., "
+        "F.combine=.., the same of B, W.experts=.., layers=..)",
+    )
     flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     return flags
 

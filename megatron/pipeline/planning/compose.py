@@ -20,6 +20,7 @@ from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import memory_stays_within, rounded_up, verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.braid import braid
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postpone, postponed, spread
@@ -42,6 +43,21 @@ def solve(name: str, problem: Problem) -> Schedule:
         return _spread(name, problem, problem.vocabulary)
     schedule = Schedule(name, problem.placement, problem.microbatches, families.named(name).plan(problem), problem.splits)
     return _within(recompute(fuse(schedule, problem.fused), problem.recompute), problem)
+
+
+def solve_with_braids(name: str, problem: Problem) -> Schedule:
+    """The same with braids of forwards and backwards: never longer than without.
+
+    A family that searches is asked twice: at the costs of passes alone, and as if all communication of layers were hidden.
+
+    Raises:
+        LimitTooLow, HostLimitTooLow: as ``solve``.
+    """
+    orders = [solve(name, problem)]
+    if (hidden := problem.costs.hidden()) != problem.costs and families.named(name).searches:
+        orders.append(solve(name, replace(problem, costs=hidden)))
+    braided = [braid(order, problem) for order in dict.fromkeys(orders)]
+    return min(braided, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
 
 
 def least_memory(name: str, problem: Problem) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
 from megatron.pipeline.schedule.core.costs import (
     COST_RANGE,
     EQUAL_SHARDS,
+    PARTS,
     CopyCosts,
     Costs,
     StageCosts,
@@ -26,12 +28,22 @@ from megatron.pipeline.schedule.core.placement import Placement
 Numbers: TypeAlias = dict[str, float]
 
 COPIES = ("D2H", "H2D")
-TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES)
+_PART_FIELDS = {
+    "F.dispatch": "dispatch",
+    "F.experts": "experts",
+    "F.combine": "combine",
+    "B.combine": "backward_combine",
+    "B.experts": "backward_experts",
+    "B.dispatch": "backward_dispatch",
+    "W.experts": "weight_experts",
+    "layers": "layers",
+}
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PART_FIELDS)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
 SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
 SHARED = ("both", "switch", "shared")
-_FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute"}
+_FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute", **_PART_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -120,6 +132,25 @@ def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
     return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
+# What layers of experts do where costs do not say: the shares of F and of B in which they dispatch, compute experts, and combine,
+# and the share of W that is of experts.
+_DISPATCH, _EXPERTS, _COMBINE, _EXPERT_WEIGHTS = 0.1, 0.4, 0.1, 0.5
+
+
+def with_parts(costs: Costs) -> Costs:
+    """Costs with assumed parts of layers, where no stage has any: a fifth of F and of B is all-to-alls."""
+    if any(stage.has_parts for stage in costs.stages):
+        return costs
+    shares = (_DISPATCH, _EXPERTS, _COMBINE)
+
+    def parted(stage: StageCosts) -> StageCosts:
+        forward, backward = ([share * stage.value(of) for share in shares] for of in ("forward", "backward"))
+        values = dict(zip(PARTS, (*forward, *reversed(backward), _EXPERT_WEIGHTS * stage.weight), strict=True))
+        return replace(stage, **values)  # type: ignore[arg-type]  # layers is not among them
+
+    return replace(costs, stages=tuple(map(parted, costs.stages)))
+
+
 def share_of(costs: Costs, placement: Placement, value: Callable[[StageCosts], float]) -> float:
     """One rank's share, on average, of a value of every stage."""
     values = list(map(value, costs.stages))
@@ -147,6 +178,8 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
         times["R"] = share("recompute")
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
+    if all(stage.has_parts for stage in stages):
+        times |= {name: share_of(costs, placement, partial(StageCosts.value, name=field)) for name, field in _PART_FIELDS.items()}
     fields: dict[str, Any] = {"costs": times, "activation": held}
     if vocabulary:
         fields["vocab_costs"] = by_name(costs.vocabulary)

@@ -224,6 +224,7 @@ class Plans:
             verify(used, costs, limit)
         except ValueError:
             return fresh
+        costs = self._at(used.microbatches, costs, limit).on(self.placement, self.splits).costs
         lengths = [self.objective.length(simulate(schedule, costs)) for schedule in (fresh, used)]
         return fresh if lengths[0] < lengths[1] else used
 

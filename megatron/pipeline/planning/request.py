@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from megatron.pipeline.planning.compose import kept_limits, solve
+from megatron.pipeline.planning.compose import kept_limits, solve, solve_with_braids
+from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
@@ -52,6 +53,9 @@ class Request:
         offload: how much of the activations may go to host memory. The limit is then that of the device, and a family that
             stands for an amount of memory is planned for that amount and offloaded afterwards.
         host_limit: see ``Problem``.
+        overlap: whether a forward and a backward of other microbatches may run as one, so that the communication of one is hidden
+            behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
+            (``planning.costs.with_parts``).
         unit: in which refusals tell the user amounts of memory.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
@@ -72,6 +76,7 @@ class Request:
     vocabulary: Vocabulary | None = None
     offload: Offload | None = None
     host_limit: float | None = None
+    overlap: bool = False
     unit: Unit = MICROBATCHES
     bounded: bool = False
 
@@ -109,10 +114,11 @@ class Request:
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
         """The problem on a placement; without a family for a schedule that exists already."""
         costs = self.costs(placement) if callable(self.costs) else self.costs
+        costs = costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
         problem = Problem(
             placement,
             self.microbatches,
-            costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None),
+            with_parts(costs) if self.overlap else costs,
             None if self.memory_limit is None else tuple(per_rank(self.memory_limit, placement.ranks)),
             Objective(self.objective),
             frozenset(self.recompute(placement) if callable(self.recompute) else self.recompute),
@@ -135,7 +141,7 @@ class Request:
         """
         begin = time.perf_counter()
         problem = self.problem()
-        schedule = solve(self.schedule, problem)
+        schedule = solve_with_braids(self.schedule, problem) if self.overlap else solve(self.schedule, problem)
         seconds = time.perf_counter() - begin
         verify(schedule)
         return Planned(schedule, problem, self.variant, seconds)

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -35,12 +36,18 @@ def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -
     samples: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for report in timed:
         for rank, record in enumerate(report.ranks):
+            braided = _braided(work for work, _, _ in record.passes)
             for work, start, end in record.passes:
+                if work in braided:
+                    continue
                 samples[_where(schedule, rank, work), work.kind].append(end - start)
     changes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for rank, record in enumerate(counted.ranks):
         before = (0, *record.held)
+        braided = _braided(work for work, _, _ in record.passes)
         for (work, _, _), held, earlier in zip(record.passes, record.held, before, strict=False):
+            if work in braided:
+                continue
             changes[_where(schedule, rank, work), work.kind].append(held - earlier)
     stages = [
         _stage(
@@ -55,6 +62,12 @@ def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -
     seconds: dict[str, float] = {str(kind): statistics.median(samples[_SHARDS, kind]) for kind in VOCABULARY_KINDS}
     kept = max(0.0, statistics.median(changes[_SHARDS, Kind.S]))
     return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept))
+
+
+def _braided(passes: Iterable[Pass]) -> set[Pass]:
+    """The halves of braids: what each of them takes is not measured. Every stage has a forward and a backward that run alone, the
+    first and the last."""
+    return {half for first, second in pairwise(passes) if second.kind.row.braided for half in (first, second)}
 
 
 def _as_movable_as_others(stages: list[StageCosts]) -> list[StageCosts]:

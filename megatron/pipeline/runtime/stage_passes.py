@@ -105,7 +105,7 @@ class StagePasses:
         other_peers: tuple[int, ...],
     ) -> tuple[Mapping[int, Tensors], Mapping[int, Tensors]]:
         """F and the backward of another microbatch or chunk as one: with the arguments and the results of ``forward``, and then
-        those of ``backward``. Where activations are moved, what F keeps is to be told apart: one runs after the other."""
+        those of ``backward``. Where activations are moved, what F keeps has to be known: one runs after the other."""
         if self._offloaded:
             return self.forward(work, received, peers), self.backward(other, other_received, other_peers)
         inputs, keep_graph = self._inputs(received), self._keeps_graph(work)

@@ -132,6 +132,7 @@ def _request(args: Namespace, costs: Costs | None) -> Request:
         objective=Objective.SPAN if args.post_validation else Objective.MAKESPAN,
         vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
         offload=None if args.offload == OFF else Offload(args.offload),
+        overlap=args.overlap_moe_expert_parallel_comm,
     )
 
 

@@ -8,12 +8,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import lcm
 from typing import Any
 
+from megatron.pipeline.schedule.core.braids import Parts, braid_seconds
 from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 
 __all__ = ["CopyCosts", "Costs", "StageCosts", "VocabularyCosts", "uniform"]
 
+# The parts of a forward, of a backward and of W, whose rest is attention.
+PARTS = ("dispatch", "experts", "combine", "backward_combine", "backward_experts", "backward_dispatch", "weight_experts")
+_ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine", "backward_dispatch")}
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
 COST_RANGE = "0 or between 1e-100 and 1e100"
 
@@ -30,6 +34,11 @@ class StageCosts:
         recompute: seconds of R, where a schedule has it.
         checkpoint: what F allocates where R follows; R allocates the rest of ``activation``.
         movable: how much of ``activation`` can be copied to host memory; None for all. Where R follows, all of ``checkpoint``.
+        dispatch, experts, combine: seconds of the forward in which tokens go to experts, are computed there, and come back; None
+            for a stage whose parts are not known. The rest is attention, and all else.
+        backward_combine, backward_experts, backward_dispatch: the same of the backward, in its order.
+        weight_experts: seconds of W for the experts' weights.
+        layers: of the stage; None for 1. A braid takes those of its two halves in turn.
     """
 
     forward: float
@@ -41,12 +50,21 @@ class StageCosts:
     recompute: float = 0.0
     checkpoint: float = 0.0
     movable: float | None = None
+    dispatch: float | None = None
+    experts: float | None = None
+    combine: float | None = None
+    backward_combine: float | None = None
+    backward_experts: float | None = None
+    backward_dispatch: float | None = None
+    weight_experts: float | None = None
+    layers: float | None = None
 
     def value(self, name: str) -> float:
         """A cost by name; where it is None, what follows from the others."""
         value = getattr(self, name)
         if value is None:
-            return self.backward + self.weight if name == "fused" else self.activation
+            following = {"fused": self.backward + self.weight, "movable": self.activation, "layers": 1.0}
+            return following.get(name, 0.0)
         return value  # type: ignore[no-any-return]
 
     def seconds(self, kind: Kind) -> float:
@@ -68,6 +86,25 @@ class StageCosts:
     def moved(self, recomputed: bool = False) -> float:
         """How much a copy to host memory takes away from the device, and the copy back brings."""
         return self.allocated(Kind.H2D, recomputed)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the parts of its layers are known."""
+        return any(getattr(self, name) is not None for name in PARTS)
+
+    def parts(self, kind: Kind) -> Parts:
+        """The parts of a pass: of F, or of a backward, with the weights' gradients if it computes them."""
+        layers = max(1, round(self.value("layers")))
+        if kind.is_forward:
+            dispatch, experts, combine = map(self.value, PARTS[:3])
+            return Parts(self.forward - dispatch - experts - combine, dispatch, experts, combine, layers=layers)
+        combine, experts, dispatch = map(self.value, PARTS[3:6])
+        attention = self.backward - dispatch - experts - combine
+        if not kind.finishes_weights:
+            return Parts(attention, dispatch, experts, combine, layers=layers)
+        together = self.value("fused") - self.backward
+        of_experts = together * self.value("weight_experts") / self.weight if self.weight else 0.0
+        return Parts(attention, dispatch, experts, combine, together - of_experts, of_experts, layers)
 
     @property
     def total(self) -> float:
@@ -187,6 +224,13 @@ class Costs:
             ):
                 if amount is not None and amount > most:
                     raise ValueError(f"stage {index} would {use}; {name} must not be more")
+            for whole, names in (("forward", PARTS[:3]), ("backward", PARTS[3:6]), ("weight", PARTS[6:])):
+                together = sum(map(stage.value, names))
+                if together > stage.value(whole) * (1 + 1e-9):
+                    raise ValueError(
+                        f"stage {index}: {', '.join(names)} take {together:g}, more than the {stage.value(whole):g} of {whole}, "
+                        "whose parts they are"
+                    )
 
     def check_placement(self, placement: Placement) -> None:
         """Raises:
@@ -244,11 +288,32 @@ class Costs:
             stage: of its forward.
             kind, other: of its backward, and its stage.
         """
-        return self.seconds(Kind.F, stage), self.seconds(kind, other)
+        ours, theirs = self.stages[stage], self.stages[other]
+        if not (ours.has_parts or theirs.has_parts):
+            return ours.seconds(Kind.F), theirs.seconds(kind)
+        output, whole = braid_seconds(ours.parts(Kind.F), theirs.parts(kind))
+        return output, whole - output
 
     def allocated(self, kind: Kind, stage: int, recomputed: bool = False) -> float:
         """Activation memory that a pass on a stage allocates (positive) or frees (negative) by its end."""
         return self.vocabulary.allocated(kind) if kind.row.shard else self.stages[stage].allocated(kind, recomputed)
+
+    @property
+    def communicating(self) -> tuple[float, ...]:
+        """Seconds of every stage in which layers communicate, in F and the backward of one microbatch."""
+        return tuple(sum(map(stage.value, (*_ALL_TO_ALL["forward"], *_ALL_TO_ALL["backward"]))) for stage in self.stages)
+
+    def hidden(self) -> Costs:
+        """The costs if all that layers communicate took no time: no schedule, with any braids, is shorter than at these."""
+
+        def without(stage: StageCosts) -> StageCosts:
+            less = {name: sum(map(stage.value, parts)) for name, parts in _ALL_TO_ALL.items()}
+            seconds = {name: stage.value(name) - hidden for name, hidden in less.items()}
+            fused = None if stage.fused is None else stage.fused - less["backward"]
+            changed: dict[str, Any] = {"fused": fused, **seconds, **dict.fromkeys(PARTS)}
+            return replace(stage, **changed)
+
+        return replace(self, stages=tuple(map(without, self.stages)))
 
     def slowest(self, lane: Lane) -> float:
         """The share of its speed that a pass on a lane keeps while all other lanes run."""
@@ -345,7 +410,7 @@ def _combined(combine: Callable[[Sequence[float]], float], stages: Sequence[Stag
     return StageCosts(**costs)
 
 
-_MAY_FOLLOW = ("fused", "movable")  # from other costs, where they are None
+_MAY_FOLLOW = ("fused", "movable", *PARTS, "layers")  # from other costs, where they are None
 
 
 def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:

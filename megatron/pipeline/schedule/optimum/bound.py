@@ -15,6 +15,7 @@ from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.earliest import SLACK, Earliest, Times, backwards_in_time, lines, usable
 from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.braid import unbraided
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
 ORIGINS = 4  # from how many ranks' points of view at least a span is looked at, where there are many ranks
@@ -85,8 +86,13 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
     """The lower bound that a schedule is compared with, for the problem's objective and costs.
 
     It is that of every order of its passes on its placement that holds no more memory on a rank than this schedule does on its
-    fullest one, host memory included. So schedules that were planned for different limits can be compared.
+    fullest one, host memory included. So schedules that were planned for different limits can be compared. With braids it is that
+    of every order with any braids: each pass computes on one lane of its rank, and communicates on another.
     """
+    if any(row.is_braided for row in schedule.rows):
+        alone, placement = unbraided(schedule), schedule.placement
+        lane = [sum(problem.costs.communicating[stage] for stage in stages) for stages in placement.stages]
+        return max(own_bound(alone, replace(problem, costs=problem.costs.hidden())), schedule.microbatches * max(lane))
     most = max(activation_peaks(without_copies(schedule), problem.costs))
     return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
 

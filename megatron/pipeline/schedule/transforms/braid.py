@@ -1,18 +1,22 @@
-"""Braids: a forward and the backward of another microbatch or chunk run as one. The collectives of one run while the other computes,
-as in DualPipe and with megatron-core's ``overlap_moe_expert_parallel_comm``.
+"""Braids: a forward and the backward of another microbatch or chunk run as one.
+
+The collectives of one run while the other computes, as in DualPipe and with megatron-core's ``overlap_moe_expert_parallel_comm``.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
+from megatron.pipeline.schedule.time.replay import Stuck
 from megatron.pipeline.schedule.time.simulate import simulate
+
+_TRIALS = 400  # simulations of the whole schedule
 
 
 def can_be_braided(first: Pass, second: Pass) -> bool:
@@ -21,24 +25,40 @@ def can_be_braided(first: Pass, second: Pass) -> bool:
 
 
 def braid(schedule: Schedule, problem: Problem) -> Schedule:
-    """The same order of passes, with braids where these make it no longer: a pair is kept alone where the forward would wait for
-    the gradient of the backward for longer than the braid saves.
+    """The same schedule, with braids where these make it no longer.
 
-    A schedule with slices or parts stays as it is.
+    A pair is a forward and the next backward of its rank, with nothing but W between them: these then run after the backward,
+    which raises no peak of memory, since the forward has reached it. Pairs that follow each other directly are tried first, all
+    at once. Where that makes the schedule longer, each half of them is tried, and so on, until single pairs are or ``_TRIALS``
+    have been made; then the other pairs. Of schedules of one length the one whose passes end earlier is better. A schedule of
+    slices or parts of passes stays as it is.
     """
     if schedule.splits > 1 or any(row.is_divided for row in schedule.rows):
         return schedule
-    best, length = schedule, problem.value(simulate(schedule, problem.costs))
-    for rank, slot in _pairs(schedule):
-        tried = _with(best, rank, slot)
-        try:
-            dependency_order(tried)
-        except Stuck:
-            continue
-        tried_length = problem.value(simulate(tried, problem.costs))
-        if tried_length <= length:
-            best, length = tried, tried_length
+    best, value, left = schedule, _value(schedule, problem), _TRIALS
+    for over_weights in (False, True):
+        starts = [{timed.work: timed.start for timed in row} for row in simulate(best, problem.costs).ranks]
+        pairs = sorted(_pairs(best, over_weights), key=lambda pair: starts[pair[0]][pair[1]])
+        waiting = [pairs] if pairs else []
+        while waiting and left:
+            some, left = waiting.pop(), left - 1
+            tried = _with(best, some)
+            try:
+                tried_value = _value(tried, problem)
+            except Stuck:
+                tried_value = (math.inf, math.inf)
+            if tried_value < value:
+                best, value = tried, tried_value
+            elif len(some) > 1:
+                middle = len(some) // 2
+                waiting += [some[middle:], some[:middle]]
     return best
+
+
+def _value(schedule: Schedule, problem: Problem) -> tuple[float, float]:
+    """What the problem wants to be short, and when passes end on average."""
+    timeline = simulate(schedule, problem.costs)
+    return problem.value(timeline), math.fsum(timed.end for row in timeline.ranks for timed in row)
 
 
 def unbraided(schedule: Schedule) -> Schedule:
@@ -50,19 +70,38 @@ def unbraided(schedule: Schedule) -> Schedule:
     return replace(schedule, passes=tuple(rows))
 
 
-def _pairs(schedule: Schedule) -> list[tuple[int, int]]:
-    """(rank, slot of the backward) of all pairs that could be braids; no pass is in two."""
+def _pairs(schedule: Schedule, over_weights: bool) -> list[tuple[int, Pass, Pass]]:
+    """(rank, forward, backward) of all pairs that could be braids; no pass is in two.
+
+    Args:
+        over_weights: whether W may stand between the two.
+    """
     found = []
     for rank, row in enumerate(schedule.passes):
-        taken = -1
-        for slot, (first, second) in enumerate(pairwise(row), start=1):
-            if slot - 1 > taken and can_be_braided(first, second):
-                found.append((rank, slot))
-                taken = slot
+        forward: Pass | None = None
+        for work in row:
+            if work.kind is Kind.F:
+                forward = work
+            elif forward and can_be_braided(forward, work):
+                found.append((rank, forward, work))
+                forward = None
+            elif work.kind is not Kind.W or not over_weights:
+                forward = None
     return found
 
 
-def _with(schedule: Schedule, rank: int, slot: int) -> Schedule:
-    row = list(schedule.passes[rank])
-    row[slot] = row[slot]._replace(kind=BRAIDED[row[slot].kind])
-    return replace(schedule, passes=(*schedule.passes[:rank], tuple(row), *schedule.passes[rank + 1 :]))
+def _with(schedule: Schedule, pairs: Iterable[tuple[int, Pass, Pass]]) -> Schedule:
+    """With these pairs as braids."""
+    rows = list(schedule.passes)
+    behind: dict[int, dict[Pass, Pass]] = {}
+    for rank, forward, backward in pairs:
+        behind.setdefault(rank, {})[forward] = backward
+    for rank, partners in behind.items():
+        moved, row = set(partners.values()), []
+        for work in rows[rank]:
+            if work not in moved:
+                row.append(work)
+            if work in partners:
+                row.append(partners[work]._replace(kind=BRAIDED[partners[work].kind]))
+        rows[rank] = tuple(row)
+    return replace(schedule, passes=tuple(rows))
