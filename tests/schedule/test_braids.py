@@ -223,7 +223,10 @@ def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None
     assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)
     assert overlapping.timeline.span <= plain.timeline.span
     assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto")
+    assert plain.communication == pytest.approx((12 * 0.8 * len(plain.problem.costs.stages) / 4,) * 2)
+    assert overlapping.communication[0] <= overlapping.communication[1] == plain.communication[1]
     if name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
+        assert overlapping.braids > 0 and overlapping.communication[0] < plain.communication[0]
         assert overlapping.timeline.span < 0.97 * plain.timeline.span
 
 

@@ -167,7 +167,9 @@ def pass_flags() -> Parser:
     )
     flags.add_argument(
         "--overlap-experts",
-        action="store_true",
+        choices=["off", "on"],
+        nargs="?",
+        const="on",
         help="run a forward and a backward of other microbatches as one, where that makes the schedule shorter: the all-to-alls "
         "of one behind the other's computation; --cost says how long parts of layers take (F.dispatch=..,F.experts=.., "
         "F.combine=.., the same of B, W.experts=.., layers=..)",

@@ -55,7 +55,7 @@ def requested(options: Namespace) -> Request:
         vocabulary=vocabulary,
         offload=offload,
         host_limit=options.host_memory_limit,
-        overlap=options.overlap_experts,
+        overlap=options.overlap_experts == "on",
         bounded=True,
         unit=COSTS_UNIT if options.costs else MICROBATCHES,
     )

@@ -50,6 +50,13 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     elif exact:
         add("best found", exact["value"], f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
     add("memory", max(peaks), f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}")
+    if "overlap" in data:
+        found = data["overlap"]
+        share = found["exposed"] / found["communication"] if found["communication"] else 0.0
+        words = (
+            f"{share:.0%} of the {found['communication']:g} that a rank is in all-to-alls, on average; {found['braids']} braids"
+        )
+        add("exposed", found["exposed"], words)
     if "offload" in data:
         rows += _offloaded(data, unit)
     if "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):

@@ -31,7 +31,7 @@ _Read = TypeVar("_Read")
 _OF_EACH = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
-    "offload",
+    *("offload", "overlap"),
 )
 
 
@@ -60,6 +60,7 @@ def report(planned: Planned) -> dict[str, Any]:
         "makespan_gap": above(timeline.makespan, bounds[Objective.MAKESPAN]),
         **_expected(planned),
         **({"offload": gain(planned)} if copies else {}),
+        **_overlap(planned),
         **({} if planned.seconds is None else {"plan_seconds": planned.seconds}),
         **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
     }
@@ -76,6 +77,14 @@ def choice_fields(choice: Choice) -> dict[str, Any]:
     rows = [row(plan) | {"why_not": choice.why_not.get(plan.variant)} for plan in choice.planned]
     missing = [{"schedule": each.variant.name, "label": str(each.variant), "why_not": each.reason} for each in choice.refused]
     return {"candidates": rows + missing}
+
+
+def _overlap(planned: Planned) -> dict[str, Any]:
+    """The field ``overlap``, where layers communicate or passes are braided."""
+    exposed, whole = planned.communication
+    if not (whole or planned.braids):
+        return {}
+    return {"overlap": {"braids": planned.braids, "communication": whole, "exposed": exposed}}
 
 
 def _limits(planned: Planned) -> dict[str, float]:

@@ -95,6 +95,26 @@ class Planned:
         return max(self.peaks)
 
     @cached_property
+    def braids(self) -> int:
+        """How many pairs of a forward and a backward run as one."""
+        return sum(work.kind.row.braided is not None for row in self.schedule.passes for work in row)
+
+    @cached_property
+    def communication(self) -> tuple[float, float]:
+        """Seconds in which layers communicate (all-to-alls of experts), a mean over ranks: those in which their rank computes nothing
+        meanwhile, and all."""
+        schedule, costs = self.schedule, self.problem.costs
+        whole = schedule.microbatches * sum(costs.communicating) / schedule.placement.replicas / schedule.ranks
+        alone = sum(
+            costs.seconds(work.kind, schedule.placement.stage(rank, work.chunk))
+            for rank, row in enumerate(self.timeline.ranks)
+            for work, _, _ in row
+            if not work.kind.is_of_vocabulary
+        )
+        taken = sum(end - start for row in self.timeline.ranks for work, start, end in row if not work.kind.is_of_vocabulary)
+        return whole - (alone - taken) / schedule.ranks, whole
+
+    @cached_property
     def bound(self) -> float:
         """What no order of the passes within the schedule's own memory can beat, in the nominal case: see ``own_bound``."""
         return own_bound(self.schedule, self.problem)

@@ -26,6 +26,7 @@ const LABELS = {
   "--vocab-parallel": "the vocabulary on all ranks",
   "--vocab-cost": "S and T",
   "--cost": "the times",
+  "--overlap-experts": "overlapped all-to-alls",
 };
 
 /** What is wrong with the values of fields, by field; `most`: the ranks and passes that the server takes. */

@@ -13,6 +13,7 @@ const COMMON = {
   T: "",
   offload: "off",
   bandwidth: "",
+  "overlap-experts": "off",
 };
 const CARD = { schedule: "zb-v", chunks: "", "memory-limit": "" };
 const FIRST = [{ schedule: "zb-v" }, { schedule: "v-auto", "memory-limit": "6" }, { schedule: "1f1b" }];
@@ -62,6 +63,7 @@ export function flags(common, { schedule, chunks, "memory-limit": limit }) {
     "vocab-parallel": spreads ? common["vocab-parallel"] : "",
     "vocab-cost": spreads ? listed(["S", "T"], common) : "",
     offload: offloads ? common.offload : "",
+    "overlap-experts": common["overlap-experts"] === "off" ? "" : common["overlap-experts"],
   };
   return Object.fromEntries(Object.entries(all).filter(([, value]) => value.trim() !== ""));
 }
