@@ -101,8 +101,7 @@ class Planned:
 
     @cached_property
     def communication(self) -> tuple[float, float]:
-        """Seconds in which layers communicate (all-to-alls of experts), a mean over ranks: those in which their rank computes nothing
-        meanwhile, and all."""
+        """Seconds of all-to-alls of experts, a mean over ranks: those in which their rank computes nothing meanwhile, and all."""
         schedule, costs = self.schedule, self.problem.costs
         whole = schedule.microbatches * sum(costs.communicating) / schedule.placement.replicas / schedule.ranks
         alone = sum(
