@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 from megatron.pipeline.runtime import iteration
 from megatron.pipeline.runtime.executor import Executor
@@ -23,7 +24,7 @@ def pairs_of(programs: Sequence[Program]) -> tuple[list[Pairs], list[Program]]:
     braided = list(programs)
     for rank, program in enumerate(programs):
         passes = [operation.work for operation in program if isinstance(operation, Compute)]
-        for first, second in zip(passes, passes[1:], strict=False):
+        for first, second in pairwise(passes):
             if first.kind is not Kind.F or not second.kind.sends_gradient or first[1:3] == second[1:3]:
                 continue
             tried = [*braided]
@@ -49,28 +50,24 @@ def together(program: Program, first: Pass, second: Pass) -> Program:
 class BraidingExecutor(Executor):
     """Runs pairs as braids."""
 
-    braids = Counter[str]()  # how many have run, by the kind of the backward
+    braids: ClassVar[Counter[str]] = Counter()  # how many have run, by the kind of the backward
 
     def __init__(self, program: Program, wiring: Any, handlers: Any, *rest: Any) -> None:
-        from megatron.pipeline.runtime.executor import Handlers
-
-        pairs, self._waiting = PAIRS[id(program)], None
-        super().__init__(pairs[1], wiring, handlers, *rest)
-        self._beside: Pairs = pairs[0]
-        assert isinstance(handlers, Handlers)
-        passes: Any = handlers.passes[Kind.F]
-        self._passes: StagePasses = passes.__self__
+        self._beside, braided = PAIRS[id(program)]
+        super().__init__(braided, wiring, handlers, *rest)
+        self._waiting: Pass | None = None  # a forward that runs with the next pass
+        self._passes: StagePasses = handlers.passes[Kind.F].__self__
 
     def _compute(self, work: Pass) -> None:
         if work in self._beside:
-            self._waiting: Pass | None = work  # all that either half needs is here: see ``together``
+            self._waiting = work  # all that either half needs is here: see ``together``
             return
         if self._waiting is None:
             super()._compute(work)
             return
         first, self._waiting = self._waiting, None
         assert self._beside[first] == work
-        halves = []
+        halves: list[Any] = []
         for half in (first, work):
             received = {peer: self._take(message, peer) for message, peer in self._wiring.takes.get(half, ())}
             for message, peer in self._wiring.answers.get(half, ()):
@@ -96,8 +93,8 @@ def install(run: Any) -> None:
     PAIRS.clear()
     PAIRS[id(plan.programs[rank])] = pairs[rank], programs[rank]
     BraidingExecutor.braids.clear()
-    iteration.Executor = BraidingExecutor  # type: ignore[misc]
+    iteration.Executor = BraidingExecutor  # type: ignore[misc, assignment]
 
 
 def uninstall() -> None:
-    iteration.Executor = Executor  # type: ignore[misc]
+    iteration.Executor = Executor  # type: ignore[misc, assignment]
