@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from megatron.pipeline.runtime import iteration
 from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import ScheduleError
 from megatron.pipeline.schedule.lower.program import Compute, Program, Send
@@ -56,7 +54,7 @@ class BraidingExecutor(Executor):
         self._beside, braided = PAIRS[id(program)]
         super().__init__(braided, wiring, handlers, *rest)
         self._waiting: Pass | None = None  # a forward that runs with the next pass
-        self._passes: StagePasses = handlers.passes[Kind.F].__self__
+        self._passes: Any = handlers.passes[Kind.F].__self__
 
     def _compute(self, work: Pass) -> None:
         if work in self._beside:
@@ -87,6 +85,8 @@ def install(run: Any) -> None:
     """Have a pipeline's training iterations braid."""
     from megatron.core import parallel_state
 
+    from megatron.pipeline.runtime import iteration
+
     plan = run.pipeline.plan(run.microbatches)
     rank = parallel_state.get_pipeline_model_parallel_rank()
     pairs, programs = pairs_of(plan.programs)
@@ -97,4 +97,7 @@ def install(run: Any) -> None:
 
 
 def uninstall() -> None:
+    """Have iterations run as ever."""
+    from megatron.pipeline.runtime import iteration
+
     iteration.Executor = Executor  # type: ignore[misc, assignment]

@@ -250,8 +250,8 @@ def test_flags_that_layer_plans_exclude(flags_given: str, message: str) -> None:
 
 
 def test_flags_of_layer_plans() -> None:
-    for given in ("", PP, PP + SEVERAL_TOKENS, PP + "--pipeline-schedule stock --num-virtual-stages-per-pipeline-rank 2"):
-        assert checked(ALL_TO_ALL + given).overlap_moe_expert_parallel_comm
+    for flags_given in ("", PP, PP + SEVERAL_TOKENS, PP + "--pipeline-schedule stock --num-virtual-stages-per-pipeline-rank 2"):
+        assert checked(ALL_TO_ALL + flags_given).overlap_moe_expert_parallel_comm
     with pytest.raises(ValueError, match="--pipeline-schedule seq-1f1b has slices: take another schedule"):
         plan_pipeline(checked(ALL_TO_ALL + PP + "--pipeline-schedule seq-1f1b --position-embedding-type rope"))
 

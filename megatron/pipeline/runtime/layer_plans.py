@@ -77,7 +77,8 @@ class LayerPlanStages(ModelStages):
         unwrapped = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         with _left_to_passes(self._config):
             plan, loss_function = self._call.forward_step_func(data, unwrapped, return_schedule_plan=True)
-        _keep_tokens(plan)
+        if self._config.num_moe_experts == self._config.expert_model_parallel_size:
+            _keep_tokens(plan)
         forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
         beside, self._beside = self._beside or (None, None), None
         output = type(plan).run(plan, beside[0], b_grad=beside[1])
@@ -110,10 +111,8 @@ def _keep_tokens(plan: Any) -> None:
 
     Upstream frees what it gives to experts: several have made a sorted copy, one has not.
     """
-    for layer in map(plan.get_layer, range(plan.num_layers())):
-        config = layer.config
-        if config.num_moe_experts == config.expert_model_parallel_size:
-            layer.mlp.free_input = False
+    for layer in range(plan.num_layers()):
+        plan.get_layer(layer).mlp.free_input = False
 
 
 @contextmanager
