@@ -60,7 +60,7 @@ from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.runtime.p2p import Tensors, Transport
-from megatron.pipeline.runtime.stage_passes import StagePasses, Stages
+from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule.core.costs import Costs, uniform, with_equal_copies
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
@@ -128,7 +128,7 @@ def build(hidden: int, layers: int, dtype: torch.dtype) -> DistributedDataParall
     return DistributedDataParallel(config, ddp, chunk)
 
 
-class Layers(Stages):
+class Layers:
     """What passes compute: chunks, between an embedding and a gradient of the output that are always the same."""
 
     def __init__(self, chunks: list[DistributedDataParallel], placement: Placement, rank: int, hidden: torch.Tensor) -> None:

@@ -463,6 +463,20 @@ def test_upstreams_own_script(tmp_path: Path) -> None:
 
 @needs_upstream
 @pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "equal"), [("zb-h1", "stock"), ("zb-v", "zb-v")])
+def test_layer_plans_of_upstreams_own_script(tmp_path: Path, schedule: str, equal: str) -> None:
+    experts = "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16"
+    overlap = "--overlap-moe-expert-parallel-comm"
+    found = [
+        launch(tmp_path / f"{name}{flag}", UPSTREAM, flags, ranks=4, before="--core pip")
+        for name, flag in ((equal, ""), (schedule, overlap))
+        for flags in [f"{SIZES} {ON_UPSTREAM} {experts} --pipeline-schedule {name} {flag}"]
+    ]
+    assert found[0] == found[1] and len(found[0]) == 5
+
+
+@needs_upstream
+@pytest.mark.slow
 def test_checkpoints_of_upstreams_own_script_and_of_ours_go_on_in_the_other(tmp_path: Path) -> None:
     flags = f"{SIZES} {ON_UPSTREAM} "
     theirs, ours = f"--save {tmp_path}/theirs --save-interval 1 --exit-interval 1", f"--save {tmp_path}/ours --exit-interval 3"

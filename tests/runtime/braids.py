@@ -1,103 +1,59 @@
-"""Braids put into any schedule: a forward and the backward directly behind it in its rank's row run as one unit."""
+"""Braids put into any schedule, whether they make it shorter or not: as many as there can be."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.runtime import iteration
 from megatron.pipeline.runtime.executor import Executor
-from megatron.pipeline.runtime.stage_passes import StagePasses
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.schedule import ScheduleError
-from megatron.pipeline.schedule.lower.program import Compute, Program, Send
-from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
-
-Pairs = dict[Pass, Pass]  # a forward, and the backward that runs beside it
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.transforms import braid
 
 
-def pairs_of(programs: Sequence[Program]) -> tuple[list[Pairs], list[Program]]:
-    """On every rank, as many as there can be so that no rank waits for another for ever; and the programs with them."""
-    found: list[Pairs] = [{} for _ in programs]
-    braided = list(programs)
-    for rank, program in enumerate(programs):
-        passes = [operation.work for operation in program if isinstance(operation, Compute)]
-        for first, second in zip(passes, passes[1:], strict=False):
-            if first.kind is not Kind.F or not second.kind.sends_gradient or first[1:3] == second[1:3]:
-                continue
-            tried = [*braided]
-            tried[rank] = together(braided[rank], first, second)
-            try:
-                nothing_deadlocks(tried)
-            except ScheduleError:
-                continue
-            braided = tried
-            found[rank][first] = second
-    return found, braided
-
-
-def together(program: Program, first: Pass, second: Pass) -> Program:
-    """What is between two passes comes before both, but for what the first one sends, which comes behind both."""
-    start, end = program.index(Compute(first)), program.index(Compute(second))
-    between = program[start + 1 : end]
-    before = [operation for operation in between if not isinstance(operation, Send)]
-    behind = [operation for operation in between if isinstance(operation, Send)]
-    return (*program[:start], *before, Compute(first), Compute(second), *behind, *program[end + 1 :])
+def braided(schedule: Schedule) -> Schedule:
+    """With every pair of neighbours as a braid that keeps no rank waiting for ever."""
+    best = schedule
+    for pair in braid._pairs(schedule, over_weights=False):
+        tried = braid._with(best, [pair])
+        try:
+            verify(tried)
+        except ScheduleError:
+            continue
+        best = tried
+    return best
 
 
 class BraidingExecutor(Executor):
-    """Runs pairs as braids."""
+    """Counts braids."""
 
-    braids = Counter[str]()  # how many have run, by the kind of the backward
+    braids: Counter[str] = Counter()  # noqa: RUF012 - of all iterations of this process, by the kind of the backward
 
-    def __init__(self, program: Program, wiring: Any, handlers: Any, *rest: Any) -> None:
-        from megatron.pipeline.runtime.executor import Handlers
-
-        pairs, self._waiting = PAIRS[id(program)], None
-        super().__init__(pairs[1], wiring, handlers, *rest)
-        self._beside: Pairs = pairs[0]
-        assert isinstance(handlers, Handlers)
-        passes: Any = handlers.passes[Kind.F]
-        self._passes: StagePasses = passes.__self__
-
-    def _compute(self, work: Pass) -> None:
-        if work in self._beside:
-            self._waiting: Pass | None = work  # all that either half needs is here: see ``together``
-            return
-        if self._waiting is None:
-            super()._compute(work)
-            return
-        first, self._waiting = self._waiting, None
-        assert self._beside[first] == work
-        halves = []
-        for half in (first, work):
-            received = {peer: self._take(message, peer) for message, peer in self._wiring.takes.get(half, ())}
-            for message, peer in self._wiring.answers.get(half, ()):
-                self.transport.finish(message, peer)
-            halves += [half, received, tuple(peer for _, peer in self._wiring.makes.get(half, ()))]
-        for half, outputs in zip((first, work), self._passes.braid(*halves), strict=True):
-            for message, peer in self._wiring.makes.get(half, ()):
-                self._made[message, peer] = outputs[peer]
-                self._unreleased[message] += half is first
-        self.braids[work.kind.value] += 1
-
-
-PAIRS: dict[int, tuple[Pairs, Program]] = {}
+    def _compute(self, work: Pass, other: Pass | None) -> None:
+        if other is not None:
+            self.braids[other.kind.value] += 1
+        super()._compute(work, other)
 
 
 def install(run: Any) -> None:
     """Have a pipeline's training iterations braid."""
-    from megatron.core import parallel_state
+    plan, made = run.pipeline.plan, dict[Any, Planned]()
 
-    plan = run.pipeline.plan(run.microbatches)
-    rank = parallel_state.get_pipeline_model_parallel_rank()
-    pairs, programs = pairs_of(plan.programs)
-    PAIRS.clear()
-    PAIRS[id(plan.programs[rank])] = pairs[rank], programs[rank]
+    def with_braids(microbatches: int, forward_only: bool = False) -> Planned:
+        key = microbatches, forward_only
+        if key not in made:
+            own = plan(microbatches, forward_only)
+            made[key] = own if forward_only else replace(own, schedule=braided(own.schedule))
+        return made[key]
+
+    run.pipeline.plan = with_braids
     BraidingExecutor.braids.clear()
-    iteration.Executor = BraidingExecutor  # type: ignore[misc]
+    iteration.Executor = BraidingExecutor  # type: ignore[attr-defined, misc]
 
 
 def uninstall() -> None:
-    iteration.Executor = Executor  # type: ignore[misc]
+    iteration.Executor = Executor  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from runtime import braids
 
 EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
-    "--disable-bias-linear --bf16 --lr 1e-3 --clip-grad 0"
+    "--disable-bias-linear --lr 1e-3 --clip-grad 0"
 )
 Result = tuple[Any, dict[Any, str], dict[str, int]]
 OVERLAP = "--overlap-moe-expert-parallel-comm"
@@ -21,16 +21,19 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 def train(
     schedule: str, pp: int, microbatches: int = 4, flags: str = "", iterations: int = 3, braided: bool = False
 ) -> tuple[Any, dict[Any, str], dict[str, int]]:
-    """Losses and norms of this rank, a digest of every parameter and its gradient by names that no placement changes, and how many
-    braids the last iteration had."""
-    options: dict[str, Any] = {"pp": pp, "microbatches": microbatches, "flags": tuple(f"{EXPERTS} {flags}".split())}
-    run = tiny_gpt.Run(schedule, **options)
+    """Losses and norms of this rank, a digest of every parameter and its gradient by names that no placement changes, and how
+    many braids ran."""
+    given = f"{EXPERTS} {flags}" if "--fp16" in flags else f"{EXPERTS} --bf16 {flags}"
+    run = tiny_gpt.Run(schedule, pp=pp, microbatches=microbatches, flags=tuple(given.split()))
     if braided:
         braids.install(run)
     try:
         steps = [run.step(iteration) for iteration in range(iterations)]
     finally:
         braids.uninstall()
+    if run.args.overlap_param_gather:  # of the last step
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)
     return steps, digests(run.chunks, gradients="--use-distributed-optimizer" not in flags), dict(braids.BraidingExecutor.braids)
 
 

@@ -13,7 +13,7 @@ from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Channels, Tensors, Transport
-from megatron.pipeline.runtime.stage_passes import StagePasses, Stages
+from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
@@ -59,7 +59,7 @@ def compute(stage: int, layer: torch.nn.Linear, microbatch: int, inputs: Tensors
     return output.square().mean() if stage == max(BEFORE) else output
 
 
-class TinyStages(Stages):
+class TinyStages:
     """The stage of this rank, as ``StagePasses`` calls it."""
 
     def __init__(self, stage: int) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.flags.arguments import flags, parse, with_config
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, neutral
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
+from megatron.pipeline.trainer.planning import plan_pipeline
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
@@ -216,6 +217,43 @@ def test_flags_of_the_vocabulary_layers_that_do_not_fit(flags_given: str, messag
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         checked(flags_given)
     assert "\n" not in str(error.value)
+
+
+OVERLAP = "--overlap-moe-expert-parallel-comm --bf16 --disable-bias-linear "
+ALL_TO_ALL = OVERLAP + "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+
+
+@pytest.mark.parametrize(
+    ("flags_given", "message"),
+    [
+        ("--overlap-moe-expert-parallel-comm", "without experts: give --num-experts"),
+        (OVERLAP + "--num-experts 4", "give --expert-model-parallel-size 2 or more"),
+        (OVERLAP + "--num-experts 4 --expert-model-parallel-size 2", "--moe-token-dispatcher-type is allgather: give alltoall"),
+        (ALL_TO_ALL.replace("--bf16 ", ""), "needs --bf16 or --fp16"),
+        (
+            ALL_TO_ALL + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "--recompute-granularity full recomputes them whole: take selective",
+        ),
+        (ALL_TO_ALL + "--recompute-granularity selective --recompute-modules moe", "leave moe out"),
+        (ALL_TO_ALL + PP + SEVERAL_TOKENS.replace("1", "2"), "and --mtp-num-layers is 2: give 1"),
+        (ALL_TO_ALL + SEVERAL_TOKENS, "raise --pipeline-model-parallel-size"),
+        (ALL_TO_ALL + "--moe-layer-freq 2", "leave the final norm out: change --moe-layer-freq"),
+        (ALL_TO_ALL + PP + "--vocab-parallel 2", "--vocab-parallel 2 takes a part of them to others"),
+        (ALL_TO_ALL + PP + "--offload full", "--offload full moves them"),
+        (ALL_TO_ALL + PP + "--pipeline-schedule stock", "needs several chunks per rank: give --num-virtual-stages"),
+    ],
+)
+def test_flags_that_layer_plans_exclude(flags_given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"--overlap-moe-expert-parallel-comm.*{re.escape(message)}") as error:
+        checked(flags_given)
+    assert "\n" not in str(error.value)
+
+
+def test_flags_of_layer_plans() -> None:
+    for flags_given in ("", PP, PP + SEVERAL_TOKENS, PP + "--pipeline-schedule stock --num-virtual-stages-per-pipeline-rank 2"):
+        assert checked(ALL_TO_ALL + flags_given).overlap_moe_expert_parallel_comm
+    with pytest.raises(ValueError, match="--pipeline-schedule seq-1f1b has slices: take another schedule"):
+        plan_pipeline(checked(ALL_TO_ALL + PP + "--pipeline-schedule seq-1f1b --position-embedding-type rope"))
 
 
 def test_flags_of_the_vocabulary_layers() -> None:

@@ -45,6 +45,7 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_checkpoints(args)
     _check_post_validation(args)
     check_new_flags(args)
+    check_overlap(args)
 
 
 def check_new_flags(args: Namespace) -> None:
@@ -59,7 +60,6 @@ def check_new_flags(args: Namespace) -> None:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
     check_vocabulary(args)
     check_offload(args)
-    check_overlap(args)
     check_rehearsal(args)
     _check_timeouts(args)
     _check_timers(args)

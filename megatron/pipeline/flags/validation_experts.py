@@ -114,7 +114,7 @@ def _check_router(args: Namespace, experts: int) -> None:
 
 
 def check_overlap(args: Namespace) -> None:
-    """Check what ``--overlap-moe-expert-parallel-comm`` is combined with: its layer plans are megatron-core's, and have its limits.
+    """Check what ``--overlap-moe-expert-parallel-comm`` is combined with: its layer plans are megatron-core's.
 
     Raises:
         ValueError: another flag excludes it, or one that it needs is missing; says what to change.
@@ -139,9 +139,8 @@ def check_overlap(args: Namespace) -> None:
         ),
         f"has layers for one further token, and --mtp-num-layers is {further}: give 1": further > 1,
         "with --mtp-num-layers needs a pipeline: raise --pipeline-model-parallel-size": bool(further) and not several_ranks,
-        "with --mtp-num-layers needs experts in the last layer: change --moe-layer-freq": (
-            bool(further) and not _last_layer_has_experts(args)
-        ),
+        "needs experts in the last layer: after a dense one megatron-core's plans leave the final norm out: change "
+        "--moe-layer-freq": args.num_experts is not None and not _last_layer_has_experts(args),
         f"does not hand packed sequences on: leave {packed and flag_of(packed)} out": packed is not None,
         f"runs whole layers of one rank, and --vocab-parallel {args.vocab_parallel} takes a part of them to others: leave one of "
         "the two out": args.vocab_parallel != OFF,

@@ -13,7 +13,7 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
-from megatron.pipeline.flags.validation_experts import check_prediction, experts_drift
+from megatron.pipeline.flags.validation_experts import check_overlap, check_prediction, experts_drift
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.model.slices import check_slices
@@ -138,6 +138,7 @@ def complete(args: Namespace) -> Namespace:
     check_new_flags(ours)
     if args.pipeline_schedule != STOCK:
         check_prediction(ours)
+        check_overlap(ours)
         if not getattr(ours, "multi_latent_attention", False):
             check_rotary(ours)
     return ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,11 +139,21 @@ class Call:
             raise ValueError(
                 "collect_non_loss_data needs logits of the whole vocabulary on one rank: train without --vocab-parallel"
             )
-        if self.config.overlap_moe_expert_parallel_comm and (schedule.splits > 1 or schedule.vocabulary or schedule.has_copies):
-            raise ValueError(
-                f"overlap_moe_expert_parallel_comm runs whole microbatches through whole layers, and schedule {schedule.name} has "
-                "slices, passes of the vocabulary or copies: plan one without them"
-            )
+        if self.config.overlap_moe_expert_parallel_comm and not self.forward_only:
+            self._check_layer_plans(schedule)
         if refused := compat.unsupported(self.config, in_config=True):
             setting, reason = refused
             raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
+
+    def _check_layer_plans(self, schedule: Schedule) -> None:
+        if schedule.splits > 1 or schedule.vocabulary or schedule.has_copies:
+            raise ValueError(
+                f"overlap_moe_expert_parallel_comm runs whole microbatches through whole layers, and schedule {schedule.name} "
+                "has slices, passes of the vocabulary or copies: plan one without them"
+            )
+        parameters = inspect.signature(self.forward_step_func).parameters.values()
+        if not any(one.name == "return_schedule_plan" or one.kind is one.VAR_KEYWORD for one in parameters):
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm asks forward_step_func for a plan of the layers: have it take "
+                "return_schedule_plan, and then return model.build_schedule_plan(..) in place of model(..)"
+            )

@@ -1,8 +1,8 @@
 """The stages of a rank as megatron-core's layer plans, with ``overlap_moe_expert_parallel_comm``.
 
-A plan is a forward of one microbatch through one chunk, cut into the parts of its layers: attention, dispatch, experts, combine. Upstream
-runs the parts of a forward alone, those of the backward alone, or of a braid: the forward of one microbatch and the backward of another,
-layer by layer, so that the all-to-alls of one run on a communication stream under the other's computation.
+A plan is a forward of one microbatch through one chunk, cut into the parts of its layers: attention, dispatch, experts,
+combine. Upstream runs the parts of a forward alone, those of the backward alone, or of a braid: the forward of one microbatch
+and the backward of another, layer by layer, so that the all-to-alls of one run on a stream of their own while the other computes.
 
 Everything around a plan stays upstream's ``forward_step``: it gets a function that runs the plan and returns its output.
 """
@@ -61,13 +61,11 @@ class LayerPlanStages(ModelStages):
         return _gradients(inputs)
 
     def braid(
-        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
+        self, work: Pass, inputs: Tensors, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """The two plans, part by part; a forward without its graph has none, and runs first."""
-        if not keep_graph:
-            return super().braid(work, inputs, keep_graph, other, kept, outputs, gradients)
+        """Two plans, part by part."""
         self._beside = self._before_backward(other, outputs, gradients)
-        made = self.forward(work, inputs, keep_graph)
+        made = self.forward(work, inputs, keep_graph=True)
         return made, _gradients(kept)
 
     def _step_function(self, work: Pass) -> Callable[..., Any]:
@@ -79,7 +77,8 @@ class LayerPlanStages(ModelStages):
         unwrapped = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         with _left_to_passes(self._config):
             plan, loss_function = self._call.forward_step_func(data, unwrapped, return_schedule_plan=True)
-        _keep_tokens(plan)
+        if self._config.num_moe_experts == self._config.expert_model_parallel_size:
+            _keep_tokens(plan)
         forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
         beside, self._beside = self._beside or (None, None), None
         output = type(plan).run(plan, beside[0], b_grad=beside[1])
@@ -96,8 +95,8 @@ class LayerPlanStages(ModelStages):
         [gradient] = gradients
         if gradient is None:
             [loss], scaled = outputs, self._config.grad_scale_func
+            assert loss is not None and forwarded.output is not None
             torch.autograd.backward(loss if scaled is None else scaled(loss))
-            assert forwarded.output is not None
             gradient = forwarded.output.grad
         assert gradient is not None
         return forwarded.plan, gradient
@@ -108,11 +107,12 @@ def _gradients(inputs: Tensors) -> Tensors:
 
 
 def _keep_tokens(plan: Any) -> None:
-    """Where a rank has one expert, let it keep its tokens: upstream frees what experts are given, for several have sorted copies."""
-    for layer in map(plan.get_layer, range(plan.num_layers())):
-        config = layer.config
-        if config.num_moe_experts == config.expert_model_parallel_size:
-            layer.mlp.free_input = False
+    """Where a rank has one expert, let it keep its tokens.
+
+    Upstream frees what it gives to experts: several have made a sorted copy, one has not.
+    """
+    for layer in range(plan.num_layers()):
+        plan.get_layer(layer).mlp.free_input = False
 
 
 @contextmanager

@@ -77,12 +77,6 @@ class ModelStages:
         with self._slices.around(work):
             return schedules_patch.backward(inputs, outputs, gradients, self._config, self._chunks[work.chunk])
 
-    def braid(
-        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """One after the other: nothing here runs beside anything else."""
-        return self.forward(work, inputs, keep_graph), self.backward(other, kept, outputs, gradients)
-
     def release(self, outputs: Tensors) -> None:
         """Free the data of outputs, and keep their graph."""
         if not self._call.forward_only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -33,15 +33,19 @@ class Stages(Protocol):
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """Run a backward from the outputs' gradients ([None] on the last stage) to the inputs'."""
 
-    def braid(
-        self, work: Pass, inputs: Tensors, keep_graph: bool, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """Run a forward and the backward of another microbatch or chunk as one: with the arguments of ``forward`` and then of
-        ``backward``, and the results of both. Here one runs after the other."""
-        return self.forward(work, inputs, keep_graph), self.backward(other, kept, outputs, gradients)
-
     def release(self, outputs: Tensors) -> None:
         """The outputs have been sent: their data is not needed any more, only their graph."""
+
+
+@runtime_checkable
+class BraidedStages(Stages, Protocol):
+    """Stages that compute a forward and a backward as one unit."""
+
+    def braid(
+        self, work: Pass, inputs: Tensors, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """A forward that keeps its graph, and the backward of another microbatch or chunk: with the arguments of ``forward`` and
+        then of ``backward``, and the results of both."""
 
 
 class StagePasses:
@@ -104,15 +108,15 @@ class StagePasses:
         other_received: Mapping[int, Tensors],
         other_peers: tuple[int, ...],
     ) -> tuple[Mapping[int, Tensors], Mapping[int, Tensors]]:
-        """F and the backward of another microbatch or chunk as one: with the arguments and the results of ``forward``, and then
-        those of ``backward``. Where activations are moved, what F keeps has to be known: one runs after the other."""
-        if self._offloaded:
+        """F and the backward of another microbatch or chunk as one unit: with the arguments and the results of ``forward``, and
+        then those of ``backward``. One runs after the other where the stages have no braids, or F keeps no graph."""
+        stages = self._stages
+        if not (isinstance(stages, BraidedStages) and self._keeps_graph(work)):
             return self.forward(work, received, peers), self.backward(other, other_received, other_peers)
-        inputs, keep_graph = self._inputs(received), self._keeps_graph(work)
+        inputs = self._inputs(received)
         sources, kept, outputs = self._graphs.pop(other[1:3])
-        gradients = _sum(other_received.values())
         with self._leaving_weights(other):
-            made, input_gradients = self._stages.braid(work, inputs, keep_graph, other, kept, outputs, gradients)
+            made, input_gradients = stages.braid(work, inputs, other, kept, outputs, _sum(other_received.values()))
         self._keep(work, received, inputs, made)
         return dict.fromkeys(peers, made), _by_peer(input_gradients, sources, other_peers)
 

@@ -1,0 +1,126 @@
+"""Experts' all-to-alls behind another microbatch: layer plans, alone and in braids, change no number.
+
+Every gradient and every parameter is compared bit for bit with megatron-core's own schedule without plans. The embedding and the
+output layer are on different stages: where one stage has both and they are tied, autograd adds their gradients in bfloat16, and
+plans, whose parts are apart, in main_grad's float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_gpt
+from pool import Pool
+from runtime import braids, plans
+
+SCHEDULES = ("1f1b", "zb-h1", "zb-v", "v-half", "interleaved", "dualpipe-v")
+OPTIONS = (
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "--overlap-grad-reduce --ddp-bucket-size 1",
+    "--recompute-granularity selective",
+    "--moe-layer-freq ([0,1])*2 --recompute-granularity selective --recompute-modules core_attn mlp",
+    "--moe-shared-expert-intermediate-size 16 --moe-z-loss-coeff 1e-3",
+    "--hidden-dropout 0.1 --attention-dropout 0.1",
+    "--mtp-num-layers 1 --untie-embeddings-and-output-weights --position-embedding-type rope",
+    "--num-layers 5 --num-layers-in-last-pipeline-stage 2 --fp16 --initial-loss-scale 4096",
+    "--num-experts 2 --calculate-per-token-loss",
+    "--moe-grouped-gemm --swiglu --normalization RMSNorm",
+    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
+    "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+)
+MICROBATCHES = 5
+
+_stock: dict[Any, Any] = {}
+
+
+def stock(pool: Pool, ranks: int, *given: Any) -> Any:
+    """What megatron-core's own 1F1B trains without plans, once for all schedules."""
+    case = (ranks, *given)
+    if case not in _stock:
+        _stock[case] = pool.run(ranks, plans.train, "stock", *given)
+    return _stock[case]
+
+
+def check(pool: Pool, schedule: str, ranks: int, pp: int, microbatches: int = MICROBATCHES, flags: str = "") -> None:
+    expected = stock(pool, ranks, pp, microbatches, flags)
+    found = pool.run(ranks, plans.train, schedule, pp, microbatches, f"{plans.OVERLAP} {flags}", braided=True)
+    assert plans.losses(found) == plans.losses(expected)
+    assert len({loss for losses in plans.losses(found) for loss in losses}) > 1, "the loss changes"
+    assert plans.merged(found) == plans.merged(expected)
+    assert sum(sum(counts.values()) for _, _, counts in found), "there were braids"
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(pool: Pool, schedule: str) -> None:
+    check(pool, schedule, ranks=4, pp=2, microbatches=6)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("flags", OPTIONS)
+def test_options(pool: Pool, flags: str, schedule: str) -> None:
+    check(pool, schedule, ranks=4, pp=2, flags=flags)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_four_pipeline_ranks(pool: Pool, schedule: str) -> None:
+    check(pool, schedule, ranks=8, pp=4, microbatches=8, flags="--num-layers 8")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pp", "flags"),
+    [(2, 1, "--untie-embeddings-and-output-weights"), (4, 2, "--num-virtual-stages-per-pipeline-rank 2")],
+)
+def test_megatrons_own_order(pool: Pool, ranks: int, pp: int, flags: str) -> None:
+    """Its combined 1F1B, on CPUs."""
+    overlapped = pool.run(ranks, plans.train, "stock", pp, 4, f"{plans.OVERLAP} {flags}")
+    assert overlapped == stock(pool, ranks, pp, 4, flags)
+
+
+def test_recomputed_passes(pool: Pool, tmp_path: Path) -> None:
+    """R makes the plan: a forward that keeps nothing runs as ever, and so beside nothing."""
+    from megatron.pipeline.cli import main
+
+    path = tmp_path / "recomputed.json"
+    assert main(f"plan --schedule zb-v --pp 2 --microbatches {MICROBATCHES} --recompute all --json -o {path}".split()) == 0
+    check(pool, f"file:{path}", ranks=4, pp=2, flags="--hidden-dropout 0.1")
+
+
+def test_evaluations_in_between(pool: Pool) -> None:
+    assert pool.run(4, evaluate, "zb-h1", plans.OVERLAP) == pool.run(4, evaluate, "stock", "")
+
+
+def evaluate(schedule: str, flags: str) -> Any:
+    run = tiny_gpt.Run(schedule, pp=2, flags=tuple(f"{plans.EXPERTS} --bf16 {flags}".split()))
+    return [run.step(0), run.step(1, forward_only=True), run.step(2)]
+
+
+def parts() -> tuple[list[str], int]:
+    """What a rank runs in an iteration, part by part, and how many braids."""
+    from megatron.core.pipeline_parallel import utils
+
+    run = tiny_gpt.Run("zb-h1", pp=2, microbatches=MICROBATCHES, flags=tuple(f"{plans.EXPERTS} --bf16 {plans.OVERLAP}".split()))
+    names: list[str] = []
+    nvtx = utils.torch.cuda.nvtx
+    nothing, nvtx.range_push = nvtx.range_push, names.append
+    braids.install(run)
+    try:
+        run.step(0)
+    finally:
+        nvtx.range_push = nothing
+        braids.uninstall()
+    return [name for name in names if name.endswith(("forward", "backward"))], sum(braids.BraidingExecutor.braids.values())
+
+
+def test_parts_of_a_braid_take_turns(pool: Pool) -> None:
+    """Each all-to-all (dispatch, combine) of one half stands beside what the other half computes."""
+    layer = (
+        "moe_combine backward", "attn forward", "mlp backward", "moe_dispatch forward", "moe_dispatch backward", "mlp forward",
+        "moe_combine forward", "attn backward",
+    )  # fmt: skip
+    for names, count in pool.run(4, parts):
+        windows = [names[start : start + len(layer)] for start in range(len(names))]
+        assert sum(tuple(window) == layer for window in windows) == 2 * count, "two layers of each chunk"
+    assert count == 0, "the last rank of ZB-H1 has none"
