@@ -56,4 +56,4 @@ def install(run: Any) -> None:
 
 
 def uninstall() -> None:
-    iteration.Executor = Executor  # type: ignore[attr-defined]
+    iteration.Executor = Executor  # type: ignore[attr-defined, misc]
