@@ -48,7 +48,7 @@ class Parts(NamedTuple):
 
 
 def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:
-    """When the output of a braid's forward is there, and when all of the braid is over, from its start.
+    """When a braid's forward is over, and when all of the braid is, from its start.
 
     The first layer of the forward goes with the last of the backward, and so on; what one half has more layers follows alone. A
     backward that computes its weights' gradients does so within its experts and its attention, before it sends anything on.
