@@ -77,11 +77,13 @@ class LayerPlanStages(ModelStages):
         unwrapped = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         with _left_to_passes(self._config):
             plan, loss_function = self._call.forward_step_func(data, unwrapped, return_schedule_plan=True)
-        if self._config.num_moe_experts == self._config.expert_model_parallel_size:
+        one_expert = self._config.num_moe_experts == self._config.expert_model_parallel_size
+        if one_expert:
             _keep_tokens(plan)
         forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
         beside, self._beside = self._beside or (None, None), None
         output = type(plan).run(plan, beside[0], b_grad=beside[1])
+        _record_use(plan, one_expert)
 
         def loss_of(output: torch.Tensor, **options: Any) -> Any:
             forwarded.output = output.detach().requires_grad_(output.requires_grad)
@@ -113,6 +115,19 @@ def _keep_tokens(plan: Any) -> None:
     """
     for layer in range(plan.num_layers()):
         plan.get_layer(layer).mlp.free_input = False
+
+
+def _record_use(plan: Any, tokens_are_kept: bool) -> None:
+    """Say that this stream reads what the communication stream has allocated, and that outlives the plan's part that made it.
+
+    That is the last layer's output, which a W of the output layer, or a later stage on this rank, keeps; and tokens of experts.
+    """
+    layers = [plan.get_layer(layer) for layer in range(plan.num_layers())]
+    parts = [layer.moe_combine for layer in layers[-1:]] + [layer.moe_dispatch for layer in layers if tokens_are_kept]
+    for part in parts:
+        made = part.get_output() if hasattr(part, "get_output") else None  # a dense layer has no such part
+        if made is not None and made.is_cuda:
+            made.record_stream(torch.cuda.current_stream())
 
 
 @contextmanager
