@@ -51,6 +51,7 @@ def train(schedule: str, flags: str = "", change: str | None = None, overlaps: b
     [
         ("zb-h1", ""),
         ("dualpipe-v", ""),
+        ("dualpipe-v", "--num-experts 2"),
         ("zb-v", "--num-experts 2"),
         ("zb-v", f"--moe-shared-expert-intermediate-size 16 {DISTRIBUTED}"),
     ],

@@ -19,12 +19,16 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
+from megatron.pipeline.runtime.stage_passes import run_weights
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
+
+_PARTS_WITH_WEIGHTS = ("mlp", "attn", "pre_dispatch_computation")  # the second is called as the third from 0.19 on
 
 
 @dataclass(eq=False)
@@ -57,15 +61,17 @@ class LayerPlanStages(ModelStages):
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """The backward of a plan."""
         plan, gradient = self._before_backward(work, outputs, gradients)
-        type(plan).run(None, plan, b_grad=gradient)
+        with _weights_at_their_place(work, plan):
+            type(plan).run(None, plan, b_grad=gradient)
         return _gradients(inputs)
 
     def braid(
         self, work: Pass, inputs: Tensors, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
         """Two plans, part by part."""
-        self._beside = self._before_backward(other, outputs, gradients)
-        made = self.forward(work, inputs, keep_graph=True)
+        self._beside = plan, _ = self._before_backward(other, outputs, gradients)
+        with _weights_at_their_place(other, plan):
+            made = self.forward(work, inputs, keep_graph=True)
         return made, _gradients(kept)
 
     def _step_function(self, work: Pass) -> Callable[..., Any]:
@@ -131,8 +137,31 @@ def _record_use(plan: Any, tokens_are_kept: bool) -> None:
 
 
 @contextmanager
+def _weights_at_their_place(work: Pass, plan: Any) -> Iterator[None]:
+    """A backward that finishes the weights' gradients computes them where upstream would: those of experts once the all-to-all
+    behind them (dispatch, backward) may start, those of attention behind the rest of the layer."""
+    if not work.kind.finishes_weights:
+        yield
+        return
+    tasks: list[WeightTask] = []
+
+    def compute() -> None:
+        ready: list[tuple[WeightTask, list[Any]]] = [(task, []) for task in tasks]
+        tasks.clear()
+        run_weights(ready)
+
+    for layer in map(plan.get_layer, range(plan.num_layers())):
+        for part in _PARTS_WITH_WEIGHTS:
+            if hasattr(layer, part):
+                getattr(layer, part).backward_dw = compute
+    with deferring(tasks):
+        yield
+    compute()  # the output layer's, on a stage without layers
+
+
+@contextmanager
 def _left_to_passes(config: Any) -> Iterator[None]:
-    """Plans that are built within compute no weight gradients apart from their backward: B leaves those to W, BW runs them.
+    """Plans that are built within leave the weights' gradients to our passes.
 
     Upstream's would empty Transformer Engine's stores within the braid, also where the schedule has a W for that.
     """
