@@ -90,7 +90,7 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
     )
     if args.overlap_moe_expert_parallel_comm:
         if not planned.braids:
-            return f"{words}; no forward runs together with a backward in this schedule, so that all-to-alls stay exposed: take {_BRAIDED}"
+            return f"{words}; no forward runs together with a backward, so all-to-alls stay exposed: take {_BRAIDED}"
         exposed, whole = planned.communication
         forwards = sum(work.kind.row.sends is Flow.ACTIVATION for row in planned.schedule.passes for work in row)
         words += (
