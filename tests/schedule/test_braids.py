@@ -25,7 +25,7 @@ from megatron.pipeline.schedule.lower.program import Compute, Message, Wait
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid, unbraided
+from megatron.pipeline.schedule.transforms.braid import braid, combined, unbraided
 
 
 def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:
@@ -223,12 +223,33 @@ def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None
     verify(overlapping.schedule)
     assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)
     assert overlapping.timeline.span <= plain.timeline.span
-    assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto")
+    assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto", "interleaved")
     assert plain.communication == pytest.approx((12 * 0.8 * len(plain.problem.costs.stages) / 4,) * 2)
     assert overlapping.communication[0] <= overlapping.communication[1] == plain.communication[1]
     if name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
         assert overlapping.braids > 0 and overlapping.communication[0] < plain.communication[0]
         assert overlapping.timeline.span < 0.97 * plain.timeline.span
+
+
+def test_megatrons_combined_order() -> None:
+    """The first backward of a rank runs with the forward after it, and so on; a rank holds a chunk more."""
+    costs = with_parts_of(8)
+    plain = Request("interleaved", 4, 8, costs, 2).plan()
+    order = combined(plain.schedule)
+    assert order is not None
+    verify(order)
+    row, own = order.passes[0], plain.schedule.passes[0]
+    warm = next(slot for slot, work in enumerate(row) if work.kind is Kind.FBW)
+    assert warm == next(slot for slot, work in enumerate(own) if work.kind is Kind.BW) + 1
+    assert row[warm - 1] == next(work for work in own[warm:] if work.kind is Kind.F)
+    assert sum(work.kind is Kind.FBW for work in row) == 16 - (warm - 1) and row[-1] == own[-1]
+    peaks = [max(activation_peaks(one, costs)) for one in (order, plain.schedule)]
+    assert peaks[0] == peaks[1] + 1
+    assert combined(Request("zb-v", 4, 8).plan().schedule) is None
+    chosen = Request("interleaved", 4, 8, costs, 2, overlap=True).plan()
+    assert chosen.timeline.span <= min(simulate(one, costs).span for one in (order, plain.schedule))
+    within = Request("interleaved", 4, 8, costs, 2, plain.peak, overlap=True).plan()
+    assert within.peak == plain.peak
 
 
 def test_without_parts_they_are_assumed() -> None:
