@@ -143,7 +143,7 @@ def test_compare_says_what_each_moved(capsys: pytest.CaptureFixture[str]) -> Non
     ("flags", "message"),
     [
         ("--offload half", "--offload: invalid choice: 'half' (choose from"),
-        ("--offload full --cost D2H=-1", "D2H=-1.0; allowed are F, B, W, comm, BW, R, D2H, H2D, each 0 or between"),
+        ("--offload full --cost D2H=-1", "D2H=-1.0; allowed are F, B, W, comm, BW, R, D2H, H2D, F.dispatch, F.experts,"),
         ("--cost D2H=1", "--cost D2H=.. is of copies to host memory: give --offload selective or full, or leave it out"),
         ("--copy both=0.9", "--copy is of copies to host memory: give --offload selective or full, or leave it out"),
         ("--host-memory-limit 3", "--host-memory-limit is for what --offload moves: give --offload selective or full"),

@@ -36,6 +36,10 @@ STREAM = "self._stream.wait_stream(torch.cuda.current_stream())"
 UNTIED = "--untie-embeddings-and-output-weights"
 TWO = "--pipeline-model-parallel-size 2"
 FOUR = f"{TWO} --tensor-model-parallel-size 2"
+PLANS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear --bf16 "
+    "--overlap-moe-expert-parallel-comm"
+)
 AHEAD = "--post-validation --post-validation-when always"
 
 
@@ -108,6 +112,7 @@ class Run(NamedTuple):
 
 RUNS = {
     "line": Run(2, f"{TWO} --pipeline-schedule zb-h1"),
+    "layer plans": Run(4, f"{TWO} --pipeline-schedule zb-h1 {PLANS}"),
     "batched": Run(2, f"{TWO} --pipeline-schedule zb-h1 --pipeline-p2p batched"),
     "measured": Run(2, f"{TWO} --pipeline-schedule zb-h1 --metrics /dev/null"),
     "tensor": Run(4, f"{FOUR} --pipeline-schedule zb-h1"),
@@ -174,6 +179,7 @@ MUTATIONS = (
     ),
     Mutation("backward.linear:SplitLinear.backward", "reduction.wait()", _NOTHING, "tensor"),
     Mutation("backward.linear:SplitLinear.backward", "reduction.wait()", _NOTHING, "sequence"),
+    Mutation("runtime.layer_plans:_record_use", "made.record_stream(torch.cuda.current_stream())", _NOTHING, "layer plans"),
     Mutation("backward.linear:WeightGradient.run", "gathering.wait()", _NOTHING, "sequence"),
     Mutation(
         "runtime.offload.copy_streams:_StreamTicket.wait",

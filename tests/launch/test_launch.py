@@ -26,7 +26,9 @@ from releases import reduces_experts_wrong
 from megatron.pipeline import patches
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
+from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.support import FEATURES
+from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
@@ -260,6 +262,16 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
         args = Namespace(pipeline_schedule="stock", post_validation=False, expert_tensor_parallel_size=parts, **sizes)
         run.validate(lambda given: given, args)
         assert ("WARNING: --expert-tensor-parallel-size 1" in capsys.readouterr().out) == (parts == 1)
+
+
+def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
+    plans = "--overlap-moe-expert-parallel-comm --num-experts 2 --expert-model-parallel-size 2 --bf16 --num-layers 2"
+    args = parse([*plans.split(), "--moe-token-dispatcher-type", "alltoall"])
+    vars(args).update(fp8="e4m3", fp8_recipe="tensorwise")  # Megatron-LM's
+    check_overlap(args)
+    args.fp8_recipe = "delayed"
+    with pytest.raises(ValueError, match="--fp8-recipe delayed enters it once: give another recipe"):
+        check_overlap(args)
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:

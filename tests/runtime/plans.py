@@ -19,22 +19,36 @@ OVERLAP = "--overlap-moe-expert-parallel-comm"
 
 
 def train(
-    schedule: str, pp: int, microbatches: int = 4, flags: str = "", iterations: int = 3, braided: bool = False
-) -> tuple[Any, dict[Any, str], dict[str, int]]:
+    schedule: str,
+    pp: int,
+    microbatches: int = 4,
+    flags: str = "",
+    iterations: int = 3,
+    braided: bool = False,
+    digested: bool = True,
+) -> Any:
     """Losses and norms of this rank, a digest of every parameter and its gradient by names that no placement changes, and how
-    many braids ran."""
+    many braids ran.
+
+    Args:
+        digested: False for no digests.
+    """
     given = f"{EXPERTS} {flags}" if "--fp16" in flags else f"{EXPERTS} --bf16 {flags}"
     run = tiny_gpt.Run(schedule, pp=pp, microbatches=microbatches, flags=tuple(given.split()))
+    braids.BraidingExecutor.braids.clear()
     if braided:
         braids.install(run)
     try:
         steps = [run.step(iteration) for iteration in range(iterations)]
     finally:
         braids.uninstall()
+    counts = dict(braids.BraidingExecutor.braids)
+    if not digested:
+        return steps, counts
     if run.args.overlap_param_gather:  # of the last step
         for chunk in run.chunks:
             chunk.start_param_sync(force_sync=True)
-    return steps, digests(run.chunks, gradients="--use-distributed-optimizer" not in flags), dict(braids.BraidingExecutor.braids)
+    return steps, digests(run.chunks, gradients="--use-distributed-optimizer" not in flags), counts
 
 
 def digests(chunks: Any, gradients: bool) -> dict[Any, str]:

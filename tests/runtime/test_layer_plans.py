@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tiny_gpt
@@ -97,30 +98,44 @@ def evaluate(schedule: str, flags: str) -> Any:
     return [run.step(0), run.step(1, forward_only=True), run.step(2)]
 
 
-def parts() -> tuple[list[str], int]:
+def parts(schedule: str) -> tuple[list[str], int]:
     """What a rank runs in an iteration, part by part, and how many braids."""
     from megatron.core.pipeline_parallel import utils
 
-    run = tiny_gpt.Run("zb-h1", pp=2, microbatches=MICROBATCHES, flags=tuple(f"{plans.EXPERTS} --bf16 {plans.OVERLAP}".split()))
+    from megatron.pipeline.runtime import layer_plans
+
+    flags = tuple(f"{plans.EXPERTS} --bf16 {plans.OVERLAP}".split())
+    run = tiny_gpt.Run(schedule, pp=2, microbatches=MICROBATCHES, flags=flags)
     names: list[str] = []
-    nvtx = utils.torch.cuda.nvtx
-    nothing, nvtx.range_push = nvtx.range_push, names.append
+
+    def running(tasks: list[Any]) -> None:
+        names.extend(["weights"] if tasks else [])
+        run_weights(tasks)
+
+    run_weights, nvtx = layer_plans.run_weights, utils.torch.cuda.nvtx
     braids.install(run)
     try:
-        run.step(0)
+        with patch.object(nvtx, "range_push", names.append), patch.object(layer_plans, "run_weights", running):
+            run.step(0)
     finally:
-        nvtx.range_push = nothing
         braids.uninstall()
-    return [name for name in names if name.endswith(("forward", "backward"))], sum(braids.BraidingExecutor.braids.values())
+    passes = [name for name in names if name.endswith(("forward", "backward", "weights"))]
+    return passes, sum(braids.BraidingExecutor.braids.values())
 
 
-def test_parts_of_a_braid_take_turns(pool: Pool) -> None:
-    """Each all-to-all (dispatch, combine) of one half stands beside what the other half computes."""
-    layer = (
-        "moe_combine backward", "attn forward", "mlp backward", "moe_dispatch forward", "moe_dispatch backward", "mlp forward",
-        "moe_combine forward", "attn backward",
-    )  # fmt: skip
-    for names, count in pool.run(4, parts):
-        windows = [names[start : start + len(layer)] for start in range(len(names))]
-        assert sum(tuple(window) == layer for window in windows) == 2 * count, "two layers of each chunk"
-    assert count == 0, "the last rank of ZB-H1 has none"
+FUSED = (
+    "moe_combine backward", "attn forward", "mlp backward", "moe_dispatch forward", "weights", "moe_dispatch backward",
+    "mlp forward", "moe_combine forward", "attn backward", "weights",
+)  # fmt: skip
+SPLIT = tuple(part for part in FUSED if part != "weights")
+
+
+@pytest.mark.parametrize(("schedule", "layer"), [("zb-h1", SPLIT), ("dualpipe-v", FUSED)])
+def test_parts_of_a_braid_take_turns(pool: Pool, schedule: str, layer: tuple[str, ...]) -> None:
+    """Each all-to-all (dispatch, combine) of one half stands beside what the other half computes, weights of experts included."""
+    layers, total = {"zb-h1": 2, "dualpipe-v": 1}[schedule], 0  # of a chunk
+    for names, count in pool.run(4, parts, schedule):
+        windows = [tuple(names[start : start + len(layer)]) for start in range(len(names))]
+        assert windows.count(layer) == layers * count
+        total += count
+    assert total

@@ -25,7 +25,7 @@ from megatron.pipeline.schedule.lower.program import Compute, Message, Wait
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid, unbraided
+from megatron.pipeline.schedule.transforms.braid import braid, combined, unbraided
 
 
 def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:
@@ -151,8 +151,10 @@ def run_in(order: str, forward: Parts, backward: Parts) -> tuple[float, float]:
     for letter in order:
         half = backward.of_layer if letter.isupper() else forward.of_layer
         one = letter.lower()
-        taken = {"a": half.attention + half.attention_weights, "d": half.dispatch, "c": half.combine}
-        taken["e"] = half.experts + half.expert_weights
+        if letter in "XY":  # weights of experts and of attention: nothing waits for them
+            free["compute"] += half.expert_weights if letter == "X" else half.attention_weights
+            continue
+        taken = {"a": half.attention, "d": half.dispatch, "e": half.experts, "c": half.combine}
         lane = LETTERS[one]
         end = max(free[lane], ready[letter.isupper()]) + taken[one]
         free[lane] = ready[letter.isupper()] = end
@@ -171,13 +173,12 @@ def test_a_braid_takes_what_upstreams_order_of_parts_takes(forward: Parts, backw
     launched = ""
     for layer in range(max(forward.layers, backward.layers)):
         ours, theirs = layer < forward.layers, layer < backward.layers
-        for letter, there in zip("CaEdDecA", (theirs, ours, theirs, ours, theirs, ours, ours, theirs), strict=True):
-            launched += letter if there else ""
+        launched += "".join(letter for letter in "CaEdXDecAY" if (theirs if letter.isupper() else ours))
     output, whole = braid_seconds(forward, backward)
     assert (output, whole) == pytest.approx(run_in(launched, forward, backward))
     lanes = forward.computing + backward.computing, forward.communicating + backward.communicating
-    halves = [one.computing + one.communicating for one in (forward, backward)]
-    assert max(*lanes, *halves) <= whole * (1 + 1e-9) and whole <= sum(halves) * (1 + 1e-9)
+    chains = [one.attention + one.experts + one.communicating for one in (forward, backward)]
+    assert max(*lanes, *chains) <= whole * (1 + 1e-9) and whole <= sum(lanes) * (1 + 1e-9)
 
 
 times = st.floats(1.0, 3.0)
@@ -222,12 +223,33 @@ def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None
     verify(overlapping.schedule)
     assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)
     assert overlapping.timeline.span <= plain.timeline.span
-    assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto")
+    assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto", "interleaved")
     assert plain.communication == pytest.approx((12 * 0.8 * len(plain.problem.costs.stages) / 4,) * 2)
     assert overlapping.communication[0] <= overlapping.communication[1] == plain.communication[1]
     if name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
         assert overlapping.braids > 0 and overlapping.communication[0] < plain.communication[0]
         assert overlapping.timeline.span < 0.97 * plain.timeline.span
+
+
+def test_megatrons_combined_order() -> None:
+    """The first backward of a rank runs with the forward after it, and so on; a rank holds a chunk more."""
+    costs = with_parts_of(8)
+    plain = Request("interleaved", 4, 8, costs, 2).plan()
+    order = combined(plain.schedule)
+    assert order is not None
+    verify(order)
+    row, own = order.passes[0], plain.schedule.passes[0]
+    warm = next(slot for slot, work in enumerate(row) if work.kind is Kind.FBW)
+    assert warm == next(slot for slot, work in enumerate(own) if work.kind is Kind.BW) + 1
+    assert row[warm - 1] == next(work for work in own[warm:] if work.kind is Kind.F)
+    assert sum(work.kind is Kind.FBW for work in row) == 16 - (warm - 1) and row[-1] == own[-1]
+    peaks = [max(activation_peaks(one, costs)) for one in (order, plain.schedule)]
+    assert peaks[0] == peaks[1] + 1
+    assert combined(Request("zb-v", 4, 8).plan().schedule) is None
+    chosen = Request("interleaved", 4, 8, costs, 2, overlap=True).plan()
+    assert chosen.timeline.span <= min(simulate(one, costs).span for one in (order, plain.schedule))
+    within = Request("interleaved", 4, 8, costs, 2, plain.peak, overlap=True).plan()
+    assert within.peak == plain.peak
 
 
 def test_without_parts_they_are_assumed() -> None:

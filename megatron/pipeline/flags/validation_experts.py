@@ -141,6 +141,9 @@ def check_overlap(args: Namespace) -> None:
         "with --mtp-num-layers needs a pipeline: raise --pipeline-model-parallel-size": bool(further) and not several_ranks,
         "needs experts in the last layer: after a dense one megatron-core's plans leave the final norm out: change "
         "--moe-layer-freq": args.num_experts is not None and not _last_layer_has_experts(args),
+        "enters FP8 layer by layer, and --fp8-recipe delayed enters it once: give another recipe": (
+            getattr(args, "fp8", None) is not None and args.fp8_recipe == "delayed"
+        ),
         f"does not hand packed sequences on: leave {packed and flag_of(packed)} out": packed is not None,
         f"runs whole layers of one rank, and --vocab-parallel {args.vocab_parallel} takes a part of them to others: leave one of "
         "the two out": args.vocab_parallel != OFF,

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
-from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import memory_stays_within, rounded_up, verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid
+from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postpone, postponed, spread
@@ -48,7 +49,8 @@ def solve(name: str, problem: Problem) -> Schedule:
 def solve_with_braids(name: str, problem: Problem) -> Schedule:
     """The same with braids of forwards and backwards: never longer than without.
 
-    A family that searches is asked twice: at the costs of passes alone, and as if all communication of layers were hidden.
+    A family that searches is asked twice: at the costs of passes alone, and as if all communication of layers were hidden. For
+    one whose backwards are fused, as interleaved, megatron-core's combined order is tried too, where the limits have room.
 
     Raises:
         LimitTooLow, HostLimitTooLow: as ``solve``.
@@ -57,6 +59,10 @@ def solve_with_braids(name: str, problem: Problem) -> Schedule:
     if (hidden := problem.costs.hidden()) != problem.costs and families.named(name).searches:
         orders.append(solve(name, replace(problem, costs=hidden)))
     braided = [braid(order, problem) for order in dict.fromkeys(orders)]
+    if (more := combined(orders[0])) is not None:
+        with suppress(ScheduleError):
+            verify(more, problem.costs, problem.limits)
+            braided.append(more)
     return min(braided, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
 
 

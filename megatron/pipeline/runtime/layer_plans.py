@@ -19,12 +19,16 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
+from megatron.pipeline.runtime.stage_passes import run_weights
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
+
+_PARTS_WITH_WEIGHTS = ("mlp", "attn", "pre_dispatch_computation")  # the second is called as the third from 0.19 on
 
 
 @dataclass(eq=False)
@@ -57,15 +61,17 @@ class LayerPlanStages(ModelStages):
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         """The backward of a plan."""
         plan, gradient = self._before_backward(work, outputs, gradients)
-        type(plan).run(None, plan, b_grad=gradient)
+        with _weights_at_their_place(work, plan):
+            type(plan).run(None, plan, b_grad=gradient)
         return _gradients(inputs)
 
     def braid(
         self, work: Pass, inputs: Tensors, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
     ) -> tuple[Tensors, Tensors]:
         """Two plans, part by part."""
-        self._beside = self._before_backward(other, outputs, gradients)
-        made = self.forward(work, inputs, keep_graph=True)
+        self._beside = plan, _ = self._before_backward(other, outputs, gradients)
+        with _weights_at_their_place(other, plan):
+            made = self.forward(work, inputs, keep_graph=True)
         return made, _gradients(kept)
 
     def _step_function(self, work: Pass) -> Callable[..., Any]:
@@ -77,11 +83,13 @@ class LayerPlanStages(ModelStages):
         unwrapped = get_attr_wrapped_model(model, "build_schedule_plan", return_model_obj=True)
         with _left_to_passes(self._config):
             plan, loss_function = self._call.forward_step_func(data, unwrapped, return_schedule_plan=True)
-        if self._config.num_moe_experts == self._config.expert_model_parallel_size:
+        one_expert = self._config.num_moe_experts == self._config.expert_model_parallel_size
+        if one_expert:
             _keep_tokens(plan)
         forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
         beside, self._beside = self._beside or (None, None), None
         output = type(plan).run(plan, beside[0], b_grad=beside[1])
+        _record_use(plan, one_expert)
 
         def loss_of(output: torch.Tensor, **options: Any) -> Any:
             forwarded.output = output.detach().requires_grad_(output.requires_grad)
@@ -115,9 +123,45 @@ def _keep_tokens(plan: Any) -> None:
         plan.get_layer(layer).mlp.free_input = False
 
 
+def _record_use(plan: Any, tokens_are_kept: bool) -> None:
+    """Say that this stream reads what the communication stream has allocated, and that outlives the plan's part that made it.
+
+    That is the last layer's output, which a W of the output layer, or a later stage on this rank, keeps; and tokens of experts.
+    """
+    layers = [plan.get_layer(layer) for layer in range(plan.num_layers())]
+    parts = [layer.moe_combine for layer in layers[-1:]] + [layer.moe_dispatch for layer in layers if tokens_are_kept]
+    for part in parts:
+        made = part.get_output() if hasattr(part, "get_output") else None  # a dense layer has no such part
+        if made is not None and made.is_cuda:
+            made.record_stream(torch.cuda.current_stream())
+
+
+@contextmanager
+def _weights_at_their_place(work: Pass, plan: Any) -> Iterator[None]:
+    """A backward that finishes the weights' gradients computes them where upstream would: those of experts once the all-to-all
+    behind them (dispatch, backward) may start, those of attention behind the rest of the layer."""
+    if not work.kind.finishes_weights:
+        yield
+        return
+    tasks: list[WeightTask] = []
+
+    def compute() -> None:
+        ready: list[tuple[WeightTask, list[Any]]] = [(task, []) for task in tasks]
+        tasks.clear()
+        run_weights(ready)
+
+    for layer in map(plan.get_layer, range(plan.num_layers())):
+        for part in _PARTS_WITH_WEIGHTS:
+            if hasattr(layer, part):
+                getattr(layer, part).backward_dw = compute
+    with deferring(tasks):
+        yield
+    compute()  # the output layer's, on a stage without layers
+
+
 @contextmanager
 def _left_to_passes(config: Any) -> Iterator[None]:
-    """Plans that are built within compute no weight gradients apart from their backward: B leaves those to W, BW runs them.
+    """Plans that are built within leave the weights' gradients to our passes.
 
     Upstream's would empty Transformer Engine's stores within the braid, also where the schedule has a W for that.
     """

@@ -122,7 +122,7 @@ class StagePasses:
 
     def weight(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """W."""
-        _run(self._weights.pop(work[1:3]))
+        run_weights(self._weights.pop(work[1:3]))
         return {}
 
     @staticmethod
@@ -170,8 +170,9 @@ def _sum(gradients: Iterable[Tensors]) -> Tensors:
 
 
 @torch.no_grad()  # as in the backward that the tasks are a part of
-def _run(tasks: Iterable[tuple[WeightTask, list[Any]]]) -> None:
-    """Run weight tasks in order, each one's communication started while the one before computes."""
+def run_weights(tasks: Iterable[tuple[WeightTask, list[Any]]]) -> None:
+    """Run weight tasks in order, each one's communication started while the one before computes. What is beside a task is let go
+    of with it."""
     waiting = list(tasks)
     for task, _ in waiting[:1]:
         task.prefetch()

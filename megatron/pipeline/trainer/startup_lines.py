@@ -15,9 +15,9 @@ from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import last_stage_in_layers, stage_layers
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.shards import Shards
 
@@ -66,6 +66,9 @@ def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
     return lines + [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
 
 
+_BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braids pay
+
+
 def _plan(args: Namespace, pipeline: Pipeline) -> str:
     layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
     words = f" layers of the model's {len(layers)} stages: {' '.join(map(str, layers))}"
@@ -75,18 +78,28 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
         words += f" ({_redistribution(args, pipeline.placement, layers)})"
     if pipeline.is_stock:
         return words
-    schedule = pipeline.plan(max(microbatch_counts(args))).schedule
-    costs = pipeline.planned_costs
-    timeline, peak = simulate(schedule, costs), max(activation_peaks(schedule, costs))
+    planned = pipeline.plan(max(microbatch_counts(args)))
     objective = pipeline.objective
-    length = f"{objective} {1e3 * objective.length(timeline):.4g} ms, " if pipeline.costs else ""
-    held = f"{peak / 2**20:.4g} MiB" if pipeline.costs else f"{peak:.4g} microbatches"
+    length = f"{objective} {1e3 * objective.length(planned.timeline):.4g} ms, " if pipeline.costs else ""
+    held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else f"{planned.peak:.4g} microbatches"
     at = "these costs" if pipeline.costs else "equal costs"
-    bubble = objective.bubble_rate(timeline)
-    return (
-        f"{words}; planned at {at} for {schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
+    bubble = objective.bubble_rate(planned.timeline)
+    words += (
+        f"; planned at {at} for {planned.schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
         f"of the {objective}, activations of at most {held} on a rank"
     )
+    if args.overlap_moe_expert_parallel_comm:
+        if not planned.braids:
+            return f"{words}; no forward runs together with a backward, so all-to-alls stay exposed: take {_BRAIDED}"
+        exposed, whole = planned.communication
+        forwards = sum(work.kind.row.sends is Flow.ACTIVATION for row in planned.schedule.passes for work in row)
+        words += (
+            f"; {planned.braids} of {forwards} forwards run together with a backward, which leaves {exposed / whole:.0%} of the "
+            "all-to-alls exposed"
+        )
+        if not any(stage.has_parts for stage in (pipeline.costs.stages if pipeline.costs else ())):
+            words += " if they are a fifth of F and of B"
+    return words
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:

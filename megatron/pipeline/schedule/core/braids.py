@@ -48,10 +48,10 @@ class Parts(NamedTuple):
 
 
 def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:
-    """When the output of a braid's forward is there, and when all of the braid is over, from its start.
+    """When a braid's forward is over, and when all of the braid is, from its start.
 
     The first layer of the forward goes with the last of the backward, and so on; what one half has more layers follows alone. A
-    backward that computes its weights' gradients does so within its experts and its attention, before it sends anything on.
+    backward that computes its weights' gradients does so behind those of experts and of attention, which are sent on meanwhile.
     """
     ready = {"forward": 0.0, "backward": 0.0}  # when the last part of a half is over
     free = {"compute": 0.0, "communicate": 0.0}  # when the last part on a lane is over
@@ -67,14 +67,16 @@ def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:
         if runs_forward:
             run("forward", "compute", ours.attention)
         if runs_backward:
-            run("backward", "compute", theirs.experts + theirs.expert_weights)
+            run("backward", "compute", theirs.experts)
         if runs_forward:
             run("forward", "communicate", ours.dispatch)
         if runs_backward:
+            free["compute"] += theirs.expert_weights
             run("backward", "communicate", theirs.dispatch)
         if runs_forward:
             run("forward", "compute", ours.experts)
             run("forward", "communicate", ours.combine)
         if runs_backward:
-            run("backward", "compute", theirs.attention + theirs.attention_weights)
+            run("backward", "compute", theirs.attention)
+            free["compute"] += theirs.attention_weights
     return ready["forward"], max(free.values())

@@ -282,7 +282,7 @@ class Costs:
         return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
 
     def braid(self, stage: int, kind: Kind, other: int) -> tuple[float, float]:
-        """Seconds of a braid: until the output of its forward is there, and from then on.
+        """Seconds of a braid: until its forward is over, and from then on.
 
         Args:
             stage: of its forward.

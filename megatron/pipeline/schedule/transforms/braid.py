@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -53,6 +54,24 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
                 middle = len(some) // 2
                 waiting += [some[middle:], some[:middle]]
     return best
+
+
+def combined(schedule: Schedule) -> Schedule | None:
+    """The order of megatron-core's combined 1F1B. None for a schedule that has more than F and BW.
+
+    The forwards that each rank runs before its first backward stay; then pairs of the next forward and the next backward, which
+    are braids; then the backwards that are left. A rank holds the activations of one chunk more.
+    """
+    if any(row.kinds != {Kind.F, Kind.BW} for row in schedule.rows):
+        return None
+    rows = []
+    for row in schedule.passes:
+        first = next(slot for slot, work in enumerate(row) if work.kind is Kind.BW)
+        forwards, backwards = ([work for work in row if work.kind is kind] for kind in (Kind.F, Kind.BW))
+        later = forwards[first:]
+        paired = chain(*zip(later, (work._replace(kind=Kind.FBW) for work in backwards), strict=False))
+        rows.append((*forwards[:first], *paired, *backwards[len(later) :]))
+    return replace(schedule, passes=tuple(rows))
 
 
 def _value(schedule: Schedule, problem: Problem) -> tuple[float, float]:

@@ -1,0 +1,69 @@
+"""Braids on the device model: upstream's all-to-alls run on a stream of their own, and nothing is ahead of anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from pool import Pool
+from runtime import plans
+
+from gpu_model import device
+
+RANKS, PIPELINE, MICROBATCHES, ITERATIONS = 4, 2, 4, 2
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@contextmanager
+def entered_without_waiting(stream: Any, event: Any) -> Iterator[None]:
+    """Upstream's ``stream_acquire_context`` without its first half."""
+    yield
+    event.record(stream)
+
+
+@contextmanager
+def left_without_a_record(stream: Any, event: Any) -> Iterator[None]:
+    """The same without its second half."""
+    event.wait(stream)
+    yield
+
+
+UPSTREAM = "megatron.core.pipeline_parallel.utils.stream_acquire_context"
+CHANGES = {"no wait": (UPSTREAM, entered_without_waiting), "no record": (UPSTREAM, left_without_a_record)}
+
+
+def train(schedule: str, flags: str = "", change: str | None = None, overlaps: bool = True) -> tuple[Any, int, list[str]]:
+    """Losses and norms, how many braids ran, and the races that were found."""
+    one = device()
+    one.memory.forget()
+    flags = f"{plans.OVERLAP} {flags}" if overlaps else flags
+    with patch(*CHANGES[change]) if change else nullcontext():
+        steps, braids = plans.train(schedule, PIPELINE, MICROBATCHES, flags, ITERATIONS, braided=overlaps, digested=False)
+    one.memory.sweep()
+    return steps, sum(braids.values()), [str(race) for race in one.memory.races]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [
+        ("zb-h1", ""),
+        ("dualpipe-v", ""),
+        ("dualpipe-v", "--num-experts 2"),
+        ("zb-v", "--num-experts 2"),
+        ("zb-v", f"--moe-shared-expert-intermediate-size 16 {DISTRIBUTED}"),
+    ],
+)
+def test_no_stream_is_ahead_in_a_braid(gpus: Pool, schedule: str, flags: str) -> None:
+    found = gpus.run(RANKS, train, schedule, flags)
+    assert [races for _, _, races in found] == [[]] * RANKS
+    assert sum(braids for _, braids, _ in found)
+    alone = gpus.run(RANKS, train, schedule, flags, overlaps=False)
+    assert [steps for steps, _, _ in found] == [steps for steps, _, _ in alone]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_upstream_waits_for_matters(gpus: Pool, change: str) -> None:
+    assert any(races for _, _, races in gpus.run(RANKS, train, "zb-h1", change=change))
