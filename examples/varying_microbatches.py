@@ -1,39 +1,35 @@
-"""As reinforcement learning does: log-probabilities of one number of microbatches, then training on another, in every iteration.
+"""As reinforcement learning does: log-probabilities of some microbatches, then training on fewer; other numbers each time.
 
 torchrun --nproc-per-node 2 examples/varying_microbatches.py zb-v
 """
 
 import sys
+from typing import Any
 
 import torch
-from own_training_loop import batches, build, forward_step, plan, run, step
-
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from own_training_loop import build, plan, run, wrap
+from random_tokens import batches, start
 
 
-def log_probabilities(data, model):
-    """Instead of a loss: those of every token, kept for the end."""
-    return forward_step(data, model, lambda losses: (losses.mean(), -losses.detach().clone()))
+def iterate(
+    chunks: list[Any], optimizer: Any, rollouts: list[torch.Tensor], trained: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Log-probabilities by token of every rollout, and the losses of those that are trained on, on the last stage's rank.
 
-
-def train(schedule, iterations=3):
-    """For every iteration: the log-probabilities of all sequences and the losses, on the rank that has the last stage."""
-    pipeline = plan(schedule)
-    chunks = build(pipeline)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
-    found = []
-    for iteration in range(iterations):
-        rollouts = batches(3 + 2 * iteration, seed=iteration)  # each number is planned when it first comes: no padding
-        with torch.no_grad():
-            before = run(pipeline, chunks, rollouts, forward_only=True, step=log_probabilities)
-        losses, _ = step(pipeline, chunks, optimizer, rollouts[: 2 + iteration])
-        found.append((before, losses))
-    return found
+    The schedule of a number of microbatches is planned when that number first comes: nothing is padded.
+    """
+    losses, _ = run(chunks, rollouts)  # forwards alone; a loss is minus a log-probability
+    best = sorted(rollouts, key=lambda tokens: float(tokens.sum()))[:trained]  # a stand-in for rewards
+    return [-loss for loss in losses], run(chunks, best, optimizer)[0]
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    for before, losses in train(sys.argv[1] if len(sys.argv) > 1 else "zb-v"):
+    start()
+    pipeline = plan(sys.argv[1])
+    chunks = wrap(pipeline, build(pipeline))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
+    for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
+        scored, losses = iterate(chunks, optimizer, batches(rollouts, seed=rollouts), trained)
         if losses:
-            mean = torch.stack(before).mean()
-            print(f"{len(before)} microbatches, log-probability {mean:.4f}; trained on {len(losses)}, loss {losses[0]:.4f}")
+            print(f"log-probability {torch.stack(scored).mean():.4f} of {len(scored)} microbatches, {len(losses)} trained on")
