@@ -74,7 +74,7 @@ def test_a_row_has_the_mean_of_the_last_hundred_iterations_that_both_have() -> N
     """A training that begins with another's checkpoint has no iterations before it."""
     reference = Found({k: 5.0 if k <= 1100 else 2.0 for k in range(1, 1201)}, {1200: 2.0}, 0)
     left = Found(dict.fromkeys(range(1001, 1201), 2.0), {1200: 2.0}, 0)
-    assert cells(evidence.row(ZB_V, left, reference)) == ["zb-v", "200", "2.0000", "+0.0000", "2.0000", "+0.0000", "100", "3.0e+00", ""]
+    assert cells(evidence.row(ZB_V, left, reference))[1:8] == ["200", "2.0000", "+0.0000", "2.0000", "+0.0000", "100", "3.0e+00"]
 
 
 def test_the_table_has_what_is_finished_and_names_the_rest(tmp_path: Path) -> None:
