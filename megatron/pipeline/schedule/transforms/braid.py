@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
 from megatron.pipeline.schedule.time.simulate import simulate
 
-_TRIALS, _EFFORT = 400, 300_000  # at most so many simulations of the whole schedule, and of passes in all of them
+_TRIALS, _EFFORT = 400, 300_000  # the most simulations of the whole schedule, and passes in all of them
 _TAKEN_APART = 64  # braids that are tried apart
 
 
