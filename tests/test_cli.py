@@ -252,6 +252,11 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
     assert "memory_limit must be a number between 0 and 1e100" in fail(capsys, "simulate", str(path))
 
 
+def test_one_rank_is_not_said_to_be_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "1").startswith("zb-h1: 1 rank, 1 microbatch\n")
+    assert run(capsys, *PLAN).startswith("zb-h1: 4 ranks, 8 microbatches\n")
+
+
 def test_it_bears_a_missing_output() -> None:
     command = " ".join([sys.executable, "-m", "megatron.pipeline.cli", *PLAN])
     done = subprocess.run(["bash", "-c", f"{command} >&-"], capture_output=True, text=True, check=False)
