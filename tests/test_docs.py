@@ -34,6 +34,9 @@ DOCUMENTS = [
     "docs/memory.md",
     "docs/clusters.md",
     "docs/tuning.md",
+    "docs/users/dense.md",
+    "docs/users/finetuning_and_rl.md",
+    "docs/users/long_context.md",
 ]
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)

@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 
-_EFFORT = 250_000  # passes that all trials together may place
+_EFFORT = 150_000  # passes that all trials together may place
 _SHARES = (1.0, 1.25, 0.75, 1.5, 0.5, 2.0)  # of the microbatches that keep every rank braiding
 _SLACK = 1 + 1e-9
 
@@ -89,7 +89,7 @@ class _Trials:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._tried: set[Policy] = set()
-        self.left = max(100, _EFFORT // (2 * problem.microbatches * len(problem.costs.stages)))
+        self.left = max(48, _EFFORT // (2 * problem.microbatches * len(problem.costs.stages)))
         self.best: Policy | None = None
         self.order: Order | None = None
         self.value = math.inf

@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
 from megatron.pipeline.schedule.time.simulate import simulate
 
-_TRIALS = 400  # simulations of the whole schedule
+_TRIALS, _EFFORT = 400, 300_000  # the most simulations of the whole schedule, and passes in all of them
 _TAKEN_APART = 64  # braids that are tried apart
 
 
@@ -31,13 +31,14 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
 
     A pair is a forward and the next backward of its rank, with nothing but W between them: these then run after the backward,
     which raises no peak of memory, since the forward has reached it. Pairs that follow each other directly are tried first, all
-    at once. Where that makes the schedule longer, each half of them is tried, and so on, until single pairs are or ``_TRIALS``
-    have been made; then the other pairs. At last braids near both ends of the schedule are taken apart where that helps. Of
+    at once. Where that makes the schedule longer, each half of them is tried, and so on, until single pairs are or enough
+    trials have been made; then the other pairs. At last braids near both ends of the schedule are taken apart where that helps. Of
     schedules of one length the one whose passes end earlier is better. A schedule of slices or parts of passes stays as it is.
     """
     if schedule.splits > 1 or any(row.is_divided for row in schedule.rows):
         return schedule
-    best, value, left = schedule, _value(schedule, problem), _TRIALS
+    size = sum(map(len, schedule.passes))
+    best, value, left = schedule, _value(schedule, problem), min(_TRIALS, max(32, _EFFORT // size))
     for over_weights in (False, True):
         starts = [{timed.work: timed.start for timed in row} for row in simulate(best, problem.costs).ranks]
         pairs = sorted(_pairs(best, over_weights), key=lambda pair: starts[pair[0]][pair[1]])
