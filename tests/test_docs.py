@@ -214,3 +214,11 @@ def test_words_that_hide_what_is_meant_are_not_used() -> None:
         if words.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("path", map(str, docs_site.pages()))
+def test_references_are_defined_and_used(path: str) -> None:
+    """Links such as ``[a paper][2401.10241]``, whose address stands at the page's end."""
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / path).read_text(encoding="utf-8"), flags=re.M | re.S)
+    defined = re.findall(r"^\[([\w.]+)\]: https://arxiv\.org/abs/\1$", text, re.M)
+    assert sorted(defined) == sorted(set(re.findall(r"\]\[([^]]*)\]", text)))
