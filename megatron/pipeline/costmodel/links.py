@@ -103,8 +103,8 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
 
     Tensor parallelism: two all-reduces in each, or as much as an all-gather and a reduce-scatter under sequence parallelism
     (Korthikanti et al., section 4.2.2); that of W's inputs overlaps with B. Experts have ``exchange_seconds`` twice in place of
-    one of these. Context parallelism: keys and values go round, in B with their gradients, in parallel with attention, so only the
-    excess counts.
+    one of these. Context parallelism: keys and values go round, in B with their gradients, in parallel with attention, so only
+    the excess counts.
 
     Args:
         attention: seconds of F and B of attention alone.

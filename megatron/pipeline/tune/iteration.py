@@ -42,7 +42,7 @@ BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass 
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
-_BRAIDED = 50  # more where braids are tried, and families that search do so twice
+_BRAIDED = 20  # more where braids are tried, and families that search do so twice
 _BOUND = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
 
