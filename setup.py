@@ -54,7 +54,9 @@ setup(
     extras_require={
         # NVIDIA's apex is detected by its fused_weight_gradient_mlp_cuda and is not on pip, so it is no extra.
         "transformer-engine": ["transformer-engine[pytorch]>=2.8"],
-        "dev": "pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML playwright build pybind11".split(),
+        "completion": ["shtab>=1.7"],  # mpipe --print-completion
+        "docs": ["mkdocs-material==9.8.1"],  # make docs
+        "dev": "pytest pytest-xdist hypothesis ruff mypy import-linter types-PyYAML playwright build pybind11 shtab".split(),
     },
     entry_points={"console_scripts": ["mpipe=megatron.pipeline.cli:main"]},
 )

@@ -134,21 +134,23 @@ class _SleepThenSubmit(_Sleep):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         gradients = _Sleep.backward(ctx, gradient)
-        submit(_SleepingWeight(ctx.sleeper, ctx.costs))
+        submit(SleepingWeight(ctx.sleeper, ctx.costs.weight))
         return gradients
 
 
-class _SleepingWeight:
+class SleepingWeight:
+    """A task of weight gradients."""
+
     held = ()
 
-    def __init__(self, sleeper: Sleeper, costs: StageCosts) -> None:
-        self._sleeper, self._costs = sleeper, costs
+    def __init__(self, sleeper: Sleeper, seconds: float) -> None:
+        self._sleeper, self._seconds = sleeper, seconds
 
     def prefetch(self) -> None:
         """A sleeping weight needs no communication."""
 
     def run(self) -> None:
-        self._sleeper.occupy(self._costs.weight)
+        self._sleeper.occupy(self._seconds)
 
 
 class MegatronStage(torch.nn.Module):

@@ -101,3 +101,12 @@ def one_rank(row: str, copies: CopyCosts = CopyCosts(1, 1), **stage: Any) -> tup
     passes = parse(row)
     costs = Costs((StageCosts(**{"forward": 1.0, "backward": 1.0, "weight": 1.0} | stage),), copies=copies)
     return Schedule("own", linear(1), 1 + max(work.microbatch for work in passes[0]), passes), costs
+
+
+def with_parts_of(stages: int, layers: int = 4) -> Costs:
+    """Layers of experts whose all-to-alls take 0.4 of every F and B."""
+    stage = StageCosts(
+        1.0, 1.2, 0.8, dispatch=0.2, experts=0.3, combine=0.2, backward_combine=0.2, backward_experts=0.35,
+        backward_dispatch=0.2, weight_experts=0.4, layers=layers,
+    )  # fmt: skip
+    return Costs((stage,) * stages)

@@ -1,8 +1,11 @@
 """The contract of ``mpipe``: commands, JSON fields, exit codes, one line for what is wrong."""
 
+import contextlib
+import importlib.util
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from importlib import metadata
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.pipeline.cli import COMMANDS, main
+from megatron.pipeline.cli import COMMANDS, main, parse
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 
@@ -261,6 +264,58 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
         main([command, "--help"])
     assert end.value.code == 0
     assert f"usage: mpipe {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines()
+    assert len(shown) >= 2 and all(f" {command}" in line for line in shown)
+    for example in shown:
+        name, *arguments = shlex.split(example)
+        if command not in ("launch", "rehearse"):  # they read torchrun's flags, or a script's
+            assert name == "mpipe" and parse(arguments).run
+
+
+def test_examples_of_files_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with contextlib.chdir(tmp_path):
+        assert main(["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "4", "-o", "plan.json"]) == 0
+        assert main(["export", "plan.json", "-o", "torch.csv"]) == 0
+        for command in ("simulate", "verify", "certify", "export"):
+            with pytest.raises(SystemExit):
+                main([command, "--help"])
+            for example in capsys.readouterr().out.partition("\nexamples:\n")[2].splitlines():
+                assert main(shlex.split(example)[1:]) == 0, example
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_commands_and_flags(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as end:
+        main(["--print-completion", shell])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0 and all(word in printed for word in (*COMMANDS, "--microbatches", "--memory-limit"))
+
+
+def test_bash_completes() -> None:
+    pytest.importorskip("shtab")
+    script = f"""
+eval "$({sys.executable} -m megatron.pipeline.cli --print-completion bash)"
+complete -p mpipe | grep -o _shtab_mpipe
+COMP_WORDS=(mpipe plan --memory); COMP_CWORD=2; _shtab_mpipe; echo "${{COMPREPLY[@]}}"
+COMP_WORDS=(mpipe cer); COMP_CWORD=1; _shtab_mpipe; echo "${{COMPREPLY[@]}}"
+"""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout.split() == ["_shtab_mpipe", "--memory-limit", "certify"], done.stderr
+
+
+def test_completion_without_its_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "shtab" else real(name))
+    assert main(["--print-completion", "bash"]) == 2
+    assert "needs the package shtab" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

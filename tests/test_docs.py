@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import docs_site
 import pytest
 
 from megatron.pipeline.cli import main
@@ -33,6 +34,9 @@ DOCUMENTS = [
     "docs/memory.md",
     "docs/clusters.md",
     "docs/tuning.md",
+    "docs/users/dense.md",
+    "docs/users/finetuning_and_rl.md",
+    "docs/users/long_context.md",
 ]
 
 _BLOCK = re.compile(r"^```(?P<language>\w+)(?: (?P<file>\S+))?\n(?P<body>.*?)^```$", re.M | re.S)
@@ -124,16 +128,16 @@ def test_commands_print_what_is_shown_and_python_runs(path: str) -> None:
     assert refreshed(text, path) == text
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "README.md",
-        "benchmarks/README.md",
-        "configs/README.md",
-        "tests/README.md",
-        *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))),
-    ],
-)
+def test_no_page_is_forgotten() -> None:
+    """Neither by the test of links, nor by the site."""
+    made = {"build", "data", "dist", "runs"}
+    found = [path.relative_to(ROOT) for path in ROOT.rglob("*.md")]
+    assert sorted(docs_site.pages()) == sorted(
+        path for path in found if path.parts[0] not in made and not any(part.startswith(".") for part in path.parts)
+    )
+
+
+@pytest.mark.parametrize("path", map(str, docs_site.pages()))
 def test_links_lead_somewhere(path: str) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
     for link, heading in _LINK.findall(text):
@@ -144,7 +148,9 @@ def test_links_lead_somewhere(path: str) -> None:
             assert heading in [re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings], heading
 
 
-@pytest.mark.parametrize(("path", "least"), [("docs/architecture.md", 60), ("docs/numerics.md", 4), ("tests/README.md", 20)])
+@pytest.mark.parametrize(
+    ("path", "least"), [("docs/architecture.md", 60), ("CONTRIBUTING.md", 12), ("docs/numerics.md", 4), ("tests/README.md", 20)]
+)
 def test_what_is_named_is_there(path: str, least: int) -> None:
     """Files of the package or the repository, and functions, classes, methods or constants in them."""
     places = _PLACE.findall((ROOT / path).read_text(encoding="utf-8"))
@@ -199,10 +205,10 @@ if __name__ == "__main__":
 def test_words_that_hide_what_is_meant_are_not_used() -> None:
     """Name the thing or the number instead."""
     words = re.compile(r"\b(so many|so much|whoever|nobody|told|whatever)\b", re.I)
-    written = [path for room in ("docs", "megatron", "patches", "scripts") for path in (ROOT / room).rglob("*.*")]
+    written = [path for room in ("docs", "examples", "megatron", "patches", "scripts") for path in (ROOT / room).rglob("*.*")]
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path in [ROOT / "README.md", *written]
+        for path in [*ROOT.glob("*.md"), *written]
         if path.suffix in (".md", ".py", ".js", ".html")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
         if words.search(line)

@@ -27,7 +27,7 @@ from megatron.pipeline.schedule.transforms.transform import recompute
 from megatron.pipeline.view import Entry, Point, draw, draw_pareto, draw_robustness, page, render, write_page
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.plots import label_places, pareto
-from megatron.pipeline.view.style import COLOURS, ink, number, shade
+from megatron.pipeline.view.style import COLOURS, ink, number, shade, with_whole_braids
 
 
 def timeline(name: str, ranks: int, microbatches: int) -> Timeline:
@@ -400,3 +400,16 @@ def test_a_robustness_plot_names_schedules_and_jitter(tmp_path: Path) -> None:
         draw_robustness({"zb-v": {0.1: []}}, tmp_path / "r.svg")
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw_robustness(spans, tmp_path / "r.gif")
+
+
+def test_halves_of_a_braid_stand_one_above_the_other(tmp_path: Path) -> None:
+    """For all of the braid's time: in pictures, and in traces, where the second lies within the first."""
+    row = (Timed(Pass(Kind.F, 1), 0.0, 2.0), Timed(Pass(Kind.FBW, 0), 2.0, 3.0), Timed(Pass(Kind.BW, 1), 3.0, 5.0))
+    halves = list(with_whole_braids(row))
+    assert [(timed.start, timed.end, half) for timed, half in halves] == [(0.0, 3.0, 0), (0.0, 3.0, 1), (3.0, 5.0, None)]
+    events = [event for event in to_trace(Timeline((row,)))["traceEvents"] if event["ph"] == "X"]
+    assert [(event["name"], event["ts"], event["dur"]) for event in events[:2]] == [("F1.0", 0.0, 3e6), ("FBW0.0", 0.0, 3e6)]
+    draw({"braid": Timeline((row,))}, tmp_path / "braid.svg")
+    boxes = re.findall(r'd="(M [^"]*z)', (tmp_path / "braid.svg").read_text(encoding="utf-8"))
+    heights = {round(max(ys) - min(ys), 2) for box in boxes if (ys := [float(y) for y in re.findall(r"[ML] \S+ (\S+)", box)])}
+    assert any(abs(one - 2 * other) < 0.1 for one in heights for other in heights)

@@ -44,7 +44,10 @@ TRAININGS = [  # ranks, schedule, flags; on_gpus/test_several_gpus.py trains the
 ]
 
 
-@pytest.mark.parametrize(("ranks", "schedule", "flags"), TRAININGS)
+PART = [pytest.param(*run, marks=pytest.mark.whole) if number in (1, 3, 5) else run for number, run in enumerate(TRAININGS)]
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "flags"), PART)  # the others with make test-all
 def test_no_stream_is_ahead(gpus: Pool, ranks: int, schedule: str, flags: str) -> None:
     tp = 2 if "tensor" in flags else 1
     given = tuple(flags.replace("--tensor-model-parallel-size 2", "").split())

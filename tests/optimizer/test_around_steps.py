@@ -31,7 +31,7 @@ def test_evaluations_and_checkpoints(pool: Pool, data: str, tmp_path: Path) -> N
         assert counts == {"ahead": 3, "undone": 0, "in vain": 0}
 
 
-@pytest.mark.parametrize(("when", "more"), [(5, ""), (6, ""), (5, "--vocab-parallel 2")])
+@pytest.mark.parametrize(("when", "more"), [(5, ""), pytest.param(6, "", marks=pytest.mark.whole), (5, "--vocab-parallel 2")])
 def test_a_termination_ends_after_the_iteration_in_which_it_came(
     pool: Pool, data: str, tmp_path: Path, when: int, more: str
 ) -> None:

@@ -26,7 +26,7 @@ def check(pool: Pool, ranks: int, flags: str, injections: Injections, undone: in
         assert counts["ahead"] > undone
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.whole), 4])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.whole), pytest.param(2, marks=pytest.mark.whole), 4])
 def test_clipping_on_every_stage(pool: Pool, data: str, pp: int) -> None:
     flags = f"{data} --pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h1"
     check(pool, pp, flags, everywhere(pp, LARGE, 1.0), undone=pp)
@@ -56,11 +56,11 @@ def whole(flags: str) -> object:
     "flags",
     [
         whole(f"{TWO} --pipeline-schedule zb-h1"),
-        f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer {FP16}",
+        whole(f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer {FP16}"),
         whole(f"{TWO} --pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {FP16}"),
-        f"{TWO} --pipeline-schedule v-half --tensor-model-parallel-size 2 --sequence-parallel",
+        whole(f"{TWO} --pipeline-schedule v-half --tensor-model-parallel-size 2 --sequence-parallel"),
         f"{TWO} --pipeline-schedule zb-h1 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd",
-        f"{TWO} --pipeline-schedule 1f1b --num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 {FP16}",
+        whole(f"{TWO} --pipeline-schedule 1f1b --num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 {FP16}"),
         f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
         "--use-distributed-optimizer --disable-bias-linear",
         f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss",

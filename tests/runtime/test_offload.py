@@ -149,7 +149,7 @@ def test_schedules(pool: Pool, tmp_path: Path, schedule: str, pp: int, microbatc
 
 
 LAYOUTS: list[Any] = [
-    ("zb-v", ALL, DROPOUT),
+    pytest.param("zb-v", ALL, DROPOUT, marks=WHOLE),
     ("interleaved", FULL, f"{DROPOUT} {CHECKPOINTS}"),
     (RECOMPUTED, ALL, DROPOUT),
     pytest.param("zb-h1", ALL, f"{DROPOUT} --recompute-granularity selective", marks=WHOLE),
@@ -159,9 +159,9 @@ LAYOUTS: list[Any] = [
     ("1f1b", ALL, "--context-parallel-size 2 --position-embedding-type rope --calculate-per-token-loss"),
     ("zb-h2", ALL, "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --disable-bias-linear"),
     ("gis", FULL, "--mtp-num-layers 1 --position-embedding-type rope --untie-embeddings-and-output-weights"),
-    ("zb-h1", ALL, "--vocab-parallel 1"),
+    pytest.param("zb-h1", ALL, "--vocab-parallel 1", marks=WHOLE),
     ("zb-v", FULL, "--vocab-parallel 2"),
-    ("1f1b", ALL, "--vocab-parallel interlaced"),
+    pytest.param("1f1b", ALL, "--vocab-parallel interlaced", marks=WHOLE),
 ]
 
 

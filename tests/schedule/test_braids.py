@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_strategies import costs_of, schedules
+from schedule_strategies import costs_of, schedules, with_parts_of
 
-from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.braids import Parts, braid_seconds
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -25,7 +23,7 @@ from megatron.pipeline.schedule.lower.program import Compute, Message, Wait
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid, combined, unbraided
+from megatron.pipeline.schedule.transforms.braid import braid, unbraided
 
 
 def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:
@@ -194,14 +192,6 @@ def test_no_order_of_parts_is_shorter(attention: float, experts: float, exchange
     assert braid_seconds(forward, other)[1] == pytest.approx(best)
 
 
-def with_parts_of(stages: int, layers: int = 4) -> Costs:
-    stage = StageCosts(
-        1.0, 1.2, 0.8, dispatch=0.2, experts=0.3, combine=0.2, backward_combine=0.2, backward_experts=0.35,
-        backward_dispatch=0.2, weight_experts=0.4, layers=layers,
-    )  # fmt: skip
-    return Costs((stage,) * stages)
-
-
 def test_parts_of_costs() -> None:
     costs = with_parts_of(2)
     assert Costs.from_json(costs.to_json()) == costs
@@ -214,45 +204,3 @@ def test_parts_of_costs() -> None:
     assert halves.stages[0].layers == 2 and halves.stages[0].dispatch == 0.1
     with pytest.raises(ValueError, match=r"dispatch, experts, combine take 1\.3, more than the 1 of forward"):
         Costs((StageCosts(1.0, 1.0, 1.0, dispatch=1.0, experts=0.3),))
-
-
-@pytest.mark.parametrize("name", ["zb-v", "v-half", "dualpipe-v", "interleaved", "v-auto", "gis", "1f1b", "zb-auto"])
-def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None:
-    request = Request(name, 4, 12, lambda placement: with_parts_of(placement.last_stage + 1))
-    plain, overlapping = request.plan(), replace(request, overlap=True).plan()
-    verify(overlapping.schedule)
-    assert overlapping.bound <= overlapping.timeline.span * (1 + 1e-9)
-    assert overlapping.timeline.span <= plain.timeline.span
-    assert overlapping.peak <= plain.peak * (1 + 1e-9) or name in ("v-auto", "zb-auto", "interleaved")
-    assert plain.communication == pytest.approx((12 * 0.8 * len(plain.problem.costs.stages) / 4,) * 2)
-    assert overlapping.communication[0] <= overlapping.communication[1] == plain.communication[1]
-    if name in ("zb-v", "v-half", "dualpipe-v", "interleaved"):
-        assert overlapping.braids > 0 and overlapping.communication[0] < plain.communication[0]
-        assert overlapping.timeline.span < 0.97 * plain.timeline.span
-
-
-def test_megatrons_combined_order() -> None:
-    """The first backward of a rank runs with the forward after it, and so on; a rank holds a chunk more."""
-    costs = with_parts_of(8)
-    plain = Request("interleaved", 4, 8, costs, 2).plan()
-    order = combined(plain.schedule)
-    assert order is not None
-    verify(order)
-    row, own = order.passes[0], plain.schedule.passes[0]
-    warm = next(slot for slot, work in enumerate(row) if work.kind is Kind.FBW)
-    assert warm == next(slot for slot, work in enumerate(own) if work.kind is Kind.BW) + 1
-    assert row[warm - 1] == next(work for work in own[warm:] if work.kind is Kind.F)
-    assert sum(work.kind is Kind.FBW for work in row) == 16 - (warm - 1) and row[-1] == own[-1]
-    peaks = [max(activation_peaks(one, costs)) for one in (order, plain.schedule)]
-    assert peaks[0] == peaks[1] + 1
-    assert combined(Request("zb-v", 4, 8).plan().schedule) is None
-    chosen = Request("interleaved", 4, 8, costs, 2, overlap=True).plan()
-    assert chosen.timeline.span <= min(simulate(one, costs).span for one in (order, plain.schedule))
-    within = Request("interleaved", 4, 8, costs, 2, plain.peak, overlap=True).plan()
-    assert within.peak == plain.peak
-
-
-def test_without_parts_they_are_assumed() -> None:
-    planned = Request("dualpipe-v", 4, 12, overlap=True).plan()
-    assert any(row.is_braided for row in planned.schedule.rows)
-    assert planned.timeline.span < Request("dualpipe-v", 4, 12).plan().timeline.span

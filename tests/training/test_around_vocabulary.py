@@ -66,7 +66,7 @@ def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str) -> Non
         assert one == pytest.approx(found[0], rel=NEAR) and len(one) == 6
 
 
-@pytest.mark.parametrize("variant", ["1", "2"])
+@pytest.mark.parametrize("variant", [pytest.param("1", marks=pytest.mark.whole), "2"])
 def test_a_schedule_from_a_file(pool: Pool, data: str, tmp_path: Path, variant: str) -> None:
     """It has the vocabulary's passes, or gets them; activations that it recomputes include the embedding's and the output's."""
     plan = "plan --schedule zb-h1 --pp 2 --microbatches 4 --cost F=1,B=1,W=1,comm=0.1 --json -o".split()

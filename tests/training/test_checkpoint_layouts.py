@@ -91,9 +91,9 @@ def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (3, f"{BUCKETS} --num-layers 2"),
+        pytest.param(3, f"{BUCKETS} --num-layers 2", marks=pytest.mark.whole),
         (6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
-        (2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40"),
+        pytest.param(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40", marks=pytest.mark.whole),
         (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40 {UNTIED} {BUCKETS} --bf16"),
         (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule stock --hidden-size 40 {UNTIED} {BUCKETS}"),
     ],

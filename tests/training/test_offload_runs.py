@@ -61,7 +61,7 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.02",
+        pytest.param("--pipeline-schedule zb-v --offload full --offload-cpu-bandwidth 0.02", marks=pytest.mark.whole),
         "--pipeline-schedule interleaved --offload full --fp16 --initial-loss-scale 256 --use-distributed-optimizer",
     ],
 )

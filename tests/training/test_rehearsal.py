@@ -33,16 +33,24 @@ def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any
     return found
 
 
+WHOLE = pytest.mark.whole
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "kinds"),
     [
         (2, "zb-h1 --pipeline-model-parallel-size 2", {"F", "B", "W"}),
-        (2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}),
+        pytest.param(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}, marks=WHOLE),
         (2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
         (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
-        (4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}),
-        (2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}),
-        pytest.param(4, "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2", {"F", "B", "W"}),
+        pytest.param(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}, marks=WHOLE),
+        pytest.param(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}, marks=WHOLE),
+        pytest.param(
+            4,
+            "zb-h1 --pipeline-model-parallel-size 2 --num-experts 2 --expert-model-parallel-size 2",
+            {"F", "B", "W"},
+            marks=WHOLE,
+        ),
     ],
 )
 def test_numbers_are_those_of_training_and_every_pass_is_measured(

@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 
 from megatron.pipeline.cli.arguments import Parser, complain
-from megatron.pipeline.cli.packages import Version, missing
+from megatron.pipeline.cli.packages import Completion, Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parser(arguments[0] if arguments and arguments[0] in COMMANDS else None)
     if arguments and arguments[0] in commands:
         commands[arguments[0]].check_flags(arguments[1:])
-    elif arguments and arguments[0] not in ("-h", "--help", "--version"):
+    elif arguments and arguments[0] not in ("-h", "--help", "--version", "--print-completion"):
         named = ", ".join(commands)
         if arguments[0].startswith("-"):
             parser.error(f"a command comes before its flags: mpipe COMMAND {arguments[0]} ...; commands are {named}")
@@ -92,8 +92,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 @cache  # to describe all flags takes longer than most commands do, and one process may run many of them
 def _parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
     """The parser of one command, or of all, and those of the commands by name."""
-    parser = Parser(prog="mpipe", description="Plan, simulate, verify, draw and compare pipeline schedules.")
+    parser = Parser(
+        prog="mpipe",
+        description="Plan, simulate, verify, draw and compare pipeline schedules.",
+        examples=["mpipe compare --pp 8 --microbatches 32", "mpipe COMMAND --help", 'eval "$(mpipe --print-completion bash)"'],
+    )
     parser.add_argument("--version", action=Version, nargs=0, default=argparse.SUPPRESS, help="print versions, and exit")
+    completed = "print what completes mpipe's commands and flags in a shell, and exit; needs the package shtab"
+    parser.add_argument("--print-completion", action=Completion, choices=["bash", "zsh"], help=completed)
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
     for module in dict.fromkeys([_MODULES[command]] if command else _MODULES.values()):
         import_module(f"{__name__}.{module}").add(commands)

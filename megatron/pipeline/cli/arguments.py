@@ -22,10 +22,19 @@ from megatron.pipeline.schedule.core.problem import Objective
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains in one line, without the usage; flags are to be written out, as those of training are."""
+    """Complains in one line, without the usage; flags are to be written out, as those of training are.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        examples: command lines, which ``--help`` shows at its end.
+    """
+
+    def __init__(self, examples: Sequence[str] = (), **options: Any) -> None:
         super().__init__(**({"allow_abbrev": False} | options))
+        self.examples = tuple(examples)
+
+    def format_help(self) -> str:
+        shown = "".join(f"  {example}\n" for example in self.examples)
+        return super().format_help() + (f"\nexamples:\n{shown}" if shown else "")
 
     def error(self, message: str) -> NoReturn:
         sys.exit(complain(f"{message} (see {self.prog} --help)"))

@@ -30,6 +30,10 @@ def add(commands: Commands) -> None:
             cost_flags(),
             report_flags("one JSON object", "write there instead of to the terminal: .json, or .txt for text"),
         ],
+        examples=[
+            "mpipe certify plan.json --cold",
+            f"mpipe certify {NAME} --pp 4 --microbatches 8 --chunks 2 --transport pair,direction",
+        ],
     )
     parser.add_argument(
         "file",

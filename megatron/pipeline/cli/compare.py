@@ -56,6 +56,10 @@ def add(commands: Commands) -> None:
         epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
         "without: memory where nothing is copied; host: memory there; moved: the share of all activations that goes there.",
         parents=parents,
+        examples=[
+            "mpipe compare --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
+            "mpipe compare --pp 8 --microbatches 32 --schedules 1f1b,zb-h1,zb-v,v-half --memory-limit 5 -o table.html",
+        ],
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
     parser.add_argument(

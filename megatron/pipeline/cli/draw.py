@@ -20,7 +20,16 @@ _SUFFIXES = (".png", ".svg", ".html")
 
 def add(commands: Commands) -> None:
     help = "draw schedules and recorded timelines on one time axis"
-    parser = commands.add_parser("draw", help=help, description=help, parents=[cost_flags()])
+    parser = commands.add_parser(
+        "draw",
+        help=help,
+        description=help,
+        parents=[cost_flags()],
+        examples=[
+            "mpipe draw plan.json other.json --memory -o both.png",
+            "mpipe draw trace/iteration_0000005.json trace/iteration_0000006.json --consecutive",
+        ],
+    )
     parser.add_argument("files", nargs="+", metavar="FILE", help="schedules (mpipe plan --json, or .csv) or recorded timelines")
     parser.add_argument("--memory", action="store_true", help="draw activation memory under each schedule of a picture")
     parser.add_argument(

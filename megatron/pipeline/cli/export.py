@@ -16,7 +16,16 @@ _SUFFIXES = (".trace.json", ".json", ".csv")
 
 def add(commands: Commands) -> None:
     help = "write a schedule from a file in another format"
-    parser = commands.add_parser("export", help=help, description=help, parents=[cost_flags()])
+    parser = commands.add_parser(
+        "export",
+        help=help,
+        description=help,
+        parents=[cost_flags()],
+        examples=[
+            "mpipe export plan.json -o plan.csv",
+            "mpipe export plan.json -o plan.trace.json",
+        ],
+    )
     parser.add_argument(
         "file", metavar="FILE", help="what mpipe plan --json wrote, or .csv; for a trace also a recorded timeline"
     )

@@ -18,10 +18,11 @@ NAME = "launch"
 _HELP = "run Megatron-LM's own pretrain_gpt.py, or a script like it, under a schedule"
 _EPILOG = """\
 [torchrun options], such as --nproc-per-node 8, are for where torchrun or a batch system has not started this process yet.
-[flags] are Megatron-LM's, --pipeline-schedule and the other new ones, and --config FILE: mpipe launch SCRIPT --help lists them.
-
-  mpipe launch --nproc-per-node 8 Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ...
-  torchrun --nnodes 4 ... -m megatron.pipeline.cli launch Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ..."""
+[flags] are Megatron-LM's, --pipeline-schedule and the other new ones, and --config FILE: mpipe launch SCRIPT --help lists all."""
+_EXAMPLES = [
+    "mpipe launch --nproc-per-node 8 Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ...",
+    "torchrun --nnodes 4 ... -m megatron.pipeline.cli launch Megatron-LM/pretrain_gpt.py --pipeline-schedule zb-v ...",
+]
 
 
 def add(commands: Commands) -> None:
@@ -73,6 +74,7 @@ def _parser() -> Parser:
         usage=f"mpipe {NAME} [--core checkout|pip] [torchrun options] SCRIPT [flags]",
         description=_HELP,
         epilog=_EPILOG,
+        examples=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -74,7 +74,17 @@ def add(commands: Commands) -> None:
     help = "say what every rank of a training needs of its GPU's memory"
     note = "All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. " + NOTE
     report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
-    parser = commands.add_parser("memory", help=help, description=help, epilog=note, parents=[report], allow_abbrev=False)
+    parser = commands.add_parser(
+        "memory",
+        help=help,
+        description=help,
+        epilog=note,
+        parents=[report],
+        examples=[
+            "mpipe memory --config configs/llama3/8B.yaml",
+            "mpipe memory --config configs/llama3/8B.yaml --pipeline-schedule v-half --gpu-memory 48 --world-size 16",
+        ],
+    )
     parser.add_argument(
         "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="of a GPU as on its label, in GB that are GiB (80)"
     )

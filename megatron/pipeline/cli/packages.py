@@ -7,7 +7,7 @@ import importlib.util
 import platform
 import re
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.pipeline import __version__
 
@@ -24,6 +24,16 @@ class Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         versions = {OWN: __version__} | {name: _installed(name) or "not installed" for name in ("megatron-core", "torch")}
         print("\n".join(f"{name} {version}" for name, version in (versions | {"Python": platform.python_version()}).items()))
+        parser.exit()
+
+
+class Completion(argparse.Action):
+    """A flag that prints a shell's completion of the parser that has it, and ends the program."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> NoReturn:
+        import shtab
+
+        print(shtab.complete(parser, shell))
         parser.exit()
 
 

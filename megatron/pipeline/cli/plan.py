@@ -42,7 +42,17 @@ def add(commands: Commands) -> None:
         "says what they lose by that."
     )
     parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
-    parser = commands.add_parser("plan", help=help, description=help, epilog=bounds, parents=parents)
+    parser = commands.add_parser(
+        "plan",
+        help=help,
+        description=help,
+        epilog=bounds,
+        parents=parents,
+        examples=[
+            "mpipe plan --schedule zb-v --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
+            "mpipe plan --schedule auto --pp 8 --microbatches 32 --memory-limit 5 -o plan.json",
+        ],
+    )
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
     parser.add_argument("--group", type=positive_int, metavar="G", help="microbatches a chunk runs in turn, for gis and gis-h")

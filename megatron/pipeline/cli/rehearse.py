@@ -23,10 +23,11 @@ NAME = "rehearse"
 _HELP = "run a pipeline's ranks in turns on this machine's device, and say how long devices of their own would take"
 _EPILOG = f"""\
 FLAGS are those of a training: of this repository's pretrain_gpt.py, or of a SCRIPT of Megatron-LM's, which then runs under
-mpipe launch. {MEASURED} iterations run; nothing is saved. --rehearse-hop SECONDS is what a message takes where you will train.
-
-  mpipe rehearse -- --config configs/tiny.yaml --mock-data --pipeline-schedule zb-v
-  mpipe rehearse Megatron-LM/pretrain_gpt.py --pipeline-model-parallel-size 8 --pipeline-schedule v-half ..."""
+mpipe launch. {MEASURED} iterations run; nothing is saved. --rehearse-hop SECONDS is what a message takes where you will train."""
+_EXAMPLES = [
+    "mpipe rehearse -- --config configs/tiny.yaml --mock-data --pipeline-schedule zb-v",
+    "mpipe rehearse Megatron-LM/pretrain_gpt.py --pipeline-model-parallel-size 8 --pipeline-schedule v-half ...",
+]
 _SIZES = (
     "pipeline_model_parallel_size",
     "tensor_model_parallel_size",
@@ -94,6 +95,7 @@ def _parser() -> Parser:
         usage="mpipe rehearse [--ranks N] [SCRIPT.py] [--] FLAGS",
         description=_HELP,
         epilog=_EPILOG,
+        examples=_EXAMPLES,
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--ranks", type=positive_int, metavar="N", help="processes; by default what the flags' sizes come to")

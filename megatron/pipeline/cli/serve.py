@@ -13,7 +13,9 @@ from megatron.pipeline.planning.request import Request
 
 def add(commands: Commands) -> None:
     help = "open a page in the browser to try schedules, costs and limits on"
-    parser = commands.add_parser("serve", help=help, description=help)
+    parser = commands.add_parser(
+        "serve", help=help, description=help, examples=["mpipe serve", "mpipe serve --port 0 --workers 4 --no-browser"]
+    )
     parser.add_argument(
         "--host",
         type=_host,

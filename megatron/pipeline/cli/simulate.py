@@ -15,11 +15,27 @@ from megatron.pipeline.schedule.rules.verify import verify_programs
 def add(commands: Commands) -> None:
     help = "run a schedule from a file against costs"
     simulator = commands.add_parser(
-        "simulate", help=help, description=help, parents=[cost_flags(), goal_flags(default=None), offload_flags(), report_flags()]
+        "simulate",
+        help=help,
+        description=help,
+        parents=[cost_flags(), goal_flags(default=None), offload_flags(), report_flags()],
+        examples=[
+            "mpipe simulate plan.json",
+            "mpipe simulate plan.json --cost F=1,B=1.5,W=0.5,comm=0.1 --jitter 0.1",
+        ],
     )
     simulator.set_defaults(run=simulate_file)
     help = "check a schedule from a file against every rule"
-    verifier = commands.add_parser("verify", help=help, description=help, parents=[cost_flags()])
+    verifier = commands.add_parser(
+        "verify",
+        help=help,
+        description=help,
+        parents=[cost_flags()],
+        examples=[
+            "mpipe verify plan.json",
+            "mpipe verify torch.csv --memory-limit 5",
+        ],
+    )
     verifier.set_defaults(run=verify_file)
     for parser in (simulator, verifier):
         parser.add_argument("file", metavar="FILE", help="what mpipe plan --json wrote, or .csv")

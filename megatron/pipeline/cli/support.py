@@ -16,7 +16,7 @@ _LEGEND = (
 
 def add(commands: Commands) -> None:
     help = "list which features of Megatron-LM work with our schedules"
-    parser = commands.add_parser("support", help=help, description=help)
+    parser = commands.add_parser("support", help=help, description=help, examples=["mpipe support", "mpipe support --markdown"])
     parser.add_argument("--markdown", action="store_true", help="as the table of docs/support.md")
     parser.set_defaults(run=run)
 

@@ -52,7 +52,16 @@ def add(commands: Commands) -> None:
     note = (
         "All other flags are those of pretrain_gpt.py, --config FILE among them; their layout and schedule are replaced. " + NOTE
     )
-    parser = commands.add_parser("tune", help=help, description=help, epilog=note, allow_abbrev=False)
+    parser = commands.add_parser(
+        "tune",
+        help=help,
+        description=help,
+        epilog=note,
+        examples=[
+            "mpipe tune --config configs/llama3/70B.yaml --gpus 64 --gpu A100-80GB --global-batch-size 64",
+            "mpipe tune --config configs/llama3/8B.yaml --gpus 16 --gpu H100-80GB --pipeline 4,8 --schedules zb-v,v-auto",
+        ],
+    )
     flag = parser.add_argument
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
     flag("--gpus-per-node", type=count, default=8, metavar="N", help="of them on each node (8)")

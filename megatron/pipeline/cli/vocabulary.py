@@ -43,7 +43,15 @@ def add(commands: Commands) -> None:
     device = named(DEVICE)
     note = " ".join(_model(device, STATE_BYTES).split())
     report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
-    parser = commands.add_parser("vocabulary", help=help, description=help, epilog=note, parents=[size_flags(), report])
+    shape_of = "--pp 8 --microbatches 128 --layers 32 --hidden 3072 --heads 24 --seq 2048"
+    parser = commands.add_parser(
+        "vocabulary",
+        help=help,
+        description=help,
+        epilog=note,
+        parents=[size_flags(), report],
+        examples=[f"mpipe vocabulary {shape_of}", f"mpipe vocabulary {shape_of} --schedule zb-v --sizes 128k,256k --tied"],
+    )
     shape = parser.add_argument
     for name, metavar, what in (
         ("layers", "L", "transformer layers"),

@@ -8,18 +8,20 @@ offloading searches for the best of these where the family plans for any.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core import placement
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import memory_stays_within, rounded_up, verify
+from megatron.pipeline.schedule.search.paired import paired
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.offload import offload
@@ -32,12 +34,16 @@ _HALVINGS = 2  # of the step between two of them
 
 
 def solve(name: str, problem: Problem) -> Schedule:
-    """The schedule of a family for a problem on its placement.
+    """The schedule of a family for a problem on its placement; where the problem allows braids, never longer than without.
 
     Raises:
         LimitTooLow: the schedule would hold more than the limits.
         HostLimitTooLow: the limit of host memory has no room for one copy.
     """
+    if problem.overlap:
+        own = solve(name, alone := replace(problem, overlap=False))
+        found = [braid(own, problem), *_of_braids(name, alone, own)]
+        return min(found, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
     if problem.offload:
         return _offloaded(name, problem, problem.offload)
     if problem.vocabulary:
@@ -46,24 +52,26 @@ def solve(name: str, problem: Problem) -> Schedule:
     return _within(recompute(fuse(schedule, problem.fused), problem.recompute), problem)
 
 
-def solve_with_braids(name: str, problem: Problem) -> Schedule:
-    """The same with braids of forwards and backwards: never longer than without.
+def _of_braids(name: str, problem: Problem, own: Schedule) -> Iterator[Schedule]:
+    """Schedules that are made for braids, of those that keep to the limits.
 
-    A family that searches is asked twice: at the costs of passes alone, and as if all communication of layers were hidden. For
-    one whose backwards are fused, as interleaved, megatron-core's combined order is tried too, where the limits have room.
-
-    Raises:
-        LimitTooLow, HostLimitTooLow: as ``solve``.
+    A family that searches is asked for an order as if all communication of layers were hidden, and one is made of braids from the
+    start; on a V there is DualPipeV's. Where all backwards are fused, as in interleaved, there is megatron-core's combined order.
     """
-    orders = [solve(name, problem)]
-    if (hidden := problem.costs.hidden()) != problem.costs and families.named(name).searches:
-        orders.append(solve(name, replace(problem, costs=hidden)))
-    braided = [braid(order, problem) for order in dict.fromkeys(orders)]
-    if (more := combined(orders[0])) is not None:
+    plain = not (problem.offload or problem.vocabulary or problem.recompute)
+    others = [more] if (more := combined(own)) is not None else []
+    if families.named(name).searches and plain:
+        if (hidden := problem.costs.hidden()) != problem.costs:
+            yield braid(solve(name, replace(problem, costs=hidden)), problem)
+        if families.named(name).memory and (order := paired(problem)) is not None:
+            others.append(replace(own, passes=order))
+        if problem.placement == placement.v(problem.ranks) and not problem.fused:
+            with suppress(ValueError):
+                others.append(braid(replace(solve("dualpipe-v", replace(problem, limits=None)), name=name), problem))
+    for schedule in others:
         with suppress(ScheduleError):
-            verify(more, problem.costs, problem.limits)
-            braided.append(more)
-    return min(braided, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
+            verify(schedule, problem.costs, problem.limits)
+            yield schedule
 
 
 def least_memory(name: str, problem: Problem) -> float:

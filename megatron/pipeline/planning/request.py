@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from megatron.pipeline.planning.compose import kept_limits, solve, solve_with_braids
+from megatron.pipeline.planning.compose import kept_limits, solve
 from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
@@ -129,6 +129,7 @@ class Request:
             self.vocabulary,
             self.offload,
             self.host_limit,
+            self.overlap,
         )
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
         return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
@@ -141,7 +142,7 @@ class Request:
         """
         begin = time.perf_counter()
         problem = self.problem()
-        schedule = solve_with_braids(self.schedule, problem) if self.overlap else solve(self.schedule, problem)
+        schedule = solve(self.schedule, problem)
         seconds = time.perf_counter() - begin
         verify(schedule)
         return Planned(schedule, problem, self.variant, seconds)

@@ -17,6 +17,8 @@ from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
 
+__all__ = ["Profile", "profiled"]
+
 TIMED = 3  # iterations
 ITERATIONS = 2 + TIMED  # that ``profiled`` takes
 _MIB = 2**20

@@ -16,7 +16,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import transfers
 from megatron.pipeline.schedule.time.simulate import activation_profile
-from megatron.pipeline.view.style import lane_kinds, start_of
+from megatron.pipeline.view.style import lane_kinds, start_of, with_whole_braids
 
 __all__ = ["to_trace"]
 
@@ -103,7 +103,8 @@ def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Ite
     splits, ranks, kinds = schedule.splits if schedule else 1, len(timeline.ranks), lane_kinds(timeline)
     for rank, row in enumerate(timeline.ranks):
         computed = [timed for timed in row if not timed.work.kind.is_concurrent]
-        for work, start, end in (*computed, *(timeline.copies[rank] if timeline.copies else ())):
+        whole = (timed for timed, _ in with_whole_braids(computed))  # the halves of a braid are one below the other
+        for work, start, end in (*whole, *(timeline.copies[rank] if timeline.copies else ())):
             thread = (1 + kinds.index(work.kind)) * ranks + rank if work.kind.is_concurrent else rank
             number, slice_ = divmod(work.microbatch, splits)
             values = {"microbatch": number, "chunk": work.chunk}

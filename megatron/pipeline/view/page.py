@@ -87,7 +87,10 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
 def looks() -> dict[str, Any]:
     """How passes look, for the page's scripts: every kind's name, meaning and colour, and how light the last chunk is."""
     return {
-        "kinds": [{"name": kind, "meaning": kind.row.meaning, "colour": COLOURS[kind]} for kind in _KINDS],
+        "kinds": [
+            {"name": kind, "meaning": kind.row.meaning, "colour": COLOURS[kind], "braided": bool(kind.row.braided)}
+            for kind in _KINDS
+        ],
         "lightest": LIGHTEST,
     }
 

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, TypeAlias
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.view.consecutive import Consecutive
-from megatron.pipeline.view.style import COLOURS, INK, ink, lane_kinds, lanes, number, rgb, save, shade, start_of, typical_length
+from megatron.pipeline.view.style import (
+    COLOURS,
+    INK,
+    ink,
+    lane_kinds,
+    lanes,
+    number,
+    rgb,
+    save,
+    shade,
+    start_of,
+    typical_length,
+    with_whole_braids,
+)
 
 if TYPE_CHECKING:
     import numpy
@@ -27,7 +40,7 @@ _WAIT = "#BBA9C9"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
 _LANES = 0.45  # by how much a row is taller that has copy lanes below its passes
-_FONT, _SMALLEST, _NARROWEST = 8.0, 5.5, 0.9  # points
+_FONT, _HALF_FONT, _SMALLEST, _NARROWEST = 8.0, 6.5, 5.5, 0.9  # points
 _LETTERS_OF_LINE, _BESIDE_LABEL = 190, 5  # of the legend, and what a colour and the space around it take
 _MOST_BOXES = 60_000  # of one panel: an SVG with more is tens of megabytes
 _BINS = 900  # columns of a panel whose passes are too narrow, or too many, to draw each of them
@@ -45,8 +58,9 @@ def draw(
 ) -> None:
     """Draw timelines, planned or measured, one under another.
 
-    Copies to host memory and back are two thin lanes below the passes of their rank. Where passes are too narrow or too many,
-    each rank's row shows columns instead, in which every kind of pass is as high as its share of the time.
+    Copies to host memory and back are two thin lanes below the passes of their rank. A forward and a backward that run as one
+    are two boxes of half the height, one above the other. Where passes are too narrow or too many, each rank's row shows columns
+    instead, in which every kind of pass is as high as its share of the time.
 
     Args:
         timelines: what to draw, by title. Each is shifted to start at 0.
@@ -185,14 +199,26 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
             intervals = [(start - origin, end - start) for start, end in waits[row]]
             axes.broken_barh(intervals, ((low + high) / 2 - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
         passes = [timed for timed in rank if not timed.work.kind.is_concurrent]
-        _paths(axes, passes, (low, high), origin, chunks, numbers)
         for kind, copies in lanes(timeline, row).items():
             _paths(axes, copies, (row + bars[kind][0], row + bars[kind][1]), origin, chunks, numbers)
-        for timed in passes:
-            if numbers.fits(timed.end - timed.start):
-                middle = (timed.start + timed.end) / 2 - origin
-                text, colour = numbers.text(title, timed), ink(shade(COLOURS[timed.work.kind], timed.work.chunk, chunks))
-                axes.text(middle, (low + high) / 2, text, ha="center", va="center_baseline", fontsize=numbers.size, color=colour)
+        for (top, bottom), boxes in _halved(passes, low, high).items():
+            _paths(axes, boxes, (top, bottom), origin, chunks, numbers)
+            size = numbers.size if (top, bottom) == (low, high) else min(numbers.size, _HALF_FONT)
+            for timed in boxes:
+                if numbers.fits(timed.end - timed.start):
+                    middle = (timed.start + timed.end) / 2 - origin
+                    text, colour = numbers.text(title, timed), ink(shade(COLOURS[timed.work.kind], timed.work.chunk, chunks))
+                    axes.text(middle, (top + bottom) / 2, text, ha="center", va="center_baseline", fontsize=size, color=colour)
+
+
+def _halved(passes: Sequence[Timed], low: float, high: float) -> dict[tuple[float, float], list[Timed]]:
+    """Boxes by from where to where in a row they stand: those of a braid one above the other."""
+    middle = (low + high) / 2
+    bars = {None: (low, high), 0: (low, middle), 1: (middle, high)}
+    found: dict[tuple[float, float], list[Timed]] = {}
+    for timed, half in with_whole_braids(passes):
+        found.setdefault(bars[half], []).append(timed)
+    return found
 
 
 def _paths(axes: Axes, passes: Sequence[Timed], bar: tuple[float, float], origin: float, chunks: int, numbers: _Numbers) -> None:

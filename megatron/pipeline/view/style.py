@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,6 +89,17 @@ def lane_kinds(timeline: Timeline) -> list[Kind]:
 def lanes(timeline: Timeline, rank: int) -> dict[Kind, list[Timed]]:
     """A rank's passes on lanes by their kind; empty where the timeline has none of any rank."""
     return {kind: [timed for timed in timeline.copies[rank] if timed.work.kind is kind] for kind in lane_kinds(timeline)}
+
+
+def with_whole_braids(passes: Sequence[Timed]) -> Iterator[tuple[Timed, int | None]]:
+    """The passes of a rank, both halves of a braid (0 and 1) for all of its time; None for a pass alone."""
+    for before, timed, after in zip([None, *passes], passes, [*passes[1:], None], strict=False):
+        if after and after.work.kind.row.braided:
+            yield timed._replace(end=after.end), 0
+        elif before and timed.work.kind.row.braided:
+            yield timed._replace(start=before.start), 1
+        else:
+            yield timed, None
 
 
 def start_of(timeline: Timeline) -> float:

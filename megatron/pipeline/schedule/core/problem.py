@@ -71,6 +71,7 @@ class Problem:
         vocabulary: how the vocabulary is spread over all ranks; None where the ends of the model have it.
         offload: how much of the activations may go to host memory; ``limits`` are of what is on the device.
         host_limit: the most that a rank may have in host memory, in the costs' unit; None for any amount.
+        overlap: whether a forward and a backward may run as one (``core.braids``).
 
     Raises:
         ValueError: sizes do not fit each other or are out of range.
@@ -89,6 +90,7 @@ class Problem:
     vocabulary: Vocabulary | None = None
     offload: Offload | None = None
     host_limit: float | None = None
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

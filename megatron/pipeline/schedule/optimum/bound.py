@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 
-from megatron.pipeline.schedule.core.kinds import Flow
+from megatron.pipeline.schedule.core.kinds import BRAIDED, Flow
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.earliest import SLACK, Earliest, Times, backwards_in_time, lines, usable
 from megatron.pipeline.schedule.time.simulate import activation_peaks
-from megatron.pipeline.schedule.transforms.braid import unbraided
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
 ORIGINS = 4  # from how many ranks' points of view at least a span is looked at, where there are many ranks
@@ -48,11 +48,14 @@ def lower_bound(problem: Problem) -> float:
     V-Min (Qi et al., "Zero Bubble Pipeline Parallelism" and "Pipeline Parallelism with Controllable Memory"): these are
     optimal. It is loose where the limits hardly sustain the rate (``sustain``).
 
-    With a spread vocabulary it is the larger of the bound without and of the work of the busiest rank.
+    With a spread vocabulary it is the larger of the bound without and of the work of the busiest rank. With braids it is that of
+    every order with any braids: each pass computes on one lane of its rank, and communicates on another.
 
     Returns:
         Seconds (the unit of the costs); infinite if not even one microbatch fits into the limits.
     """
+    if problem.overlap:
+        return _bound_of_braids(problem)
     if problem.vocabulary:
         # Without them it is a schedule of the stages' passes; with them every rank has this much to do.
         stages = replace(problem, vocabulary=None)
@@ -86,15 +89,46 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
     """The lower bound that a schedule is compared with, for the problem's objective and costs.
 
     It is that of every order of its passes on its placement that holds no more memory on a rank than this schedule does on its
-    fullest one, host memory included. So schedules that were planned for different limits can be compared. With braids it is that
-    of every order with any braids: each pass computes on one lane of its rank, and communicates on another.
+    fullest one, host memory included. So schedules that were planned for different limits can be compared.
     """
-    if any(row.is_braided for row in schedule.rows):
-        alone, placement = unbraided(schedule), schedule.placement
-        lane = [sum(problem.costs.communicating[stage] for stage in stages) for stages in placement.stages]
-        return max(own_bound(alone, replace(problem, costs=problem.costs.hidden())), schedule.microbatches * max(lane))
     most = max(activation_peaks(without_copies(schedule), problem.costs))
     return lower_bound(replace(with_own_passes(schedule, problem), limits=(most,) * problem.ranks))
+
+
+def _bound_of_braids(problem: Problem) -> float:
+    """The largest of three: the bound as if nothing were communicated, each rank's lane of communication, and what follows from
+    the moment before which a rank has no backward and can only run forwards alone (``_with_forwards_alone``)."""
+    placement = problem.placement
+    communicating = (sum(problem.costs.communicating[stage] for stage in stages) for stages in placement.stages)
+    hidden = lower_bound(replace(problem, costs=problem.costs.hidden(), overlap=False))
+    bounds = [hidden, problem.microbatches // placement.replicas * max(communicating)]
+    if placement.replicas == problem.splits == 1 and not problem.recompute:
+        bounds += [_with_forwards_alone(problem, rank) for rank in range(placement.ranks)]
+    return max(bounds)
+
+
+def _with_forwards_alone(problem: Problem, rank: int) -> float:
+    """The least span of a rank: as many forwards as fit run alone before its first backward can start, all others in braids, and
+    as many backwards as those run alone."""
+    placement, costs = problem.placement, problem.costs
+    stages, last = placement.stages[rank], placement.last_stage
+    first, deepest = min(stages), max(stages)
+    hops = [placement.home(stage)[0] != placement.home(stage + 1)[0] for stage in range(last)]
+    until_backward = sum(costs.seconds(Kind.F, stage) for stage in range(first, last + 1))
+    until_backward += sum(min(costs.seconds(kind, stage) for kind in BRAIDED) for stage in range(deepest + 1, last + 1))
+    until_backward += costs.hop * (sum(hops[first:]) + sum(hops[deepest:]))
+
+    def backward(stage: int) -> float:
+        return min(costs.seconds(Kind.BW, stage), costs.seconds(Kind.B, stage) + costs.seconds(Kind.W, stage))
+
+    forwards, backwards = [costs.seconds(Kind.F, stage) for stage in stages], [backward(stage) for stage in stages]
+    together = min(forwards) + min(backwards)
+    for one, other in product(stages, stages):
+        fused, split = (sum(costs.braid(one, kind, other)) for kind in (Kind.FBW, Kind.FB))
+        together = min(together, fused, split + costs.seconds(Kind.W, other))
+    count = problem.microbatches * len(stages)
+    alone = min(count, until_backward / min(forwards)) if min(forwards) else count
+    return until_backward + (count - alone) * together + alone * min(backwards)
 
 
 def with_own_passes(schedule: Schedule, problem: Problem) -> Problem:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.costs import PARTS, Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
@@ -47,7 +47,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     All schedules are searched that run R and BW on the stages that the problem says, and B and W elsewhere, or BW where
     that takes less than B and W together.
 
-    A spread vocabulary's passes are not searched.
+    A spread vocabulary's passes are not searched. Where the problem allows braids, all pairs of a forward and a backward are.
 
     CP-SAT counts in whole numbers. Times and sizes that are fractions with small denominators are scaled to whole numbers.
     Others are rounded down, times to a grid of 1/20000 of the longest pass, so that the bound holds and ``value``, from the
@@ -65,7 +65,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     least = lower_bound(problem)
     if math.isinf(least):
         raise ValueError(f"not even one microbatch fits into the limits {problem.limits}; raise them")
-    model = _Model(problem)
+    model = (_with_braids() if problem.overlap else Model)(problem)
     if hint is not None:
         if (hint.placement, hint.microbatches, hint.splits) != (problem.placement, problem.microbatches, problem.splits):
             raise ValueError("the schedule to start from is of another placement, or of other numbers of microbatches or slices")
@@ -92,7 +92,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     return Optimum(schedule, value, min(bound, value), ended or bound >= value * (1 - 1e-9))
 
 
-class _Model:
+class Model:
     """The constraint model: a start for every pass, in whole multiples of ``unit`` seconds."""
 
     def __init__(self, problem: Problem) -> None:
@@ -223,9 +223,12 @@ class _Model:
             for work in works:
                 if work.kind in (Kind.W, Kind.BW):
                     model.add(self._ends[rank, work] <= self._value + begin)
-        least = lower_bound(replace(self._problem, costs=self._costs, microbatches=self._empty.slices, splits=1))
-        model.add(self._value >= math.ceil(least * (1 - 1e-9)))
+        model.add(self._value >= math.ceil(self._least() * (1 - 1e-9)))
         model.minimize(self._value)
+
+    def _least(self) -> float:
+        """A bound, in whole seconds."""
+        return lower_bound(replace(self._problem, costs=self._costs, microbatches=self._empty.slices, splits=1))
 
     def first_start(self, rank: int) -> int | None:
         """From when on a rank's time counts, where that is the same for every schedule: passes run as soon as they can.
@@ -249,7 +252,8 @@ class _Model:
     def start_from(self, hint: Schedule) -> None:
         """Give the solver a schedule's times to start from."""
         for rank, passes in enumerate(simulate(replace(hint, microbatches=hint.slices, splits=1), self._costs).ranks):
-            for work, start, _ in passes:
+            for timed, start, _ in passes:
+                work = timed._replace(kind=Kind(timed.kind.row.braided or timed.kind))
                 key = (rank, work._replace(kind=Kind.B) if work.kind is Kind.BW and (rank, work) not in self._starts else work)
                 if key in self._starts:
                     self._model.add_hint(self._starts[key], int(start))
@@ -284,6 +288,12 @@ class _Model:
         return replace(self._empty, passes=tuple(rows))
 
 
+def _with_braids() -> type[Model]:
+    from megatron.pipeline.schedule.optimum.exact_braids import ModelWithBraids  # which extends the model here
+
+    return ModelWithBraids
+
+
 def _whole_seconds(costs: Costs) -> tuple[Fraction, Costs]:
     """The costs with times in whole multiples of a unit, and the unit in seconds; never longer than they were."""
     names = [kind.row.seconds for kind in STAGE_KINDS]
@@ -291,8 +301,9 @@ def _whole_seconds(costs: Costs) -> tuple[Fraction, Costs]:
     given = [*chain(*(by_name.values() for by_name in times)), costs.hop]
     unit, whole = _whole(given, Fraction(max(filter(None, given[:-1]), default=1)) / 20000)
     counts = dict(zip(given, whole, strict=True))
+    without_parts: dict[str, Any] = dict.fromkeys(PARTS)
     stages = (
-        replace(stage, **{name: counts[time] for name, time in by_name.items()})
+        replace(stage, **({name: counts[time] for name, time in by_name.items()} | without_parts))
         for stage, by_name in zip(costs.stages, times, strict=True)
     )
     return unit, Costs(tuple(stages), counts[costs.hop])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, zip_longest
 
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -17,7 +17,8 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
 from megatron.pipeline.schedule.time.simulate import simulate
 
-_TRIALS = 400  # simulations of the whole schedule
+_TRIALS, _EFFORT = 400, 300_000  # the most simulations of the whole schedule, and passes in all of them
+_TAKEN_APART = 64  # braids that are tried apart
 
 
 def can_be_braided(first: Pass, second: Pass) -> bool:
@@ -30,13 +31,14 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
 
     A pair is a forward and the next backward of its rank, with nothing but W between them: these then run after the backward,
     which raises no peak of memory, since the forward has reached it. Pairs that follow each other directly are tried first, all
-    at once. Where that makes the schedule longer, each half of them is tried, and so on, until single pairs are or ``_TRIALS``
-    have been made; then the other pairs. Of schedules of one length the one whose passes end earlier is better. A schedule of
-    slices or parts of passes stays as it is.
+    at once. Where that makes the schedule longer, each half of them is tried, and so on, until single pairs are or enough
+    trials have been made; then the other pairs. At last braids near both ends of the schedule are taken apart where that helps. Of
+    schedules of one length the one whose passes end earlier is better. A schedule of slices or parts of passes stays as it is.
     """
     if schedule.splits > 1 or any(row.is_divided for row in schedule.rows):
         return schedule
-    best, value, left = schedule, _value(schedule, problem), _TRIALS
+    size = sum(map(len, schedule.passes))
+    best, value, left = schedule, _value(schedule, problem), min(_TRIALS, max(32, _EFFORT // size))
     for over_weights in (False, True):
         starts = [{timed.work: timed.start for timed in row} for row in simulate(best, problem.costs).ranks]
         pairs = sorted(_pairs(best, over_weights), key=lambda pair: starts[pair[0]][pair[1]])
@@ -53,7 +55,33 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
             elif len(some) > 1:
                 middle = len(some) // 2
                 waiting += [some[middle:], some[:middle]]
+    for rank, braided in _from_both_ends(best, problem)[: min(left, _TAKEN_APART)]:
+        tried = _apart(best, rank, braided)
+        if (tried_value := _value(tried, problem)) < value:
+            best, value = tried, tried_value
     return best
+
+
+def _from_both_ends(schedule: Schedule, problem: Problem) -> list[tuple[int, Pass]]:
+    """(rank, backward) of all braids, the first and the last in time first."""
+    timed = [
+        (start, rank, work)
+        for rank, row in enumerate(simulate(schedule, problem.costs).ranks)
+        for work, start, _ in row
+        if work.kind.row.braided
+    ]
+    timed.sort(key=lambda one: one[:2])
+    middle = len(timed) // 2
+    both = zip_longest(timed[:middle], reversed(timed[middle:]))
+    return [(rank, work) for pair in both for _, rank, work in filter(None, pair)]
+
+
+def _apart(schedule: Schedule, rank: int, braided: Pass) -> Schedule:
+    """With one braid less."""
+    rows = list(schedule.passes)
+    alone = next(braided._replace(kind=kind) for kind, other in BRAIDED.items() if other is braided.kind)
+    rows[rank] = tuple(alone if work == braided else work for work in rows[rank])
+    return replace(schedule, passes=tuple(rows))
 
 
 def combined(schedule: Schedule) -> Schedule | None:

@@ -48,6 +48,7 @@ class Panel extends Table {
     this.copies = copies; // on their lanes; among the passes they are moments, without length
     this.title = entry.title;
     this.kindNames = kinds.map((kind) => kind.name);
+    this.braided = kinds.map((kind) => kind.braided);
     this.stages = entry.stages; // stages[rank][chunk]; null for a recording, whose placement is not known
     this.depth = entry.depth; // stages of one model
     this.splits = entry.splits;

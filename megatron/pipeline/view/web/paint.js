@@ -222,19 +222,20 @@ class Chart {
     pen.textBaseline = "middle";
     const digit = pen.measureText("0").width;
     for (let i = panel.after(rank, this.from); i < panel.first[rank + 1] && panel.starts[i] < this.to; i++) {
-      const [x, width] = this.#box(panel, i);
+      const [x, width, top, height] = this.#part(panel, rank, i, y);
       pen.fillStyle = panel.shades[panel.kinds[i]][panel.chunks[i]];
-      pen.fillRect(x, y, width > 3 ? width - 1 : width, this.boxHeight);
-      const line = level(panel.chunks[i], panel.chunkCount) * this.boxHeight;
+      pen.fillRect(x, top, width > 3 ? width - 1 : width, height);
+      const line = level(panel.chunks[i], panel.chunkCount) * height;
       if (line && width >= CLEAR) {
         pen.fillStyle = INK;
-        pen.fillRect(x, y + Math.round(this.boxHeight - line), width > 3 ? width - 1 : width, 1);
+        pen.fillRect(x, top + Math.round(height - line), width > 3 ? width - 1 : width, 1);
       }
       if (size < 7 || width < digit + 3) continue;
       const number = panel.number(i);
-      if (width < number.length * digit + 3) continue;
+      if (width < number.length * digit + 3 || height < 7) continue;
       pen.fillStyle = INK;
-      pen.fillText(number, x + width / 2, y + this.boxHeight / 2 + 0.5);
+      pen.font = `${Math.min(size, height)}px system-ui, sans-serif`;
+      pen.fillText(number, x + width / 2, top + height / 2 + 0.5);
     }
   }
 
@@ -250,6 +251,17 @@ class Chart {
       pen.fillStyle = panel.shades[kinds[i]][chunks[i]];
       pen.fillRect(x, top + LANES.indexOf(panel.kindNames[kinds[i]]) * (this.lane + 1), width > 3 ? width - 1 : width, this.lane);
     }
+  }
+
+  /** Where a pass stands: of a braid, the forward above the backward, each for all of its time. */
+  #part(panel, rank, i, y) {
+    const isSecond = panel.braided[panel.kinds[i]];
+    const isFirst = i + 1 < panel.first[rank + 1] && panel.braided[panel.kinds[i + 1]];
+    const [x, width] = this.#box(panel, isSecond ? i - 1 : i);
+    if (!isFirst && !isSecond) return [x, width, y, this.boxHeight];
+    const [last, more] = this.#box(panel, isSecond ? i : i + 1);
+    const half = this.boxHeight / 2;
+    return [x, last + more - x, isSecond ? y + half : y, half];
   }
 
   /** Where the visible part of a pass begins, and how wide it is. */

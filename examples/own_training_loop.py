@@ -1,0 +1,97 @@
+"""A training loop on megatron-core alone, under a schedule of this package, or under megatron-core's own (stock).
+
+torchrun --nproc-per-node 2 examples/own_training_loop.py zb-v
+"""
+
+import sys
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
+from random_tokens import BATCH, CUDA, LENGTH, VOCABULARY, batches, start
+
+from megatron.pipeline import patches
+from megatron.pipeline.model.boundary import BoundaryModules
+from megatron.pipeline.model.layout import PlacementLayout
+from megatron.pipeline.model.split_linear import split_weights
+from megatron.pipeline.planning import Request
+from megatron.pipeline.runtime.pipeline import Pipeline
+
+patches.install()  # before the model is built
+
+
+def plan(schedule: str, microbatches: int = 4, **options: Any) -> Pipeline:
+    """The pipeline, in megatron-core's place, and the process groups of its placement."""
+    pipeline = Pipeline(Request(schedule, torch.distributed.get_world_size(), microbatches), **options)
+    pipeline.check(microbatches)  # plans and verifies now, not in the first iteration
+    ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
+    parallel_state.initialize_model_parallel(1, ranks, chunks if chunks > 1 else None)
+    tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    pipeline.install()  # get_forward_backward_func() returns it from here on
+    return pipeline
+
+
+def place(pipeline: Pipeline, config: TransformerConfig) -> list[dict[str, Any]]:
+    """Tell a configuration which layers each stage has; returns how to build each chunk of this rank."""
+    placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
+    layers = [[LayerType.decoder] * (config.num_layers // placement.depth)] * placement.depth
+    layers[0], layers[-1] = [LayerType.embedding, *layers[0]], [*layers[-1], LayerType.loss]
+    config.pipeline_model_parallel_layout = PlacementLayout(layers, placement)
+    config.pipeline_model_parallel_size, config.pipeline_dtype = placement.ranks, config.params_dtype
+    config.virtual_pipeline_model_parallel_size = virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    ends = [{"pre_process": stage == 0, "post_process": stage == placement.last_stage} for stage in placement.stages[rank]]
+    return [end | {"vp_stage": virtual and chunk} for chunk, end in enumerate(ends)]
+
+
+def build(pipeline: Pipeline) -> list[GPTModel]:
+    """This rank's chunks of a small GPT."""
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=not CUDA)
+    return [GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **chunk) for chunk in place(pipeline, config)]
+
+
+def wrap(pipeline: Pipeline, models: list[GPTModel]) -> list[DistributedDataParallel]:
+    """Split the backwards of the chunks' linears, then put the chunks into DDP."""
+    for model in models if not pipeline.is_stock else []:
+        split_weights(model)
+    models[0].config.finalize_model_grads_func = BoundaryModules(pipeline.placement).finalize_model_grads
+    ddp = DistributedDataParallelConfig(delay_wgrad_compute=not pipeline.is_stock)  # DDP hears of W from the modules
+    return [DistributedDataParallel(model.config, ddp, model) for model in models]
+
+
+def forward_step(data: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    """megatron-core's protocol: the losses by token [b, s], and a function that returns what to minimise and what to report."""
+    tokens = next(data).to(next(model.parameters()).device)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=tokens.device).triu(1)
+    positions = torch.arange(LENGTH, device=tokens.device).expand(BATCH, LENGTH)
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]), lambda losses: (losses.mean(), losses.detach())
+
+
+def run(chunks: list[Any], data: list[torch.Tensor], optimizer: Any = None) -> tuple[list[torch.Tensor], float]:
+    """An iteration on microbatches [b, s + 1], each one's losses by token, and the gradients' norm; or only forwards."""
+    if optimizer:
+        optimizer.zero_grad()
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+    sizes = {"num_microbatches": len(data), "seq_length": LENGTH, "micro_batch_size": BATCH, "forward_only": not optimizer}
+    iterators = [iter(data) for _ in chunks]
+    losses = get_forward_backward_func()(forward_step_func=forward_step, data_iterator=iterators, model=chunks, **sizes)
+    return losses, optimizer.step()[1] if optimizer else 0.0
+
+
+if __name__ == "__main__":
+    start()
+    pipeline = plan(sys.argv[1])
+    chunks = wrap(pipeline, build(pipeline))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2), chunks)
+    for iteration in range(5):
+        losses, norm = run(chunks, batches(4, seed=iteration % 2), optimizer)
+        if losses:  # on the rank that has the last stage
+            print(f"loss {torch.stack(losses).mean():.4f}, gradient norm {norm:.4f}")

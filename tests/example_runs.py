@@ -1,0 +1,164 @@
+"""What tests/test_examples.py runs on the pool: the functions of ``examples/``, on the same weights for every schedule."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+Steps = list[tuple[list[list[list[float]]], float]]  # of each iteration: losses by microbatch and token, and the gradients' norm
+
+
+def example(name: str) -> Any:
+    """One of the examples, as a module."""
+    import importlib
+
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def draw(models: list[Any]) -> None:
+    """Weights that depend on the layer alone: chunks draw theirs in an order that depends on the placement."""
+    for model in models:
+        ends = [(0, getattr(model, "embedding", None)), (-1, getattr(model, "output_layer", None))]
+        for seed, part in [*((layer.layer_number, layer) for layer in model.decoder.layers), *ends]:
+            generator = torch.Generator().manual_seed(100 + seed)
+            for weight in part.parameters() if part is not None else []:
+                if weight.dim() > 1:
+                    weight.data.normal_(std=0.1, generator=generator)
+
+
+def optimizer_of(chunks: list[Any]) -> Any:
+    """Adam that does not clip: norms have last digits of their own on a V, which clipping would carry into the weights."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    return get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0), chunks)
+
+
+def steps(chunks: list[Any], iterations: int = 3) -> Steps:
+    """A few iterations of the training loop."""
+    own, optimizer = example("own_training_loop"), optimizer_of(chunks)
+    found = [own.run(chunks, own.batches(4, seed=iteration), optimizer) for iteration in range(iterations)]
+    return [(torch.stack(losses).tolist() if losses else [], float(norm)) for losses, norm in found]
+
+
+def own_training_loop(schedule: str) -> Steps:
+    own = example("own_training_loop")
+    pipeline = own.plan(schedule)
+    models = own.build(pipeline)
+    draw(models)
+    return steps(own.wrap(pipeline, models))
+
+
+def varying_microbatches(schedule: str) -> tuple[list[Any], set[int]]:
+    """Log-probabilities and losses of some iterations, and the numbers of microbatches that were planned for training."""
+    own, varying = example("own_training_loop"), example("varying_microbatches")
+    pipeline = own.plan(schedule)
+    models = own.build(pipeline)
+    draw(models)
+    chunks = own.wrap(pipeline, models)
+    optimizer, found = optimizer_of(chunks), []
+    for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
+        parts = varying.iterate(chunks, optimizer, own.batches(rollouts, seed=rollouts), trained)
+        found.append([torch.stack(part).tolist() if part else [] for part in parts])
+    return found, set(pipeline.planned)
+
+
+class LowRank(NamedTuple):
+    """What a training of adapters left on a rank.
+
+    Attributes:
+        weights: of every W, how often it computed the gradient of which weight, by name.
+        trained: the weights that train.
+        changed: the largest change of a frozen weight.
+        planned_again: whether costs were measured, and the schedule is one for them.
+    """
+
+    steps: Steps
+    weights: list[Counter[str]]
+    trained: set[str]
+    changed: float
+    planned_again: bool
+
+
+def lora(schedule: str, trains: str = "adapters") -> LowRank:
+    """Some iterations, planned again in between (stock is not), and some more.
+
+    Args:
+        trains: "adapters", or "norms" alone, beside which every linear is frozen.
+    """
+    from megatron.pipeline.runtime import profiling, stage_passes
+
+    own, low_rank = example("own_training_loop"), example("lora")
+    pipeline = own.plan(schedule, measure=True)
+    models = own.build(pipeline)
+    low_rank.adapt(models)
+    draw(models)
+    weights = [(f"{chunk} {name}", weight) for chunk, model in enumerate(models) for name, weight in model.named_parameters()]
+    if trains == "norms":
+        for name, weight in weights:
+            weight.requires_grad_("layernorm" in name)
+    names = {id(weight): name for name, weight in weights}
+    frozen = [(weight, weight.clone()) for _, weight in weights if not weight.requires_grad]
+    chunks = own.wrap(pipeline, models)
+    optimizer, passes, real = optimizer_of(chunks), [], stage_passes.run_weights
+
+    def iterate() -> None:
+        own.run(chunks, own.batches(4, seed=9), optimizer)
+
+    def run_weights(tasks: Any) -> None:
+        passes.append(Counter(names[id(task.weight)] for task, _ in tasks))
+        real(tasks)
+
+    stage_passes.run_weights = run_weights
+    try:
+        if pipeline.is_stock:
+            for _ in range(profiling.ITERATIONS):
+                iterate()
+        else:
+            low_rank.plan_again(pipeline, iterate)
+        found = steps(chunks)
+    finally:
+        stage_passes.run_weights = real
+    changed = max(float((weight - before).abs().max()) for weight, before in frozen)
+    return LowRank(found, passes, {name for name, weight in weights if weight.requires_grad}, changed, pipeline.costs is not None)
+
+
+def megatron_bridge(schedule: str, obedient: bool) -> Steps:
+    """Steps of what a provider builds.
+
+    Args:
+        obedient: whether it goes by its arguments, or takes a False for "see megatron-core's groups" as some of Bridge's do.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    own, bridge = example("own_training_loop"), example("megatron_bridge")
+
+    class Provider(TransformerConfig):
+        def provide(self, pre_process: Any = None, post_process: Any = None, vp_stage: int | None = None) -> GPTModel:
+            where = {"ignore_virtual": False, "vp_stage": vp_stage}
+            first = pre_process or (not obedient and parallel_state.is_pipeline_first_stage(**where))
+            last = post_process or (not obedient and parallel_state.is_pipeline_last_stage(**where))
+            model = GPTModel(
+                self,
+                get_gpt_layer_local_spec(),
+                own.VOCABULARY,
+                own.LENGTH,
+                pre_process=first,
+                post_process=last,
+                vp_stage=vp_stage,
+            )
+            draw([model])
+            return model
+
+    pipeline = own.plan(schedule)
+    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return steps(bridge.build(pipeline, Provider(**sizes, use_cpu_initialization=True)))

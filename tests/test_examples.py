@@ -1,0 +1,112 @@
+"""The examples train, with the losses of megatron-core's own schedule, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import example_runs
+import pytest
+from example_runs import EXAMPLES
+from pool import Pool, RankFailed
+from training import short_runs
+
+from megatron.pipeline.planning import plan
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.time.simulate import simulate
+
+
+def losses(found: list[example_runs.Steps]) -> list[Any]:
+    """By iteration, on the one rank that has them."""
+    [known] = [[loss for loss, _ in steps] for steps in found if steps[0][0]]
+    return known
+
+
+def norms(found: list[example_runs.Steps]) -> list[float]:
+    return [norm for _, norm in found[0]]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_own_training_loop(pool: Pool, schedule: str) -> None:
+    stock, ours = (pool.run(2, example_runs.own_training_loop, name) for name in ("stock", schedule))
+    assert losses(ours) == losses(stock)
+    assert norms(ours) == pytest.approx(norms(stock), rel=0 if schedule == "zb-h1" else 1e-6)
+
+
+def test_the_own_training_loop_is_short() -> None:
+    assert len((EXAMPLES / "own_training_loop.py").read_text().splitlines()) <= 100
+
+
+def test_varying_microbatches(pool: Pool) -> None:
+    stock, ours = (pool.run(2, example_runs.varying_microbatches, name) for name in ("stock", "zb-v"))
+    known = [[found for found, _ in ranks if found[0][0]] for ranks in (stock, ours)]
+    assert known[0] == known[1] and len(known[0]) == 1
+    assert [[len(part) for part in parts] for parts in known[0][0]] == [[3, 2], [7, 5], [4, 1]]
+    assert all({1, 2, 5} <= planned for _, planned in ours)
+
+
+def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
+    stock, ours = (pool.run(2, example_runs.lora, name) for name in ("stock", "zb-v"))
+    assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
+    for rank in ours:
+        assert rank.changed == 0 and rank.planned_again
+        assert all(name.endswith(("down.weight", "up.weight")) for name in rank.trained)
+        # Every W has each adapter of its chunk once, and nothing that is frozen.
+        chunks = {name[0]: {other for other in rank.trained if other[0] == name[0]} for name in rank.trained}
+        assert rank.weights and {frozenset(done) for done in rank.weights} == {frozenset(of) for of in chunks.values()}
+        assert all(set(done.values()) == {1} for done in rank.weights)
+
+
+def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
+    stock, ours = (pool.run(2, example_runs.lora, name, "norms") for name in ("stock", "zb-h1"))
+    assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
+    for rank in ours:
+        assert rank.weights and not any(rank.weights) and rank.changed == 0 and rank.planned_again
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.15])
+def test_a_plan_for_a_short_w_is_shorter(weight: float) -> None:
+    """What the costs file of such a training brings; the numbers are those of the example."""
+    costs = Costs(tuple(StageCosts(forward=1.0, backward=1.0, weight=weight) for _ in range(8)), hop=0.1)
+    known, equal = (plan("v-half", 4, 8, costs=given) for given in (Costs.from_json(costs.to_json()), None))
+    before, after = simulate(equal, costs).makespan, simulate(known, costs).makespan
+    assert after < before
+    if weight:
+        assert f"{before:.1f} -> {after:.1f}" in (EXAMPLES / "lora.py").read_text()
+
+
+def test_megatron_bridge(pool: Pool) -> None:
+    own = pool.run(2, example_runs.own_training_loop, "zb-v")
+    assert pool.run(2, example_runs.megatron_bridge, "zb-v", True) == own
+    own = pool.run(2, example_runs.own_training_loop, "zb-h1")
+    assert pool.run(2, example_runs.megatron_bridge, "zb-h1", False) == own
+
+
+def test_a_provider_that_ignores_its_arguments_is_refused(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match="has taken the ends of the model from megatron-core's process groups"):
+        pool.run(2, example_runs.megatron_bridge, "zb-v", False)
+
+
+@pytest.mark.slow
+def test_checkpoint_across_schedules(pool: Pool, data: str, tmp_path: Path) -> None:
+    script = EXAMPLES / "checkpoint_across_schedules.sh"
+    environment = {
+        **os.environ,
+        "DATA_PATH": data.split()[1],
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [str(script), str(tmp_path / "ours")], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [flags] = re.findall(r"^model=\((.*?)^\)", script.read_text(), re.M | re.S)
+    flags = f"{shlex.join(shlex.split(flags))} {data} --pipeline-schedule stock --metrics {tmp_path}/stock.jsonl"
+    assert pool.run(2, short_runs.train, flags) == ["", ""]
+    ours, stock = (short_runs.metrics(tmp_path / name) for name in ("ours/metrics.jsonl", "stock.jsonl"))
+    assert [(iteration, loss) for iteration, loss, _ in ours] == [(iteration, loss) for iteration, loss, _ in stock]
+    assert [iteration for iteration, _, _ in ours] == [1, 2, 3, 4, 5, 6]
