@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,10 +38,11 @@ EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 4096 --disa
 # Nodes of one GPU with slow cards: all-to-alls take a fifth of a forward.
 SLOW = replace(A100, between=Link(1.5e-5, 20e9))
 LATENT = Latent(1536, 512, 64, 128)
+OF_DEEPSEEK = Experts((True,) * 4, 256, 8, 2048, 2048, 18432, parallel=8)
 # DeepSeek-V3's layer: 128 heads, and 256 experts of which a token visits 8.
 DEEPSEEK = Shape(
     4, 7168, 128, 128, 192, 9 * 2048, True, 4096, 1, 1024, norm=1, qk_norm=True, latent=LATENT,
-    experts=Experts((True,) * 4, 256, 8, 2048, 2048, 18432, parallel=8), holding=Holding(hidden_masks=False),
+    experts=OF_DEEPSEEK, holding=Holding(hidden_masks=False),
 )  # fmt: skip
 
 
@@ -53,7 +53,11 @@ def slow() -> Layouts:
 
 def both(on: Layouts, schedule: str, **changes: Any) -> tuple[Result, Result]:
     """A schedule of four stages with two expert-parallel ranks, without and with the overlap."""
-    four = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    four: dict[str, Any] = {
+        "pipeline_model_parallel_size": 4,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "alltoall",
+    }
     without, with_ = (result(on, candidate(on, schedule, **four | changes | more)) for more in ({}, OVERLAP))
     return without, with_
 
@@ -139,12 +143,12 @@ def test_what_all_to_alls_need_for_a_moment() -> None:
     assert activations.layer_temporary(given) == max(mlp, exchanged) + 2 * own
     assert activations.layer_temporary(given, overlap=True) == mlp + exchanged + 2 * own
     parted = replace(
-        given, experts=replace(DEEPSEEK.experts, tensor=2), holding=replace(given.holding, tensor=2, sequence_parallel=True)
+        given, experts=replace(OF_DEEPSEEK, tensor=2), holding=replace(given.holding, tensor=2, sequence_parallel=True)
     )
     assert activations.exchanged_bytes(parted) == (1 + 2) * 8 * own / 2, "both ranks with an expert's parts get its tokens"
-    gathered = replace(given, experts=replace(DEEPSEEK.experts, gathered=True))
+    gathered = replace(given, experts=replace(OF_DEEPSEEK, gathered=True))
     assert activations.exchanged_bytes(gathered) == (1 + 8) * own
-    alone = replace(given, experts=replace(DEEPSEEK.experts, parallel=1))
+    alone = replace(given, experts=replace(OF_DEEPSEEK, parallel=1))
     assert activations.layer_temporary(alone) == activations.layer_temporary(alone, overlap=True) - 0.0 == mlp + 2 * own
 
 
@@ -163,7 +167,6 @@ def test_every_layout_is_tried_without_and_with_the_overlap_where_training_allow
         assert one.args.moe_token_dispatcher_type == ("alltoall" if one.overlaps else "allgather"), (
             "what was given, or what works"
         )
-        assert ("overlap-moe-expert-parallel-comm" in extras(Namespace(candidate=one))) == one.overlaps
     alone = layout | {"expert_model_parallel_size": 1}
     assert not any(one.overlaps for one in slow.candidates(alone, stock=False))
     dense = layouts(gpus=8, microbatch=(1,))
@@ -174,6 +177,8 @@ def test_every_layout_is_tried_without_and_with_the_overlap_where_training_allow
 def test_the_overlap_saves_time(slow: Layouts, schedule: str) -> None:
     without, with_ = both(slow, schedule)
     assert with_.seconds < without.seconds and with_.parts.messages < without.parts.messages
+    flag = "overlap-moe-expert-parallel-comm"
+    assert flag in extras(with_) and flag not in extras(without)
     for one in (without, with_):
         assert one.parts.total == pytest.approx(one.seconds) and one.parts.messages > 0
         assert least_seconds(slow.cluster, one.candidate) <= one.seconds
@@ -194,7 +199,7 @@ def test_where_memory_is_short_the_order_that_holds_less_is_taken(slow: Layouts)
     """And training gets the limit, so that it takes the same."""
     without, with_ = both(slow, "interleaved")
     assert max(rank.total for rank in with_.ranks) > max(rank.total for rank in without.ranks), "megatron-core's order"
-    enough = without.fullest.total + with_.fullest.temporary - without.fullest.temporary + 1e6
+    enough = without.fullest.total + with_.fullest.temporary - without.fullest.temporary
     assert enough < with_.fullest.total
     short = replace(slow.cluster, device=replace(SLOW, memory=enough))
     found = evaluate(short, with_.candidate)
@@ -211,7 +216,7 @@ def test_few_microbatches_tell_the_time_of_many(slow: Layouts) -> None:
 
 
 def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Layouts) -> None:
-    some = {"pipeline_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    some: dict[str, Any] = {"pipeline_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
     found = {}
     for parallel, copies in ((1, 4), (2, 2), (4, 1)):
         one = candidate(slow, "1f1b", expert_model_parallel_size=parallel, **some)

@@ -9,13 +9,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pipeline.planning.compose import least_memory, solve, solve_with_braids
+from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 
-__all__ = ["Planned", "Request", "Variant", "least_memory", "plan", "solve", "solve_with_braids"]
+__all__ = ["Planned", "Request", "Variant", "least_memory", "plan", "solve"]
 
 
 def plan(

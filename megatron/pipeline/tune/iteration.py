@@ -152,22 +152,25 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     costs = costs_of(cluster, candidate)
     between = between_pipelines(cluster, candidate, fixed, costs)
     family = families.named(variant.name)
-    chooses = family.plans_for_limits
-    # With braids there is a choice between megatron-core's order, which holds more, and others.
-    limit = min(left) if chooses or (candidate.overlaps and not candidate.is_stock and family.memory is None) else None
-    if not chooses and not candidate.offload:
+    limits: list[float | None] = [min(left) if family.plans_for_limits else None]
+    if not family.plans_for_limits and not candidate.offload:
         least = _least_peaks(candidate, costs)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
             return _infeasible(candidate, fixed, max(least))
-    try:
-        planned = _plan(candidate, costs, limit, beat - between)
-    except LimitTooLow as error:
-        return _infeasible(candidate, fixed, error.least)
-    if isinstance(planned, Dominated):
-        return planned
-    schedule, memory_bound, pipeline = planned
-    ranks = predict(args, schedule, candidate.layers)
-    if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
+        if candidate.overlaps and not candidate.is_stock and family.memory is None:
+            limits.append(max(least))  # without megatron-core's order of braids, which holds more, where that does not fit
+    for limit in limits:
+        try:
+            planned = _plan(candidate, costs, limit, beat - between)
+        except LimitTooLow as error:
+            return _infeasible(candidate, fixed, error.least)
+        if isinstance(planned, Dominated):
+            return planned
+        schedule, memory_bound, pipeline = planned
+        ranks = predict(args, schedule, candidate.layers)
+        if max(rank.total for rank in ranks) <= cluster.device.memory * (1 + 1e-9):
+            break
+    else:
         return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
@@ -258,14 +261,13 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
         The schedule, whether more memory might shorten it, and the seconds of a pipeline of all microbatches.
     """
     whole, count = candidate.microbatches, planned_microbatches(candidate)
-    problem, fastest = _problem(candidate, costs, count, limit), _fastest(candidate, costs)
-    bounded = replace(problem, costs=fastest)
-    more = (whole - count) * (max(_work(candidate, fastest)) / whole + costs.vocabulary.total)
-    free = lower_bound(replace(bounded, limits=None))
-    least = free if candidate.offload else lower_bound(bounded)  # what is in host memory is beyond the limits
+    problem = _problem(candidate, costs, count, limit)
+    more = (whole - count) * (max(_work(candidate, _fastest(candidate, costs))) / whole + costs.vocabulary.total)
+    free = lower_bound(replace(problem, limits=None))
+    least = free if candidate.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
         return Dominated(candidate, free + more <= beat, planned=False)
-    memory_bound = limit is not None and lower_bound(bounded) > _BOUND * free
+    memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
     schedule = _solve(candidate, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
@@ -280,11 +282,9 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
 def _solve(candidate: Candidate, problem: Problem) -> Schedule:
     """The schedule that training would run: stock has one order with braids, which holds a chunk's activations more."""
     name = candidate.variant.name
-    if not candidate.overlaps:
+    if not (candidate.overlaps and candidate.is_stock):
         return planning.solve(name, problem)
-    if not candidate.is_stock:
-        return planning.solve_with_braids(name, problem)
-    order = planning.solve(name, problem)
+    order = planning.solve(name, replace(problem, overlap=False))
     return combined(order) or order
 
 
@@ -294,10 +294,12 @@ def _fastest(candidate: Candidate, costs: Costs) -> Costs:
 
 
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
-    """A lower bound on every rank's memory under a family with one order: few microbatches, without vocabulary passes."""
+    """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids."""
     ranks = candidate.placement.ranks
     count = min(candidate.microbatches, 2 * ranks)
-    bare = replace(candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF}))
+    bare = replace(
+        candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF, "overlap_moe_expert_parallel_comm": False})
+    )
     schedule = planning.solve(candidate.variant.name, _problem(bare, costs, count, None))
     return activation_peaks(recomputed(candidate.args, Shape.of(candidate.args), schedule), costs)
 
