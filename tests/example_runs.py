@@ -90,7 +90,7 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     """Some iterations, planned again in between (stock is not), and some more.
 
     Args:
-        trains: "adapters", or "norms" alone, beside which every linear is frozen.
+        trains: "adapters", or in their place all weights with this in their names.
     """
     from megatron.pipeline.runtime import profiling, stage_passes
 
@@ -100,9 +100,8 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     low_rank.adapt(models)
     draw(models)
     weights = [(f"{chunk} {name}", weight) for chunk, model in enumerate(models) for name, weight in model.named_parameters()]
-    if trains == "norms":
-        for name, weight in weights:
-            weight.requires_grad_("layernorm" in name)
+    for name, weight in weights if trains != "adapters" else []:
+        weight.requires_grad_(trains in name)
     names = {id(weight): name for name, weight in weights}
     frozen = [(weight, weight.clone()) for _, weight in weights if not weight.requires_grad]
     chunks = own.wrap(pipeline, models)

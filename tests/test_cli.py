@@ -127,6 +127,24 @@ def test_draw_writes_pictures_of_schedules_and_recordings(planned: Path, tmp_pat
     assert picture.stat().st_size > 5000
 
 
+def test_draw_shows_what_a_recorded_iteration_was_planned_to_be(
+    capsys: pytest.CaptureFixture[str], planned: Path, tmp_path: Path
+) -> None:
+    ran, plan = ([[["F0.0", begin, 2], ["BW0.0", 2, end]]] for begin, end in ((0.25, 4), (1, 3)))
+    recorded = tmp_path / "iteration_0000005.json"
+    recorded.write_text(json.dumps({"timeline": {"ranks": ran}, "planned": {"timeline": {"ranks": plan}}}))
+    capsys.readouterr()  # of the fixture
+    text = run(capsys, "draw", str(recorded), str(planned))
+    titles = [line for line in text.splitlines() if line and not line.startswith(("rank", " "))]
+    assert titles[:2] == ["iteration_0000005, planned", "iteration_0000005"] and len(titles) == 3
+    for suffix in ("html", "png"):
+        assert run(capsys, "draw", str(recorded), "-o", str(tmp_path / f"page.{suffix}")).startswith("wrote ")
+    entries = re.findall(r'"title": ?"(iteration_0000005(?:, planned)?)"', (tmp_path / "page.html").read_text())
+    assert entries == ["iteration_0000005, planned", "iteration_0000005"]
+    recorded.write_text(json.dumps({"timeline": {"ranks": ran}, "planned": 3}))
+    assert f"{recorded}: not a timeline" in fail(capsys, "draw", str(recorded))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -250,6 +268,11 @@ def test_a_file_that_says_fused_of_split_backwards_is_not_believed(
     assert data["lower_bound"] <= data["span"]
     path.write_text(json.dumps(json.loads(planned.read_text()) | {"memory_limit": 10**400}))
     assert "memory_limit must be a number between 0 and 1e100" in fail(capsys, "simulate", str(path))
+
+
+def test_one_rank_is_not_said_to_be_several(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *PLAN[:3], "--pp", "1", "--microbatches", "1").startswith("zb-h1: 1 rank, 1 microbatch\n")
+    assert run(capsys, *PLAN).startswith("zb-h1: 4 ranks, 8 microbatches\n")
 
 
 def test_it_bears_a_missing_output() -> None:

@@ -63,10 +63,20 @@ def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
 
 
 def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
-    stock, ours = (pool.run(2, example_runs.lora, name, "norms") for name in ("stock", "zb-h1"))
+    stock, ours = (pool.run(2, example_runs.lora, name, "layernorm") for name in ("stock", "zb-h1"))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
         assert rank.weights and not any(rank.weights) and rank.changed == 0 and rank.planned_again
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_where_a_whole_stage_is_frozen_its_w_is_empty(pool: Pool, schedule: str) -> None:
+    """All but the output layer: no stage before the last has anything to compute in a backward."""
+    stock, ours = (pool.run(2, example_runs.lora, name, "output_layer") for name in ("stock", schedule))
+    assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
+    done = [name for rank in ours for one in rank.weights for name in one]
+    assert done and all(name.endswith(" output_layer.weight") for name in done)
+    assert any(not any(rank.weights) for rank in ours) and all(rank.changed == 0 for rank in ours)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.15])

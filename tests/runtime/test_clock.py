@@ -19,6 +19,14 @@ def test_waits_for_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert now() == 100.75
 
 
+def test_a_wait_between_its_two_readings_is_not_taken_from_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core is taken away for a second behind the first reading of the time."""
+    waits, moments = iter([0, 0, 1, 1]), iter([100.0, 101.0])
+    monkeypatch.setattr(clock.os, "pread", lambda *_: b"7 %d 12" % int(1e9 * next(waits)))
+    monkeypatch.setattr(clock.time, "time", lambda: next(moments))
+    assert clock.undisturbed()() == 100.0
+
+
 def test_it_says_what_the_kernel_does() -> None:
     now = clock.undisturbed()
     before, start = time.time(), now()

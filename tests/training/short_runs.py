@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 from contextlib import nullcontext
@@ -93,6 +94,23 @@ def batches(flags: str, count: int) -> tuple[tuple[int, int, int], list[list[int
             parallel_state.get_data_parallel_rank(),
         )
     return where, [batch["tokens"].flatten().tolist() if batch else [] for batch in found]
+
+
+def warned(flags: str) -> list[str]:
+    """What upstream's datasets warn of on this rank while ``batches`` reads one."""
+    found: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    upstream, keep = logging.getLogger("megatron.core.datasets"), Keep(logging.WARNING)
+    upstream.addHandler(keep)
+    try:
+        batches(flags, 1)
+    finally:
+        upstream.removeHandler(keep)
+    return found
 
 
 def metrics(path: Path) -> list[tuple[int, float, float]]:

@@ -194,6 +194,14 @@ def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
     assert words.format(tokens=tokens, padding=128 - tokens) in plan_in_words(args, pipeline)[0]
 
 
+def test_the_log_counts_what_there_is_one_of() -> None:
+    flags = f"{MODEL} --pipeline-model-parallel-size 1 --global-batch-size 2"
+    args, _, pipeline = program.prepare(flags.split(), world_size=1)
+    line = plan_in_words(args, pipeline)[0]
+    assert line.startswith(" layers of the model's 1 stage: 8; planned at equal costs for 1 microbatch: ")
+    assert line.endswith(" activations of at most 1 microbatch on a rank")
+
+
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
     assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"

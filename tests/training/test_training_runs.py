@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from pool import Pool
 from releases import CORE
-from training.short_runs import batches, metrics, train
+from training.short_runs import batches, metrics, train, warned
 
 from megatron.pipeline.trainer import checkpoint_files
 
@@ -261,3 +261,8 @@ def test_who_reads_what(pool: Pool, data: str, flags: str) -> None:
 def test_middle_stages_read_nothing(pool: Pool, data: str) -> None:
     found = dict(pool.run(4, batches, f"{data} --pipeline-model-parallel-size 4", 1))
     assert [bool(found[0, rank, 0][0]) for rank in range(4)] == [True, False, False, True]
+
+
+def test_mock_data_starts_without_warnings(pool: Pool) -> None:
+    """Upstream's, one for every split: that it does not keep in which order the made-up samples come."""
+    assert pool.run(1, warned, "--mock-data") == [[]]

@@ -15,6 +15,7 @@ from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.schedule.certify.certificate import Certificate, Hang, Outcome, certify
 from megatron.pipeline.schedule.certify.megatron import NAME, megatron_interleaved
 from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
+from megatron.pipeline.schedule.core.names import counted
 
 _SIZES = ("pp", "microbatches", "chunks")
 
@@ -120,7 +121,8 @@ def _text(source: Source, certificate: Certificate, cold: bool) -> Iterator[str]
     traffic, unlimited = certificate.traffic, certificate.unlimited
     chunks = f" with {traffic.placement.chunks} chunks each" if traffic.placement.chunks > 1 else ""
     start = ", cold start" if cold else ""
-    yield f"{traffic.name}: {traffic.ranks} ranks{chunks}, {traffic.microbatches} microbatches; {source.how}{start}"
+    size = f"{counted(traffic.ranks, 'rank')}{chunks}, {counted(traffic.microbatches, 'microbatch')}"
+    yield f"{traffic.name}: {size}; {source.how}{start}"
     wide = max(len(outcome.transport.name) for outcome in certificate.outcomes)
     for outcome in certificate.outcomes:
         yield f"  {outcome.transport.name:<{wide}}  {_verdict(outcome, unlimited)}"

@@ -31,6 +31,7 @@ from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.refusals import Refusal, folded, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.time.jitter import expected
@@ -159,7 +160,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
 
 def _plot(compared: Comparison, path: str, unit: str) -> None:
     request, objective = compared.request, compared.objective
-    title = f"{request.ranks} ranks, {request.microbatches} microbatches"
+    title = f"{counted(request.ranks, 'rank')}, {counted(request.microbatches, 'microbatch')}"
     if compared.jitters:
         draw_robustness(compared.spans, path, title=title, measured=objective)
         return

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import Commands, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
-from megatron.pipeline.planning.document import is_schedule, naming, read_timeline
+from megatron.pipeline.planning.document import is_schedule, naming, read_recorded_plan, read_timeline
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.simulate import activation_profile
@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> None:
     for path in options.files:
         timeline, planned = read_timeline(path, changes(options))
         title = planned.title if planned else Path(path).stem
-        shown[f"{title} ({path})" if title in shown else title] = timeline, planned
+        title = f"{title} ({path})" if title in shown else title
+        if (plan := read_recorded_plan(path)) is not None:
+            shown[f"{title}, planned"] = plan, None
+        shown[title] = timeline, planned
     if suffix == ".html":
         page(options.output, shown)
         wrote(options.output)

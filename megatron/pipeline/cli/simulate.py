@@ -8,6 +8,7 @@ from megatron.pipeline.cli.arguments import Commands, cost_flags, goal_flags, of
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, put
 from megatron.pipeline.planning.document import read, report
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.lower.program import Send
 from megatron.pipeline.schedule.rules.verify import verify_programs
 
@@ -54,6 +55,6 @@ def verify_file(options: argparse.Namespace) -> None:
     schedule = planned.schedule
     verify_programs(schedule, planned.programs)
     sends = sum(isinstance(operation, Send) for program in planned.programs for operation in program)
-    shape = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
+    shape = f"{counted(schedule.ranks, 'rank')}, {counted(schedule.microbatches, 'microbatch')}"
     count = f"{sum(map(len, schedule.passes))} passes and {sends} sends"
     print(f"{options.file}: {schedule.name} ({shape}) obeys every rule; {count}, no deadlock")

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.view import Consecutive, render
 
@@ -65,7 +66,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
     spread = f", vocabulary spread ({data['vocab_parallel']})" if data.get("vocab_parallel") else ""
-    title = f"{data['schedule']}: {data['pp']} ranks{chunks}, {data['microbatches']} microbatches{spread}"
+    title = f"{data['schedule']}: {counted(data['pp'], 'rank')}{chunks}, {counted(data['microbatches'], 'microbatch')}{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 

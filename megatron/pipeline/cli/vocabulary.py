@@ -16,6 +16,7 @@ from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate
 from megatron.pipeline.costmodel.parameters import parameter_bytes
 from megatron.pipeline.planning.request import MOST_PASSES, check_size
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -131,9 +132,10 @@ def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape)
 
 
 def _text(options: argparse.Namespace, rows: list[dict[str, Any]], device: Device) -> str:
+    size = f"{counted(options.pp, 'rank')}, {counted(options.microbatches, 'microbatch')}"
     title = (
-        f"{options.schedule}: {options.pp} ranks, {options.microbatches} microbatches of {options.micro_batch_size} x "
-        f"{options.seq} tokens; {options.layers} layers, hidden size {options.hidden}"
+        f"{options.schedule}: {size} of {options.micro_batch_size} x {options.seq} tokens; {options.layers} layers, "
+        f"hidden size {options.hidden}"
     )
 
     def table(what: str, cell: Callable[[dict[str, Any]], str]) -> str:

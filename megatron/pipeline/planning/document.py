@@ -182,6 +182,21 @@ def read_timeline(path: str, changes: Changes) -> tuple[Timeline, Planned | None
     return planned.timeline, planned
 
 
+def read_recorded_plan(path: str) -> Timeline | None:
+    """What an iteration was planned to be that a training has recorded; None for other files.
+
+    Raises:
+        ValueError: the file cannot be read, or its plan is malformed; the message names the file.
+    """
+
+    def plan(text: str) -> Timeline | None:
+        recorded = json.loads(text)
+        beside = recorded.get("planned") if isinstance(recorded, dict) else None
+        return None if beside is None else Timeline.from_json(json.dumps(beside))
+
+    return None if is_schedule(path) else naming(path, plan)
+
+
 def naming(path: str, read: Callable[[str], _Read]) -> _Read:
     """What ``read`` makes of the text of a file; its complaints name the file.
 

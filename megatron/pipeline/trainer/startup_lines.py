@@ -16,7 +16,7 @@ from megatron.pipeline.model.layout import last_stage_in_layers, stage_layers
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.kinds import Flow
-from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.names import OFF, counted
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.shards import Shards
@@ -43,7 +43,7 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
         f"{args.tensor_model_parallel_size} tensor x {args.pipeline_model_parallel_size} pipeline x "
         f"{args.context_parallel_size} context x {args.data_parallel_size} data parallel"
     )
-    words = f" schedule {pipeline.name} on {torch.distributed.get_world_size()} ranks ({sizes})"
+    words = f" schedule {pipeline.name} on {counted(torch.distributed.get_world_size(), 'rank')} ({sizes})"
     if loaded:
         return [f"{words}, {'with the weights of' if args.finetune else 'going on from'} {loaded}"]
     missing = [f" WARNING: no checkpoint in {args.load}: training starts from iteration 0 with new weights"] if args.load else []
@@ -71,7 +71,7 @@ _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braid
 
 def _plan(args: Namespace, pipeline: Pipeline) -> str:
     layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
-    words = f" layers of the model's {len(layers)} stages: {' '.join(map(str, layers))}"
+    words = f" layers of the model's {counted(len(layers), 'stage')}: {' '.join(map(str, layers))}"
     if args.vocab_parallel != OFF:
         words += f"; {_shards(args)}"
     if args.layer_redistribution:
@@ -81,11 +81,11 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
     planned = pipeline.plan(max(microbatch_counts(args)))
     objective = pipeline.objective
     length = f"{objective} {1e3 * objective.length(planned.timeline):.4g} ms, " if pipeline.costs else ""
-    held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else f"{planned.peak:.4g} microbatches"
+    held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else counted(float(planned.peak), "microbatch")
     at = "these costs" if pipeline.costs else "equal costs"
     bubble = objective.bubble_rate(planned.timeline)
     words += (
-        f"; planned at {at} for {planned.schedule.microbatches} microbatches: {length}bubble {bubble:.1%} "
+        f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble {bubble:.1%} "
         f"of the {objective}, activations of at most {held} on a rank"
     )
     if args.overlap_moe_expert_parallel_comm:
