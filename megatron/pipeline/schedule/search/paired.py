@@ -31,7 +31,7 @@ class Policy(NamedTuple):
         caps: by stage, how many microbatches it may hold when a forward has run alone; one that is braided may be one more.
         patience: how long a pass that is ready waits for a partner, in braids.
         deep_forwards, deep_backwards: whether the last chunk comes first where several are ready, or the first.
-        split: whether a backward without a partner leaves its weights' gradients to a W.
+        split: which backwards leave their weights' gradients to a W: none (0), those without a partner (1), or all (2).
         spare: of the limits, in activations of a stage: with less room ranks may get less in each other's way.
     """
 
@@ -39,7 +39,7 @@ class Policy(NamedTuple):
     patience: float
     deep_forwards: bool
     deep_backwards: bool
-    split: bool
+    split: int
     spare: int = 0
 
 
@@ -51,7 +51,8 @@ def paired(problem: Problem) -> Order | None:
     if problem.recompute or problem.splits > 1 or problem.placement.replicas > 1:
         return None
     trials = _Trials(problem)
-    last, splits = problem.placement.last_stage, (True, False) if len(problem.fused) <= problem.placement.last_stage else (False,)
+    last = problem.placement.last_stage
+    splits = (1, 0, 2) if len(problem.fused) <= last else (0,)
     spares = (0, 1, 2) if problem.limits else (0,)
     for spare, patience, split, forwards, backwards in product(spares, (0.5, 0.0), splits, (True, False), (True, False)):
         for share in _SHARES:
@@ -208,7 +209,7 @@ class _Run:
 
     def _backward_kind(self, rank: int, stage: int, in_braid: bool) -> Kind:
         """B or BW: W and BW of a chunk are in microbatch order."""
-        whole = in_braid or not self.policy.split or stage in self.problem.fused
+        whole = self.policy.split < (2 if in_braid else 1) or stage in self.problem.fused
         return Kind.BW if whole and all(other != stage for other, _ in self.weights[rank]) else Kind.B
 
     def _start_weights(self, rank: int, moment: float) -> None:
