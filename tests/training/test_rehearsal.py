@@ -24,8 +24,9 @@ OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 
 
 def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any]:
     """What a rehearsal found, once its losses are those of the same training without one."""
-    flags = f"--mock-data --pipeline-schedule {flags}"
+    flags, parking, _ = f"--mock-data --pipeline-schedule {flags}".partition(" --rehearse-park")
     assert pool.run(ranks, train, f"{flags} --metrics {folder}/plain.jsonl") == [""] * ranks
+    flags += parking
     rehearsal = f"--rehearse --rehearse-dir {folder}/found --rehearse-hop 0.001"
     assert pool.run(ranks, train, f"{flags} --metrics {folder}/rehearsed.jsonl {rehearsal}") == [""] * ranks
     assert metrics(folder / "rehearsed.jsonl") == metrics(folder / "plain.jsonl")
@@ -34,6 +35,8 @@ def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any
 
 
 WHOLE = pytest.mark.whole
+PP2 = "--pipeline-model-parallel-size 2"
+VOCABULARY = {"F", "B", "W", "S", "T", "IF", "IB"}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,9 @@ WHOLE = pytest.mark.whole
         pytest.param(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}, marks=WHOLE),
         (2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
         (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
+        (2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}),
+        (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 --rehearse-park", {"F", "B", "W"}),
+        pytest.param(2, f"v-half --use-distributed-optimizer --vocab-parallel 2 {PP2} --rehearse-park", VOCABULARY, marks=WHOLE),
         pytest.param(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(
@@ -90,6 +96,9 @@ FLAGS = (
     [
         ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
         ("--rehearse-hop 1e-4", "--rehearse-hop is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse-park", "--rehearse-park is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse --rehearse-park --post-validation", "one rank's weights .* does not go with --post-validation: leave one"),
+        ("--rehearse --rehearse-park --pipeline-schedule stock", "does not go with --pipeline-schedule stock: leave one"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
         ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave --save"),
