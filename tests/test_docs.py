@@ -220,5 +220,22 @@ def test_words_that_hide_what_is_meant_are_not_used() -> None:
 def test_references_are_defined_and_used(path: str) -> None:
     """Links such as ``[a paper][2401.10241]``, whose address stands at the page's end."""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", (ROOT / path).read_text(encoding="utf-8"), flags=re.M | re.S)
-    defined = re.findall(r"^\[([\w.]+)\]: https://arxiv\.org/abs/\1$", text, re.M)
+    defined = dict(re.findall(r"^\[([\w.]+)\]: (https://\S+)$", text, re.M))
+    assert all(where == f"https://arxiv.org/abs/{name}" for name, where in defined.items() if re.fullmatch(r"\d+\.\d+", name))
     assert sorted(defined) == sorted(set(re.findall(r"\]\[([^]]*)\]", text)))
+
+
+def test_messages_that_are_quoted_are_messages() -> None:
+    """Those of the page of symptoms, between backquotes: their words stand in the code."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    code = " ".join(
+        path.read_text(encoding="utf-8") for folder in ("megatron", "patches") for path in (ROOT / folder).rglob("*.py")
+    )
+    spoken = re.sub(r'"\s+f?"', "", code)
+    for words in (
+        "above the limit of", "; this schedule needs", "or take a schedule that holds less", "Out of memory: ", "did you mean",
+        "is of another model: ", "could not be loaded", "unknown flag", "is not in this project's pretrain_gpt.py",
+        "lacks what megatron.pipeline relies on",
+    ):  # fmt: skip
+        assert words in " ".join(page.split()), f"the page does not quote {words!r} any more"
+        assert words in spoken, f"no message has {words!r}"
