@@ -79,6 +79,21 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("hop", ["H100-80GB", "0.001"])
+def test_replicas_sum_their_gradients_over_the_links_that_are_named(pool: Pool, tmp_path: Path, hop: str) -> None:
+    flags = f"--mock-data --pipeline-schedule zb-h1 {PP2} --rehearse --rehearse-dir {tmp_path} --rehearse-hop {hop}"
+    assert pool.run(4, train, f"{flags} --untie-embeddings-and-output-weights") == [""] * 4
+    found = json.loads((tmp_path / "rehearsal.json").read_text())
+    seconds = found["passes_seconds"] + found["step_seconds"]
+    if hop != "H100-80GB":
+        assert found["replicas_seconds"] is None and found["iteration_seconds"] == seconds
+        return
+    link, layer = named(hop).within, 12 * 32**2 + 13 * 32
+    # Rank 0: two layers, the embedding (vocabulary padded to 384) and 16 positions; float32, without overlap.
+    assert found["replicas_seconds"] == pytest.approx(link.all_reduce(4 * (2 * layer + 384 * 32 + 16 * 32), 2))
+    assert found["iteration_seconds"] == seconds + found["replicas_seconds"]
+
+
 def test_its_costs_plan_the_next_training(pool: Pool, tmp_path: Path) -> None:
     rehearsed(pool, tmp_path, 2, "zb-auto --pipeline-model-parallel-size 2")
     flags = f"--mock-data --pipeline-schedule zb-auto --pipeline-costs {tmp_path}/found/costs.json"

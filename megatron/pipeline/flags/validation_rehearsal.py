@@ -17,9 +17,12 @@ _PER_NODE = 8  # GPUs of a machine that is rehearsed for
 def check_rehearsal(args: Namespace) -> None:
     """Refuse flags that do not go with ``--rehearse``, and make a number of ``--rehearse-hop``: seconds.
 
+    Sets ``rehearse_links``: those of the machine that ``--rehearse-hop`` names, or None.
+
     Raises:
         ValueError: says which, and what to do.
     """
+    args.rehearse_links = None
     if not args.rehearse:
         if wrong := given(args, "rehearse_hop", "rehearse_dir", "rehearse_park"):
             raise ValueError(f"{wrong[0]} is for a rehearsal: add --rehearse, or leave it out")
@@ -68,9 +71,10 @@ def _hop(text: str | float, args: Namespace) -> float:
 
 
 def _over_links(gpu: device.Device, args: Namespace) -> float:
-    """The same over the links of a kind of GPU, for the layout that the flags have."""
+    """The same over the links of a kind of GPU, for the layout that the flags have; keeps these links."""
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     sizes = tensor, context, args.expert_model_parallel_size, args.data_parallel_size, args.pipeline_model_parallel_size
     number = 2 if args.bf16 or args.fp16 else 4  # bytes
     size = number * args.micro_batch_size * args.seq_length * args.hidden_size
-    return Links.of(gpu, _PER_NODE, *sizes).hop.seconds(size / context / (tensor if args.sequence_parallel else 1))
+    args.rehearse_links = links = Links.of(gpu, _PER_NODE, *sizes)
+    return links.hop.seconds(size / context / (tensor if args.sequence_parallel else 1))

@@ -17,6 +17,7 @@ from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import FixedMemory, RankMemory, fixed_memory, gradient_bytes, predict, recomputed
+from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.planning.request import Request, Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
@@ -30,7 +31,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 
-BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -260,11 +260,7 @@ def links_of(cluster: Cluster, args: Namespace) -> Links:
 
 
 def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
-    """Seconds from the end of one pipeline to the start of the next on the slowest rank.
-
-    Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
-    ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what is longer than these counts, and the last bucket.
-    """
+    """Seconds from the end of one pipeline to the start of the next on the slowest rank: see ``replica_seconds`` too."""
     args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
     copies = args.data_parallel_size * args.context_parallel_size
     count = max(each.count.total for each in fixed)
@@ -281,16 +277,7 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedM
     rows = candidate.placement.stages
     backward = min(sum(work[stage].backward + work[stage].weight for stage in row) for row in rows)
     forward = min(sum(work[stage].forward for stage in row) for row in rows)
-    once = links.data.all_gather(gradient_bytes(args) * count, copies)
-    if not args.use_distributed_optimizer:
-        once *= 2
-    bucket = once * min(1.0, BUCKET / count)
-    reduce = max(bucket, once - backward) if args.overlap_grad_reduce else once
-    gather = 0.0
-    if args.use_distributed_optimizer:
-        gather = links.data.all_gather(gpt.number_bytes(args) * count, copies)
-        gather = max(0.0, gather - forward) if args.overlap_param_gather else gather
-    return step + tied + reduce + gather
+    return step + tied + replica_seconds(args, links, count, forward, backward)
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
