@@ -36,7 +36,6 @@ def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any
 
 WHOLE = pytest.mark.whole
 PP2 = "--pipeline-model-parallel-size 2"
-VOCABULARY = {"F", "B", "W", "S", "T", "IF", "IB"}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ VOCABULARY = {"F", "B", "W", "S", "T", "IF", "IB"}
         (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
         (2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}),
         (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 --rehearse-park", {"F", "B", "W"}),
-        pytest.param(2, f"v-half --use-distributed-optimizer --vocab-parallel 2 {PP2} --rehearse-park", VOCABULARY, marks=WHOLE),
+        pytest.param(2, f"v-half --use-distributed-optimizer {PP2} --rehearse-park", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(
@@ -114,6 +113,7 @@ FLAGS = (
         ("--rehearse-park", "--rehearse-park is for a rehearsal: add --rehearse, or leave it out"),
         ("--rehearse --rehearse-park --post-validation", "one rank's weights .* does not go with --post-validation: leave one"),
         ("--rehearse --rehearse-park --pipeline-schedule stock", "does not go with --pipeline-schedule stock: leave one"),
+        ("--rehearse --rehearse-park --vocab-parallel 2", "does not go with --vocab-parallel 2: leave one"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
         ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave --save"),
@@ -123,6 +123,11 @@ FLAGS = (
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         validate(parse(f"{FLAGS} {flags}".split()), 2)
+
+
+def test_replicas_that_park_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not go with 2 data-parallel replicas: leave one of them out"):
+        validate(parse(f"{FLAGS} --rehearse --rehearse-park".split()), 4)
 
 
 @pytest.mark.parametrize(("hop", "seconds"), [("2e-4", 2e-4), ("H100-80GB", None), ("{tmp_path}/mine.json", 0.5)])

@@ -50,6 +50,7 @@ def _check_parking(args: Namespace) -> None:
         f"--pipeline-schedule {STOCK}": args.pipeline_schedule == STOCK,
         "--post-validation": args.post_validation,
         f"--offload {args.offload}": args.offload != OFF,
+        f"--vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,  # its collectives compute with weights
         f"{args.data_parallel_size} data-parallel replicas": args.data_parallel_size > 1,
     }
     if wrong := [name for name, present in refused.items() if present]:
