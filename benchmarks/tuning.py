@@ -16,7 +16,8 @@ from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.cli.tune import base_flags
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.memory import GIB
-from megatron.pipeline.tune.iteration import Cluster, Result
+from megatron.pipeline.tune.candidate import Cluster
+from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.search import WORK, search
 from megatron.pipeline.tune.write import chosen, extras

@@ -19,6 +19,8 @@ from pool import Pool
 
 from megatron.pipeline.cli.memory import STOCK_1F1B, Prediction, predicted, report
 from megatron.pipeline.costmodel.memory import GIB
+from megatron.pipeline.costmodel.parameters import activated_parameters, total_parameters
+from megatron.pipeline.shape.gpt import Shape
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "configs").rglob("*.yaml"), key=lambda path: (path.parent.name, len(path.name), path.name))
@@ -26,6 +28,15 @@ DOCUMENT = ROOT / "configs" / "README.md"
 GPU = 80 * GIB
 FIRST_LINE = "# Predicted GiB of every pipeline rank (mpipe memory), for GPUs of 80:"
 HEAD = "| file | billion parameters | GPUs | PP x TP | schedule | GiB | GiB under `stock` |\n|---|---:|---:|---|---|---:|---:|\n"
+
+
+# Billions that are published with the models, of parameters and of those that a token meets.
+PUBLISHED = {
+    "deepseek_v3/671B": (671, 37),
+    "mixtral/8x7B": (46.7, 12.9),
+    "qwen3/30B-A3B": (30.5, 3.3),
+    "qwen3/235B-A22B": (235, 22),
+}
 
 
 @cache
@@ -36,9 +47,10 @@ def predictions(path: Path) -> tuple[Prediction, Prediction]:
     """
     told = yaml.safe_load(path.read_text(encoding="utf-8"))
     unit = told["micro-batch-size"]
-    samples = min(told["global-batch-size"], 2 * told["pipeline-model-parallel-size"] * unit)
+    replicas = told.get("expert-model-parallel-size", 1)  # of all but experts
+    samples = min(told["global-batch-size"], 2 * told["pipeline-model-parallel-size"] * unit * replicas)
     flags = ["--config", str(path), "--global-batch-size", str(samples)]
-    return predicted(flags), predicted(flags, changes=STOCK_1F1B)
+    return predicted(flags, replicas), predicted(flags, replicas, changes=STOCK_1F1B)
 
 
 def comment(path: Path) -> str:
@@ -65,13 +77,11 @@ def row(path: Path) -> str:
     values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
     extras = [f"`{flag} {value}`" for flag, value in values.items() if value != "off"]
     size = [f"{one.fullest.total / GIB:.1f}" + (", too much" if one.fullest.total > GPU else "") for one in (own, stock)]
-    gpus = told["pp"] * told["tp"]
+    gpus, experts = told["pp"] * told["tp"] * told["dp"], args.expert_model_parallel_size
+    layout = f"{told['pp']} x {told['tp']}" + (f", EP {experts}" if experts > 1 else "")
     schedule = ", ".join([f"`{args.pipeline_schedule}`", *extras])
     name = path.relative_to(ROOT / "configs")
-    return (
-        f"| [{name}]({name}) | {told['parameters'] / 1e9:.3g} | {gpus} "
-        f"| {told['pp']} x {told['tp']} | {schedule} | {size[0]} | {size[1]} |\n"
-    )
+    return f"| [{name}]({name}) | {told['parameters'] / 1e9:.3g} | {gpus} | {layout} | {schedule} | {size[0]} | {size[1]} |\n"
 
 
 def listed() -> list[str]:
@@ -88,9 +98,17 @@ def test_a_file_says_what_is_predicted(path: Path) -> None:
     assert said(text) == comment(path)
     assert row(path) == listed()[FILES.index(path)]
     assert text.startswith("# ") and not own.args.data_path and not own.args.tokenizer_model
-    if path.stem.endswith("B"):
+    if path.stem.endswith("B") and str(path.relative_to(ROOT / "configs").with_suffix("")) not in PUBLISHED:
         billions = 7.62 if path.parent.name == "qwen2" else float(path.stem.removesuffix("B"))
         assert report(own)["parameters"] / 1e9 == pytest.approx(billions, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "billions"), PUBLISHED.items(), ids=str)
+def test_experts_have_the_sizes_that_are_published(name: str, billions: tuple[float, float]) -> None:
+    args = predictions(ROOT / "configs" / f"{name}.yaml")[0].args
+    shape, tied = Shape.of(args), not args.untie_embeddings_and_output_weights
+    assert total_parameters(shape, tied) / 1e9 == pytest.approx(billions[0], rel=0.01)
+    assert activated_parameters(shape, tied) / 1e9 == pytest.approx(billions[1], rel=0.03)
 
 
 def test_the_document_has_all_of_them() -> None:

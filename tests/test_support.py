@@ -10,8 +10,10 @@ from megatron.pipeline.patches import compat
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli.support import markdown
-from megatron.pipeline.flags.flags import add_flags
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flags import Role, add_flags, flag_of, neutral
 from megatron.pipeline.flags.support import FEATURES, Feature, Support, of_flag, untested
+from megatron.pipeline.flags.validation_latent import check_trained
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 
@@ -89,7 +91,16 @@ def test_pretrain_gpt_has_flags_for_what_it_supports_alone(feature: Feature) -> 
     name, values = next(iter(feature.names.items()))
     choices = flags[name].choices if name in flags else None
     has = name in flags and (choices is None or not values or any(value in choices for value in values))
-    assert has == (feature.trainer is not Support.REFUSED)
+    assert has == (feature.trainer is not Support.REFUSED or name in neutral(Role.PREDICTED))
+
+
+@pytest.mark.parametrize("name", neutral(Role.PREDICTED))
+def test_training_refuses_what_is_predicted_alone(name: str) -> None:
+    args = parse([])
+    check_trained(args)
+    setattr(args, name, 64)
+    with pytest.raises(ValueError, match=f"{flag_of(name)} .*is not in this project's pretrain_gpt.py: mpipe launch"):
+        check_trained(args)
 
 
 def test_the_page_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:

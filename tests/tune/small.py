@@ -11,7 +11,8 @@ from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
-from megatron.pipeline.tune.iteration import Candidate, Cluster, Result, evaluate
+from megatron.pipeline.tune.candidate import Candidate, Cluster
+from megatron.pipeline.tune.iteration import Result, evaluate
 from megatron.pipeline.tune.layouts import Choices, Layouts
 
 # 0.4 billion parameters; hardly a vocabulary, so that stages are equal.

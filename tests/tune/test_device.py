@@ -99,8 +99,7 @@ def test_rings() -> None:
     assert link.seconds(40) == 0.5 + 4
     assert link.all_gather(40, 4) == 3 * (0.5 + 1)
     assert link.all_reduce(40, 4) == 6 * (0.5 + 1)
-    assert link.all_to_all(40, 4) == 3 * (0.5 + 1)
-    for nothing in (link.seconds(0), link.all_gather(0, 4), link.all_reduce(40, 1), link.all_to_all(40, 1)):
+    for nothing in (link.seconds(0), link.all_gather(0, 4), link.all_reduce(40, 1)):
         assert nothing == 0
 
 

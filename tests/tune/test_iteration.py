@@ -15,16 +15,8 @@ from megatron.pipeline.costmodel.memory import fixed_memory
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune import iteration, relax
-from megatron.pipeline.tune.iteration import (
-    Candidate,
-    Dominated,
-    Infeasible,
-    Result,
-    between_pipelines,
-    costs_of,
-    evaluate,
-    least_seconds,
-)
+from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, between_pipelines, costs_of, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 
 RECOMPUTE = FULL_RECOMPUTE | {"recompute_fused_backward": True}

@@ -17,7 +17,8 @@ from tune.small import candidate, layouts, on_device, result
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.tune import relax, search, write
-from megatron.pipeline.tune.iteration import Candidate, Dominated, Infeasible, Result, evaluate, least_seconds
+from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds
 from megatron.pipeline.tune.layouts import FULL_RECOMPUTE, Layouts
 from megatron.pipeline.tune.search import Place, place
 

@@ -22,7 +22,8 @@ from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.tune.iteration import SIZES, Candidate, Cluster, Result
+from megatron.pipeline.tune.candidate import SIZES, Candidate, Cluster
+from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import Choices, Layouts
 from megatron.pipeline.tune.relax import least_needed, smallest_changes
 from megatron.pipeline.tune.search import BEST, WORK, SearchResult, search

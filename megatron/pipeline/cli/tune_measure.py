@@ -129,8 +129,10 @@ def text(found: Measurements, args: Namespace, measured: Device) -> str:
 def _model(flags: list[str]) -> Namespace:
     """The flags of a model, complete."""
     from megatron.pipeline.flags.validation import validate
+    from megatron.pipeline.flags.validation_latent import check_trained
 
     args = read_flags(flags, _ALONE)
+    check_trained(args)
     validate(args, 1)
     return args
 

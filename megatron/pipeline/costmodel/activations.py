@@ -58,24 +58,34 @@ def layer_activation(shape: Shape) -> float:
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", section 4: what W needs
     (``layer_retained``: B's gradients are as large as the tensors that it reads), two dropout masks (2sbh), and without fused
     attention its matrices (5as^2b). t tensor-parallel ranks share all but 10sbh, and under sequence parallelism these as well.
-    Queries and keys before their norm come on top, and with experts a second copy of the tokens that go to them.
+    Queries and keys before their norm come on top, the copies for all heads of a key's part with the position, and with experts a
+    second copy of the tokens that go to them.
     """
-    normalised = shape.holding.number * (shape.queries + shape.keys_and_values / 2) if shape.qk_norm else 0
+    more = shape.keys_and_values - shape.projected_keys_and_values
+    normalised = shape.queries_and_keys if shape.qk_norm and not shape.latent else 0
     return (
         layer_retained(shape)
         + layer_masks(shape)
         + attention_matrices(shape)
-        + shape.tokens * normalised * shape.holding.of_cut_layers
+        + shape.tokens * shape.holding.number * (normalised + more) * shape.holding.of_cut_layers
     )
 
 
 def layer_retained(shape: Shape) -> float:
     """Bytes of a layer that W needs: 32sbh for a plain GPT in 16 bits (Qi et al., table 1).
 
-    These are the inputs of its four products (h, queries, h and the MLP's width) and the gradients of their outputs.
+    These are the inputs of its four products (h, queries, h and the MLP's width) and the gradients of their outputs. Narrow
+    vectors from which queries, keys and values are made are outputs and inputs too, and cut as hidden states are.
     """
-    whole = 4 * shape.hidden
-    cut = 2 * shape.queries + shape.keys_and_values + (3 if shape.gated else 2) * shape.ffn + 2 * _dispatched(shape)
+    narrow = shape.latent.width + shape.latent.normalised if shape.latent else 0
+    whole = 4 * shape.hidden + narrow
+    cut = (
+        shape.attended
+        + shape.queries
+        + shape.projected_keys_and_values
+        + (3 if shape.gated else 2) * shape.ffn
+        + 2 * _dispatched(shape)
+    )
     return shape.tokens * shape.holding.number * (whole * shape.holding.of_whole_layers + cut * shape.holding.of_cut_layers)
 
 
@@ -94,7 +104,7 @@ def attention_matrices(shape: Shape) -> float:
     if not held.attention_matrices:
         return 0.0
     each = 2 * held.number + 1 if held.attention_masks else held.number
-    repeated = held.number * (2 * shape.queries - shape.keys_and_values)
+    repeated = held.number * (shape.queries + shape.attended - shape.keys_and_values)
     return shape.tokens * (each * shape.seq * shape.heads + repeated) * held.of_cut_layers
 
 
@@ -116,13 +126,27 @@ def layer_checkpoint(shape: Shape) -> float:
     return max(layer_activation(shape) - gone, hidden_bytes(shape))
 
 
-def layer_temporary(shape: Shape) -> float:
+def layer_temporary(shape: Shape, overlap: bool = False) -> float:
     """Bytes that B of a layer needs for a moment: gradients on both sides of the MLP's activation, of hidden states, and of
-    attention's matrices where these stand."""
+    attention's matrices where these stand. Or, if these are more, what experts' all-to-alls send and receive.
+
+    Args:
+        overlap: whether all-to-alls of one microbatch run while another one computes: both then need theirs at once.
+    """
     held = shape.holding
     mlp = held.number * (3 if shape.gated else 2) * shape.ffn * held.of_cut_layers
     matrices = 2 * held.number * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
-    return shape.tokens * (mlp + matrices) + 2 * hidden_bytes(shape)
+    computing, exchanging = shape.tokens * (mlp + matrices), exchanged_bytes(shape)
+    return (computing + exchanging if overlap else max(computing, exchanging)) + 2 * hidden_bytes(shape)
+
+
+def exchanged_bytes(shape: Shape) -> float:
+    """Bytes that a rank sends to the ranks with the experts of one layer, and that it gets from these, on average."""
+    experts = shape.experts
+    if not experts or experts.parallel == 1:
+        return 0.0
+    sent, received = (1, experts.parallel) if experts.gathered else (experts.topk, experts.topk)
+    return hidden_bytes(shape) * (sent + received * experts.tensor)
 
 
 def output_activation(shape: Shape) -> float:
@@ -154,5 +178,5 @@ def hidden_bytes(shape: Shape) -> float:
 
 
 def _dispatched(shape: Shape) -> float:
-    """Width of what goes to experts for every token, as a mean over the layers."""
-    return shape.experts.share * shape.experts.topk * shape.hidden if shape.experts else 0.0
+    """Width of what goes to experts for every token, as a mean over the layers; ranks that share each expert all get it."""
+    return shape.experts.share * shape.experts.topk * shape.hidden * shape.experts.tensor if shape.experts else 0.0

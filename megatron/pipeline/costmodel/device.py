@@ -48,10 +48,6 @@ class Link:
         """Seconds until every rank has the sum: a reduce-scatter and an all-gather."""
         return 2 * self.all_gather(size, ranks)
 
-    def all_to_all(self, size: float, ranks: int) -> float:
-        """Seconds until every rank has sent its part of ``size`` bytes of its own to each other one."""
-        return (ranks - 1) * (self.latency + size / ranks / self.bandwidth) if size else 0.0
-
 
 @dataclass(frozen=True)
 class MeasuredLayer:

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
 
 from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.activations import Held
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
-from megatron.pipeline.costmodel.links import Links, hop_seconds, layer_communication
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
+from megatron.pipeline.schedule.core.costs import PARTS, CopyCosts, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape import gpt
@@ -49,23 +52,33 @@ def estimate(
     """
     links = links or Links.within(device)
     slower = DURING_COLLECTIVES if vocabulary in (Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS) else 1.0
-    seconds, hop = layer_seconds(shape, device, links).times(slower), hop_seconds(shape, links)
+    hop = hop_seconds(shape, links)
     gap = device.latency + exposed_hops * hop
 
-    remade = recomputed_seconds(shape, device, seconds)
+    @cache
+    def of_layer(one: Shape) -> tuple[Work, float, dict[str, float]]:
+        seconds = layer_seconds(one, device, links).times(slower)
+        parts = {name: slower * part for name, part in layer_parts(one, device, links).items()}
+        return seconds, recomputed_seconds(one, device, seconds), parts
 
-    def stage(count: int, gap: float = 0.0) -> StageCosts:
+    def stage(first: int, count: int, gap: float = 0.0) -> StageCosts:
+        one = shape.of_layers(first, count)
+        seconds, remade, parts = of_layer(one)
         waits = Work(gap, gap, device.latency if gap else 0.0)
-        held = activations.held_by_stage(shape, count, split)
-        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=remade * count)
+        held = activations.held_by_stage(one, count, split)
+        known = {name: part * count for name, part in parts.items()} | ({"layers": count} if parts else {})
+        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=remade * count, **known)
 
-    stages = [stage(count, gap) for count in layers]
+    stages = [stage(first, count, gap) for first, count in zip(accumulate(layers, initial=0), layers, strict=False)]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
     if vocabulary is not None:
         return Costs(tuple(stages), hop, shard_costs(shape, placement.ranks, device, vocabulary, links), copies)
     ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
-    ends += shape.further * [(placement.last_stage, stage(1)), (placement.last_stage, output_costs(shape, device))]
+    ends += shape.further * [
+        (placement.last_stage, stage(shape.layers - 1, 1)),
+        (placement.last_stage, output_costs(shape, device)),
+    ]
     for index, more in ends:
         again = 0.0 if shape.holding.recomputes else more.recompute  # flags recompute layers alone
         stages[index] = _sum(stages[index], replace(more, recompute=again))
@@ -79,6 +92,21 @@ def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     measured = measured_layer(shape, device)
     own = computing_seconds(shape, device) if measured is None else Work(measured.forward, measured.backward, measured.weight)
     return own.plus(Work(*waits, 0.0))
+
+
+def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
+    """Seconds of those parts of a layer's passes that take turns with another microbatch's in a braid, by ``PARTS``.
+
+    None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass.
+    """
+    if not (shape.experts and shape.experts.parallel > 1 and shape.experts.share):
+        return {}
+    exchange = exchange_seconds(shape, links)
+    forward, backward = map(device.moving, traffic.expert_traffic(shape))
+    products = _seconds(device, gpt.expert_work(shape).times(shape.holding.of_cut_layers))
+    computing = products.plus(Work(forward, backward, 0.0))
+    seconds = (exchange, computing.forward, exchange, exchange, computing.backward, exchange, computing.weight)
+    return dict(zip(PARTS, seconds, strict=True))
 
 
 def computing_seconds(shape: Shape, device: Device) -> Work:
@@ -111,7 +139,7 @@ def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
     """What was measured of a layer of this size, if it was."""
     held = shape.holding
     wanted = layer_size(shape)
-    if held.context > 1 or shape.experts:
+    if held.context > 1 or shape.experts or shape.latent:
         return None
     return next((layer for layer in device.layers if _size(layer) == wanted), None)
 
@@ -188,5 +216,11 @@ def _stage(seconds: Work, held: Held, saved: float = 0.0) -> StageCosts:
 
 
 def _sum(one: StageCosts, other: StageCosts) -> StageCosts:
-    names = (field.name for field in fields(StageCosts) if field.name != "movable")  # all of it is
-    return StageCosts(**{name: one.value(name) + other.value(name) for name in names})
+    """Both in one stage; its parts and its layers are those of the halves that have some."""
+    costs: dict[str, Any] = {}
+    for name in (field.name for field in fields(StageCosts) if field.name != "movable"):  # all of it is
+        if name not in (*PARTS, "layers"):
+            costs[name] = one.value(name) + other.value(name)
+        elif given := [value for half in (one, other) if (value := getattr(half, name)) is not None]:
+            costs[name] = sum(given)
+    return StageCosts(**costs)

@@ -13,33 +13,64 @@ from megatron.pipeline.shape.gpt import Shape
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A group of ranks, of which each sends something of its own to each other one.
+
+    Attributes:
+        near, far: the links to ranks on the same node, and to those on others.
+        together: ranks of the group on a node; None for all.
+    """
+
+    near: Link
+    far: Link
+    together: int | None = None
+
+    def all_to_all(self, size: float, ranks: int) -> float:
+        """Seconds until every rank has sent its part of ``size`` bytes of its own to each other one.
+
+        Both links are in use at once, and parts go over each of them one after another. What leaves a node goes over the rank's
+        own card, which others do not help with as they do in a ring.
+        """
+        near = min(self.together or ranks, ranks)
+        part = size / ranks
+        return max((near - 1) * self.near.seconds(part), (ranks - near) * self.far.seconds(part))
+
+
+@dataclass(frozen=True)
 class Links:
     """What every kind of group talks over.
 
     Attributes:
         hop: from a stage to the next.
-        tensor, context, expert, data: within groups of these kinds.
+        tensor, context, data: within groups of these kinds.
+        experts: between ranks that share the experts of a layer, in a ring.
+        expert_data: between ranks with the same experts.
+        expert: between ranks that share the experts of a layer, where each sends to each.
     """
 
     hop: Link
     tensor: Link
     context: Link
-    expert: Link
     data: Link
+    experts: Link
+    expert_data: Link
+    expert: Spread
 
     @classmethod
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
-        return cls(device.hop, *[device.within] * 4)
+        near = device.within
+        return cls(device.hop, near, near, near, near, near, Spread(near, device.between))
 
     @classmethod
     def of(cls, device: Device, per_node: int, tensor: int, context: int, expert: int, data: int, pipeline: int) -> Links:
         """For a layout on nodes of ``per_node`` GPUs.
 
         Args:
-            expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism.
+            expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism; as many share
+                each of these as share the other layers.
         """
-        stage = tensor * context * data
+        stage, own = tensor * context * data, tensor * expert  # those of a stage, and those that have all of its experts
 
         def stays(ranks: int) -> bool:
             """Whether every group of that number of neighbours is on one node."""
@@ -52,14 +83,18 @@ class Links:
             mine = max(1, per_node // first)
             return Link(device.between.latency, min(device.within.bandwidth, mine * device.between.bandwidth))
 
+        together = None
+        if not stays(own):  # unless nodes have equal parts of every group, some rank is alone on its node
+            together = max(1, per_node // tensor) if own % per_node == 0 else 1
         return cls(
             # If any stage's neighbour is on another node: the slowest hop sets the pace of all.
             hop=device.hop if stage * pipeline <= per_node or pipeline == 1 else device.between,
             tensor=group(1, tensor),
             context=group(tensor, context),
-            # All-to-alls send to every rank by itself: what leaves a node shares each rank's own card.
-            expert=device.within if stays(tensor * expert) else device.between,
             data=group(tensor, context * data),
+            experts=group(tensor, expert),
+            expert_data=group(own, stage // own),
+            expert=Spread(device.within, device.between, together),
         )
 
 
@@ -67,22 +102,41 @@ def layer_communication(shape: Shape, links: Links, attention: tuple[float, floa
     """Seconds that F and B of a layer wait for the ranks that share it.
 
     Tensor parallelism: two all-reduces in each, or as much as an all-gather and a reduce-scatter under sequence parallelism
-    (Korthikanti et al., section 4.2.2); that of W's inputs overlaps with B. Context parallelism: keys and values go round, in B
-    with their gradients, in parallel with attention, so only the excess counts. Experts: tokens go to theirs and back.
+    (Korthikanti et al., section 4.2.2); that of W's inputs overlaps with B. Experts have ``exchange_seconds`` twice in place of
+    one of these. Context parallelism: keys and values go round, in B with their gradients, in parallel with attention, so only
+    the excess counts.
 
     Args:
         attention: seconds of F and B of attention alone.
     """
-    held = shape.holding
+    held, experts = shape.holding, shape.experts
     hidden = held.number * shape.tokens * shape.hidden / held.context
-    tensor = 2 * links.tensor.all_reduce(hidden, held.tensor)
+    visited = experts.share if experts and not experts.shared_ffn else 0.0  # of the MLPs, by some tokens alone
+    tensor = (2 - visited) * links.tensor.all_reduce(hidden, held.tensor)
     around = links.context.all_gather(held.number * shape.tokens * shape.keys_and_values / held.tensor, held.context)
-    exchanged = 0.0
-    if shape.experts and shape.experts.parallel > 1:
-        sent = hidden / (held.tensor if held.sequence_parallel else 1) * shape.experts.topk
-        exchanged = 2 * shape.experts.share * links.expert.all_to_all(sent, shape.experts.parallel)
+    exchanged = 2 * exchange_seconds(shape, links)
     waits = [max(0.0, times * around - seconds) for times, seconds in zip((1, 2), attention, strict=True)]
     return tensor + exchanged + waits[0], tensor + exchanged + waits[1]
+
+
+def exchange_seconds(shape: Shape, links: Links) -> float:
+    """Seconds in which the tokens of a layer go to the experts that they visit, as a mean over the layers.
+
+    It takes as long to combine what experts make of them, and both ways in B. A token is sent once for every expert that it
+    visits; where each expert is cut, those that have its parts gather each other's tokens then. Or all ranks gather those of all.
+    """
+    held, experts = shape.holding, shape.experts
+    if not experts:
+        return 0.0
+    own = activations.hidden_bytes(shape)
+    if experts.gathered:
+        ranks = experts.parallel
+        across, sent = links.experts.all_gather(ranks * own, ranks), ranks * own
+    else:
+        sent = experts.topk * own
+        across = links.expert.all_to_all(sent, experts.parallel)
+    parts = links.tensor.all_gather(experts.tensor * sent, experts.tensor) if held.sequence_parallel else 0.0
+    return experts.share * (across + parts)
 
 
 def hop_seconds(shape: Shape, links: Links) -> float:

@@ -128,7 +128,11 @@ def fixed_memory(
     output_rank = None if vocabulary else placement.home(placement.last_stage)[0]
     found = []
     for rank, (stages, count) in enumerate(zip(placement.stages, counts, strict=True)):
-        temporary = activations.layer_temporary(shape) if sum(layers[stage] for stage in stages) else 0.0
+        temporary = (
+            activations.layer_temporary(shape, args.overlap_moe_expert_parallel_comm)
+            if sum(layers[stage] for stage in stages)
+            else 0.0
+        )
         if rank == output_rank:
             temporary = max(temporary, activations.output_temporary(shape))
         found.append(FixedMemory(count, state_bytes(args, count), temporary))
@@ -166,8 +170,13 @@ def optimizer_parameters(args: Namespace, count: Parameters) -> float:
     copies = args.data_parallel_size * args.context_parallel_size
     if not count.expert:
         return count.dense / copies
-    share = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-    return count.dense / copies + count.expert / (copies * args.tensor_model_parallel_size / share)
+    return count.dense / copies + count.expert / expert_copies(args)
+
+
+def expert_copies(args: Namespace) -> int:
+    """How many ranks have the same experts of a layer."""
+    ranks = args.data_parallel_size * args.context_parallel_size * args.tensor_model_parallel_size
+    return int(ranks // (args.expert_tensor_parallel_size * args.expert_model_parallel_size))
 
 
 def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:

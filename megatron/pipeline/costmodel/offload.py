@@ -41,5 +41,5 @@ def lean_activation(shape: Shape) -> float:
     That is ``activations.layer_activation`` without the outputs of both norms (4h), that of the activation function (8h) and the
     masks (2h); section 4.2 of the paper.
     """
-    attention = gpt.HALF * (2 * shape.hidden + 2 * shape.queries + shape.keys_and_values)
+    attention = gpt.HALF * (2 * shape.hidden + shape.queries + shape.attended + shape.keys_and_values)
     return shape.tokens * (attention + gpt.HALF * (2 if shape.gated else 1) * shape.ffn)

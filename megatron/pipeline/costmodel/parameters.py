@@ -75,11 +75,10 @@ def layer_parameters(shape: Shape, layer: int) -> Parameters:
     Tensor-parallel ranks each have the norms, and the biases of outputs that they add up.
     """
     hidden, tensor, experts = shape.hidden, shape.holding.tensor, shape.experts
-    heads = shape.queries + shape.keys_and_values
-    cut = hidden * (heads + shape.queries) + (heads if shape.qkv_bias else 0)
-    whole = 2 * shape.norm * hidden + (hidden if shape.biases else 0)
+    cut = shape.cut_attention_weights + (shape.queries + shape.projected_keys_and_values if shape.qkv_bias else 0)
+    whole = shape.latent_weights + 2 * shape.norm * hidden + (hidden if shape.biases else 0)
     if shape.qk_norm:
-        whole += 2 * shape.norm * shape.head_width
+        whole += shape.norm * (shape.latent.normalised if shape.latent else 2 * shape.head_width)
     if experts is None or not experts.layers[layer]:
         mlp_cut, mlp_whole = _mlp(shape, experts.dense_ffn if experts else int(shape.ffn))
         return Parameters((cut + mlp_cut) // tensor + whole + mlp_whole)
@@ -95,6 +94,15 @@ def total_parameters(shape: Shape, tied: bool) -> int:
     experts = shape.experts and replace(shape.experts, parallel=1, tensor=1)
     whole = replace(shape, experts=experts, holding=Holding())
     return parameters(whole, Placement(((0,),)), [shape.layers], None, tied)[0].total
+
+
+def activated_parameters(shape: Shape, tied: bool) -> int:
+    """The parameters of those that a token meets: of the experts only as many as it visits."""
+    idle = 0
+    if shape.experts:
+        each = sum(_mlp(shape, shape.experts.ffn))
+        idle = sum(shape.experts.layers) * (shape.experts.count - shape.experts.topk) * each
+    return total_parameters(shape, tied) - idle
 
 
 def parameter_bytes(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import gradient_bytes
+from megatron.pipeline.costmodel.memory import expert_copies, gradient_bytes
+from megatron.pipeline.costmodel.parameters import Parameters
 from megatron.pipeline.shape import gpt
 
 BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 
 
-def replica_seconds(args: Namespace, links: Links, count: float, forward: float, backward: float) -> float:
+def replica_seconds(args: Namespace, links: Links, count: Parameters, forward: float, backward: float) -> float:
     """Seconds that an iteration waits for the sum of gradients and for new weights.
 
     Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
@@ -24,12 +25,18 @@ def replica_seconds(args: Namespace, links: Links, count: float, forward: float,
     copies = args.data_parallel_size * args.context_parallel_size
     if copies == 1:
         return 0.0
-    once = links.data.all_gather(gradient_bytes(args) * count, copies)
+
+    def gathered(size: int) -> float:
+        """Seconds until all ranks with the same parameters have ``size`` bytes of each."""
+        of_experts = links.expert_data.all_gather(size * count.expert, expert_copies(args)) if count.expert else 0.0
+        return links.data.all_gather(size * count.dense, copies) + of_experts
+
+    once = gathered(gradient_bytes(args))
     if not args.use_distributed_optimizer:
         once *= 2
-    bucket = once * min(1.0, BUCKET / count)
+    bucket = once * min(1.0, BUCKET / count.total)
     reduce = max(bucket, once - backward) if args.overlap_grad_reduce else once
     if not args.use_distributed_optimizer:
         return reduce
-    gather = links.data.all_gather(gpt.number_bytes(args) * count, copies)
+    gather = gathered(gpt.number_bytes(args))
     return reduce + (max(0.0, gather - forward) if args.overlap_param_gather else gather)

@@ -25,7 +25,7 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     - experts' tokens are read and written on their way there and back.
     """
     held, number = shape.holding, shape.holding.number
-    before, heads = (2 if shape.gated else 1) * shape.ffn, shape.queries + shape.keys_and_values / 2
+    before, heads = (2 if shape.gated else 1) * shape.ffn, shape.queries_and_keys
     masks = 2 * held.hidden_masks / number
     whole_forward, whole_backward = (2 * 2 + 2 * 3) * shape.hidden, (2 * 5 + 2 * 5) * shape.hidden
     cut_forward, cut_backward = before + shape.ffn + 2 * heads, 2 * before + shape.ffn + 2 * heads
@@ -35,7 +35,10 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
     if shape.qkv_bias:
         cut_forward += 2 * (shape.queries + shape.keys_and_values)
         cut_backward += shape.queries + shape.keys_and_values
-    if shape.qk_norm:
+    if shape.qk_norm and shape.latent:
+        whole_forward += 2 * shape.latent.normalised
+        whole_backward += 5 * shape.latent.normalised
+    elif shape.qk_norm:
         cut_forward, cut_backward = cut_forward + 2 * heads, cut_backward + 5 * heads
     if shape.experts:
         routed = shape.experts.share * shape.experts.topk * shape.hidden
@@ -50,6 +53,18 @@ def layer_traffic(shape: Shape) -> tuple[float, float]:
         whole * (whole_forward + masks * shape.hidden) + cut * cut_forward,
         whole * (whole_backward + masks * shape.hidden) + cut * cut_backward,
     )
+
+
+def expert_traffic(shape: Shape) -> tuple[float, float]:
+    """Bytes of those that the experts of a layer move which some tokens visit: the activation function's, and half of what copies
+    their tokens."""
+    held, experts = shape.holding, shape.experts
+    if experts is None:
+        return 0.0, 0.0
+    before, width = 2 if shape.gated else 1, experts.mean_visited_ffn
+    copied = 2 * experts.share * experts.topk * shape.hidden
+    each = held.of_cut_layers * held.number * shape.tokens
+    return each * ((before + 1) * width + copied), each * ((2 * before + 1) * width + copied)
 
 
 def loss_traffic(shape: Shape, rows: float, sharded: bool = False) -> tuple[float, float]:

@@ -169,16 +169,7 @@ def _unknown(name: str, parser: argparse.ArgumentParser) -> str:
         return f"unknown flag {name}; did you mean {known[closest[0]]}?"
     if not isinstance(parser, _Parser):
         return f"unknown flag {name}; --help lists all flags"
-    if feature := support.of_flag(key):
-        return f"{name} ({feature.title}) {_elsewhere(feature)}"
-    return f"unknown flag {name}; --help lists all flags, and mpipe launch runs Megatron-LM's own script with its flags"
-
-
-def _elsewhere(feature: support.Feature) -> str:
-    if feature.launch is support.Support.REFUSED:
-        return "does not work with our schedules: leave it out" + (f" ({feature.note})" if feature.note else "")
-    runs = f"mpipe launch runs Megatron-LM's own script with it ({feature.launch}: mpipe support)"
-    return f"is not in this project's pretrain_gpt.py: {runs}"
+    return support.unsupported(name)
 
 
 def _key(name: str) -> str:

@@ -49,6 +49,7 @@ class Role(Enum):
     FILES = auto()  # what is read at the start and written on the way
     LENGTH = auto()  # iterations, and what changes over them
     DATA = auto()  # the training data
+    PREDICTED = auto()  # what mpipe predicts of models that this project's pretrain_gpt.py does not train
 
 
 def neutral(*roles: Role) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _flag(
 
 
 add = _flag
-chunks, layout, schedule, detail, memory, files, length, data = (partial(_flag, role=role) for role in Role)
+chunks, layout, schedule, detail, memory, files, length, data, predicted = (partial(_flag, role=role) for role in Role)
 
 # fmt: off
 _NEW = {
@@ -256,6 +257,14 @@ _MEGATRON = {
         add("--distributed-backend", "nccl with a GPU, gloo without", ["nccl", "gloo"]),
         add("--distributed-timeout-minutes", "longest wait of a collective", minutes, 10),
     ],
+    "multi-latent attention": [
+        predicted("--multi-latent-attention", "make queries, and keys and values, from narrow vectors"),
+        predicted("--q-lora-rank", "width of what queries are made from; the hidden state when not given", positive_int),
+        predicted("--kv-lora-rank", "width of what keys and values are made from", positive_int),
+        predicted("--qk-head-dim", "width of a head's query and key without their position", positive_int),
+        predicted("--qk-pos-emb-head-dim", "width of their part with the position", positive_int),
+        predicted("--v-head-dim", "width of a head's values", positive_int),
+    ],
     "mixture of experts": [
         add("--num-experts", "experts of a layer, which replace its MLP", positive_int),
         layout("--expert-model-parallel-size", "ranks that share the experts of a layer", positive_int, 1),
@@ -280,7 +289,7 @@ _MEGATRON = {
         add("--moe-router-enable-expert-bias", "balance by a bias that follows the experts' load"),
         add("--moe-router-bias-update-rate", "change of that bias per iteration", positive_float, 1e-3),
         add("--moe-token-dispatcher-type", "how tokens travel", ["allgather", "alltoall"], "allgather"),
-        add("--overlap-moe-expert-parallel-comm", "all-to-alls of experts behind another microbatch's layers"),
+        schedule("--overlap-moe-expert-parallel-comm", "all-to-alls of experts behind another microbatch's layers"),
         add("--moe-expert-capacity-factor", "tokens of an expert over their mean; others are dropped", positive_float),
         add("--moe-pad-expert-input-to-capacity", "pad the tokens of every expert to its capacity"),
         add("--moe-token-drop-policy", "which tokens are dropped", ["probs", "position"], "probs"),

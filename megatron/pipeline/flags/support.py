@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-__all__ = ["FEATURES", "Feature", "Support", "of_flag", "untested"]
+__all__ = ["FEATURES", "Feature", "Support", "of_flag", "unsupported", "untested"]
 
 
 class Support(StrEnum):
@@ -103,7 +103,13 @@ FEATURES = (
     Feature("shared experts behind communication", _on("moe_shared_expert_overlap"), _NO, _WARNS, "needs a GPU"),
     Feature("paged stash of experts", _on("moe_paged_stash"), _NO, _NO),
     Feature("multi-token prediction", _on("mtp_num_layers"), _YES, _YES, "not with tied embeddings"),
-    Feature("multi-latent attention", _on("multi_latent_attention"), _NO, _WARNS, "needs Transformer Engine"),
+    Feature(
+        "multi-latent attention",
+        _on("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        _NO,
+        _WARNS,
+        "needs Transformer Engine; mpipe tune and mpipe memory predict it",
+    ),
     Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
     Feature(
         "layers of different shapes",
@@ -189,3 +195,16 @@ def of_flag(flag: str) -> Feature | None:
         return any(given == name or (not values and given.startswith(f"{name}_")) for name, values in names)
 
     return next((feature for feature in FEATURES if feature.trainer is Support.REFUSED and has(feature)), None)
+
+
+def unsupported(flag: str) -> str:
+    """What to say of a flag of Megatron-LM that ``pretrain_gpt.py`` does not train with."""
+    feature = of_flag(flag.lstrip("-"))
+    if feature is None:
+        return f"unknown flag {flag}; --help lists all flags, and mpipe launch runs Megatron-LM's own script with its flags"
+    if feature.launch is Support.REFUSED:
+        what = "does not work with our schedules: leave it out" + (f" ({feature.note})" if feature.note else "")
+    else:
+        runs = f"mpipe launch runs Megatron-LM's own script with it ({feature.launch}: mpipe support)"
+        what = f"is not in this project's pretrain_gpt.py: {runs}"
+    return f"{flag} ({feature.title}) {what}"

@@ -13,6 +13,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
 from megatron.pipeline.flags.validation_experts import check_experts, check_overlap, check_prediction
+from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_rehearsal import check_rehearsal
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
@@ -193,7 +194,9 @@ def _check_model(args: Namespace) -> None:
                 f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: change one, or give --kv-channels"
             )
         args.kv_channels = hidden // heads
-    check_rotary(args)
+    check_latent(args)
+    if not args.multi_latent_attention:
+        check_rotary(args)
     groups = args.num_query_groups if args.group_query_attention else heads
     if heads % groups:
         raise ValueError(f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}")

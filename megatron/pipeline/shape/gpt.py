@@ -44,6 +44,7 @@ class Experts:
         ffn, shared_ffn: width of an expert, and of those that every token passes.
         dense_ffn: width of the MLP of the other layers.
         parallel, tensor: ranks that share the experts of a layer, and ranks that share each of them.
+        gathered: every rank gets the tokens of all that share the experts, instead of those for its own experts alone.
     """
 
     layers: tuple[bool, ...]
@@ -54,6 +55,7 @@ class Experts:
     dense_ffn: int
     parallel: int = 1
     tensor: int = 1
+    gathered: bool = False
 
     @classmethod
     def of(cls, args: Namespace) -> Experts | None:
@@ -71,6 +73,7 @@ class Experts:
             args.ffn_hidden_size,
             args.expert_model_parallel_size,
             args.expert_tensor_parallel_size,
+            args.moe_token_dispatcher_type == "allgather",
         )
 
     @property
@@ -84,9 +87,51 @@ class Experts:
         return self.share * (self.topk * self.ffn + self.shared_ffn)
 
     @property
+    def mean_visited_ffn(self) -> float:
+        """The same without the experts that every token passes."""
+        return self.share * self.topk * self.ffn
+
+    @property
     def mean_ffn(self) -> float:
         """Width of the MLP that a token passes, as a mean over all layers."""
         return self.mean_routed_ffn + (1 - self.share) * self.dense_ffn
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-latent attention: queries, and keys and values, are made from narrow vectors.
+
+    DeepSeek-AI, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1. A head's query
+    and key are one part from these vectors and one that carries the position; that of keys is the same for all heads.
+
+    Attributes:
+        queries: width of what queries are made from; None where that is the hidden state.
+        keys: width of what keys and values are made from.
+        position: width of the part with the position.
+        values: width of a head's values.
+    """
+
+    queries: int | None
+    keys: int
+    position: int
+    values: int
+
+    @classmethod
+    def of(cls, args: Namespace) -> Latent | None:
+        """From Megatron-LM's flags after ``validate``; None for a model without."""
+        if not args.multi_latent_attention:
+            return None
+        return cls(args.q_lora_rank, args.kv_lora_rank, args.qk_pos_emb_head_dim, args.v_head_dim)
+
+    @property
+    def normalised(self) -> int:
+        """Width of what has a norm, where there are norms."""
+        return (self.queries or 0) + self.keys
+
+    @property
+    def width(self) -> int:
+        """Width of all that is made from hidden states."""
+        return self.normalised + self.position
 
 
 @dataclass(frozen=True)
@@ -163,7 +208,7 @@ class Shape:
     Attributes:
         layers: transformer layers.
         hidden: width h of the residual stream.
-        heads, groups, head_width: attention heads, the key/value heads that they share, and the width of each.
+        heads, groups, head_width: attention heads, the key/value heads that they share, and the width of each query.
         ffn: width of the MLP that a token passes; where there are experts, a mean over the layers.
         gated: whether the MLP has two matrices before its activation instead of one.
         seq: tokens s of a sample.
@@ -175,6 +220,7 @@ class Shape:
         positions: rows of learned position embeddings.
         further: layers of multi-token prediction, each with the output layer once more.
         experts: what the MLP is in some layers.
+        latent: what queries, keys and values are made from, if not from hidden states.
         holding: how a rank holds its share of the activations.
     """
 
@@ -195,6 +241,7 @@ class Shape:
     positions: int = 0
     further: int = 0
     experts: Experts | None = None
+    latent: Latent | None = None
     holding: Holding = Holding()
 
     @classmethod
@@ -211,13 +258,13 @@ class Shape:
     @classmethod
     def of(cls, args: Namespace) -> Shape:
         """From Megatron-LM's flags after ``validate``, ``padded_vocab_size`` included."""
-        experts = Experts.of(args)
+        experts, latent = Experts.of(args), Latent.of(args)
         return cls(
             layers=args.num_layers,
             hidden=args.hidden_size,
             heads=args.num_attention_heads,
             groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-            head_width=args.kv_channels,
+            head_width=args.qk_head_dim + latent.position if latent else args.kv_channels,
             ffn=experts.mean_ffn if experts else args.ffn_hidden_size,
             gated=args.swiglu,
             seq=args.seq_length,
@@ -230,6 +277,7 @@ class Shape:
             positions=args.max_position_embeddings if args.position_embedding_type == "learned_absolute" else 0,
             further=args.mtp_num_layers or 0,
             experts=experts,
+            latent=latent,
             holding=Holding.of(args),
         )
 
@@ -247,12 +295,51 @@ class Shape:
 
     @property
     def keys_and_values(self) -> int:
+        """What attention reads."""
+        if self.latent:
+            return self.heads * (self.head_width + self.latent.values)
         return 2 * self.groups * self.head_width
+
+    @property
+    def projected_keys_and_values(self) -> int:
+        """What a linear layer makes of these: the part with the position, where it is one for all heads, is not among them."""
+        return self.keys_and_values - (self.heads * self.latent.position if self.latent else 0)
+
+    @property
+    def queries_and_keys(self) -> float:
+        """What is rotated."""
+        return 2 * self.queries if self.latent else self.queries + self.keys_and_values / 2
+
+    @property
+    def attended(self) -> int:
+        """What attention makes."""
+        return self.heads * self.latent.values if self.latent else self.queries
+
+    @property
+    def latent_weights(self) -> int:
+        """Weights that make what queries, keys and values are made from; every rank that shares a layer has all of them."""
+        return self.hidden * self.latent.width if self.latent else 0
+
+    @property
+    def cut_attention_weights(self) -> int:
+        """The other weights of attention, of which such a rank has a part."""
+        hidden, latent = self.hidden, self.latent
+        if latent is None:
+            return hidden * (2 * self.queries + self.keys_and_values)
+        made = (latent.queries or hidden) * self.queries + latent.keys * self.projected_keys_and_values
+        return made + hidden * self.attended
 
     @property
     def layer_weights(self) -> float:
         """Weights of a layer's matrices that a token meets: 12h^2 of a plain GPT."""
-        return self.hidden * (2 * self.queries + self.keys_and_values + (3 if self.gated else 2) * self.ffn)
+        return self.latent_weights + self.cut_attention_weights + self.hidden * (3 if self.gated else 2) * self.ffn
+
+    def of_layers(self, first: int, count: int) -> Shape:
+        """The same with means over some layers alone, where not all of them have experts."""
+        if self.experts is None or not count or len(set(self.experts.layers)) == 1:
+            return self
+        experts = replace(self.experts, layers=self.experts.layers[first : first + count])
+        return replace(self, experts=experts, ffn=experts.mean_ffn)
 
 
 def layer_work(shape: Shape, causal: bool = False) -> Work:
@@ -270,8 +357,15 @@ def layer_work(shape: Shape, causal: bool = False) -> Work:
 
 def attention_work(shape: Shape, causal: bool = False) -> Work:
     """Operations of a layer's products of queries, keys and values alone: F 4bs^2h, B 8bs^2h."""
-    each = 4 * shape.tokens * shape.seq * shape.queries * (0.5 if causal else 1.0)
+    each = 2 * shape.tokens * shape.seq * (shape.queries + shape.attended) * (0.5 if causal else 1.0)
     return Work(each, 2 * each, 0.0)
+
+
+def expert_work(shape: Shape) -> Work:
+    """Operations of the experts of a layer that some tokens visit."""
+    width = shape.experts.mean_visited_ffn if shape.experts else 0.0
+    products = 2 * shape.tokens * shape.hidden * (3 if shape.gated else 2) * width
+    return Work(products, products, products)
 
 
 def output_work(shape: Shape) -> Work:

@@ -23,6 +23,7 @@ from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import batch_size_steps, validate
+from megatron.pipeline.flags.validation_latent import check_trained
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.model.layout import stage_layers
@@ -67,6 +68,7 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
         ValueError: what is wrong, and what to change.
     """
     args = parse(argv)
+    check_trained(args)
     validate(args, world_size)
     tokenizer = build_tokenizer(args)
     args.vocab_size = tokenizer.vocab_size

@@ -58,7 +58,7 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
     stages = [[costs.stages[stage] for stage in row] for row in placement.stages]
     forward = min(sum(stage.forward for stage in row) for row in stages)
     backward = min(sum(stage.backward + stage.weight for stage in row) for row in stages)
-    return replica_seconds(args, args.rehearse_links, max(count.total for count in counts), forward, backward)
+    return replica_seconds(args, args.rehearse_links, max(counts, key=lambda count: count.total), forward, backward)
 
 
 def _write(directory: str, found: Rehearsal) -> list[str]:

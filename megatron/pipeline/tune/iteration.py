@@ -7,104 +7,43 @@ comes between two pipelines: the sum of gradients over data-parallel ranks, the 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
-from typing import Any
 
 from megatron.pipeline import planning
-from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.memory import FixedMemory, RankMemory, fixed_memory, gradient_bytes, predict, recomputed
+from megatron.pipeline.costmodel.memory import (
+    FixedMemory,
+    RankMemory,
+    fixed_memory,
+    gradient_bytes,
+    optimizer_parameters,
+    predict,
+    recomputed,
+)
 from megatron.pipeline.costmodel.replicas import replica_seconds
-from megatron.pipeline.planning.request import Request, Variant
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.names import OFF, STOCK
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.braid import combined
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.tune.candidate import Candidate, Cluster, links_of
 
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
-SIZES = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-}
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
+_BRAIDED = 20  # more where braids are tried, and families that search do so twice
 _BOUND = 1.002  # times the bound without limits of memory: more of it would make a schedule shorter
 _ROUNDS = 4  # microbatches a rank that are planned; beyond, time grows by as much with each
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster of identical nodes."""
-
-    device: Device
-    gpus: int
-    per_node: int
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A training that could be started.
-
-    Attributes:
-        args: its flags, validated, with ``padded_vocab_size``.
-        changes: those that a search has given it, by name.
-        variant: the family of its schedule.
-        layers: of every stage, in the model's order.
-    """
-
-    args: Namespace
-    changes: Mapping[str, Any]
-    variant: Variant
-    layers: tuple[int, ...]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Its layout: ranks of each kind of parallelism by ``SIZES``."""
-        return {name: getattr(self.args, flag) for name, flag in SIZES.items()}
-
-    @property
-    def is_stock(self) -> bool:
-        """Whether megatron-core's own function runs it."""
-        return bool(self.args.pipeline_schedule == STOCK)
-
-    @property
-    def placement(self) -> Placement:
-        return families.placement(self.variant.name, self.args.pipeline_model_parallel_size, self.variant.chunks)
-
-    @property
-    def microbatches(self) -> int:
-        return int(self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size))
-
-    @property
-    def vocabulary(self) -> Vocabulary | None:
-        return None if self.args.vocab_parallel == OFF else Vocabulary(self.args.vocab_parallel)
-
-    @property
-    def offload(self) -> Offload | None:
-        return None if self.args.offload == OFF else Offload(self.args.offload)
-
-    @property
-    def objective(self) -> Objective:
-        """What an iteration takes: see docs/post_validation.md."""
-        return Objective.SPAN if self.args.post_validation else Objective.MAKESPAN
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of an iteration."""
-        return int(self.args.global_batch_size * self.args.seq_length)
 
 
 @dataclass(frozen=True)
@@ -113,7 +52,7 @@ class Parts:
 
     Attributes:
         kernels: what computes, on the ranks that share a layer at the same time.
-        messages: waiting for the ranks that share a layer.
+        messages: waiting for the ranks that share a layer, but for what runs behind another microbatch.
         recomputation: forwards that run again.
         inequality: until the rank with most to do has done as much.
         bubble: the rest of the pipeline's time, idle.
@@ -211,21 +150,26 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         return _infeasible(candidate, fixed, 0.0)
     costs = costs_of(cluster, candidate)
     between = between_pipelines(cluster, candidate, fixed, costs)
-    chooses = families.named(variant.name).plans_for_limits
-    limit = min(left) if chooses else None
-    if not chooses and not candidate.offload:
+    family = families.named(variant.name)
+    limits: list[float | None] = [min(left) if family.plans_for_limits else None]
+    if not family.plans_for_limits and not candidate.offload:
         least = _least_peaks(candidate, costs)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
             return _infeasible(candidate, fixed, max(least))
-    try:
-        planned = _plan(candidate, costs, limit, beat - between)
-    except LimitTooLow as error:
-        return _infeasible(candidate, fixed, error.least)
-    if isinstance(planned, Dominated):
-        return planned
-    schedule, memory_bound, pipeline = planned
-    ranks = predict(args, schedule, candidate.layers)
-    if max(rank.total for rank in ranks) > cluster.device.memory * (1 + 1e-9):
+        if candidate.overlaps and not candidate.is_stock and family.memory is None:
+            limits.append(max(least))  # without megatron-core's order of braids, which holds more, where that does not fit
+    for limit in limits:
+        try:
+            planned = _plan(candidate, costs, limit, beat - between)
+        except LimitTooLow as error:
+            return _infeasible(candidate, fixed, error.least)
+        if isinstance(planned, Dominated):
+            return planned
+        schedule, memory_bound, pipeline = planned
+        ranks = predict(args, schedule, candidate.layers)
+        if max(rank.total for rank in ranks) <= cluster.device.memory * (1 + 1e-9):
+            break
+    else:
         return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
     parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
@@ -246,43 +190,26 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     return estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
 
 
-def links_of(cluster: Cluster, args: Namespace) -> Links:
-    """The links between the ranks of a training."""
-    return Links.of(
-        cluster.device,
-        cluster.per_node,
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.expert_model_parallel_size,
-        args.data_parallel_size,
-        args.pipeline_model_parallel_size,
-    )
-
-
 def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
     """Seconds from the end of one pipeline to the start of the next on the slowest rank: see ``replica_seconds`` too."""
     args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
-    copies = args.data_parallel_size * args.context_parallel_size
-    count = max(each.count.total for each in fixed)
-    own = count / copies if args.use_distributed_optimizer else count
-    step = device.moving(STEP_BYTES * own)
+    largest = max((each.count for each in fixed), key=lambda count: count.total)
+    step = device.moving(STEP_BYTES * optimizer_parameters(args, largest))
     tied = 0.0
     apart = candidate.placement.home(candidate.placement.last_stage)[0] and candidate.vocabulary is None
     if apart and not args.untie_embeddings_and_output_weights:  # both ends add up the gradients of one matrix
         size = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
         tied = links.hop.all_reduce(gradient_bytes(args) * size, 2)
-    if copies == 1:
-        return step + tied
     work = costs.stages
     rows = candidate.placement.stages
     backward = min(sum(work[stage].backward + work[stage].weight for stage in row) for row in rows)
     forward = min(sum(work[stage].forward for stage in row) for row in rows)
-    return step + tied + replica_seconds(args, links, count, forward, backward)
+    return step + tied + replica_seconds(args, links, largest, forward, backward)
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
     """A lower bound on the seconds of any schedule of this candidate, from the work of its busiest rank: known at once."""
-    costs = costs_of(cluster, candidate)
+    costs = _fastest(candidate, costs_of(cluster, candidate))
     return max(_work(candidate, costs)) + candidate.microbatches * costs.vocabulary.total
 
 
@@ -298,6 +225,8 @@ def work(candidate: Candidate) -> float:
     """The cost of planning it in thousands of placed passes: the same on every machine, and roughly proportional to time."""
     passes = 3 * (candidate.placement.last_stage + 1) * planned_microbatches(candidate) / 1000
     searched = _SEARCHED if families.named(candidate.variant.name).plans_for_limits else 0
+    if candidate.overlaps and not candidate.is_stock:
+        searched = 2 * searched + _BRAIDED
     return passes * (_OFFLOADED if candidate.offload else 1) + searched
 
 
@@ -309,28 +238,44 @@ def _plan(candidate: Candidate, costs: Costs, limit: float | None, beat: float) 
     """
     whole, count = candidate.microbatches, planned_microbatches(candidate)
     problem = _problem(candidate, costs, count, limit)
-    more = (whole - count) * (max(_work(candidate, costs)) / whole + costs.vocabulary.total)
+    more = (whole - count) * (max(_work(candidate, _fastest(candidate, costs))) / whole + costs.vocabulary.total)
     free = lower_bound(replace(problem, limits=None))
     least = free if candidate.offload else lower_bound(problem)  # what is in host memory is beyond the limits
     if least + more > beat:
         return Dominated(candidate, free + more <= beat, planned=False)
     memory_bound = limit is not None and lower_bound(problem) > _BOUND * free
-    schedule = planning.solve(candidate.variant.name, problem)
+    schedule = _solve(candidate, problem)
     seconds = _length(candidate, costs, schedule)
     if count < whole:
         if seconds + more > beat:
             return Dominated(candidate, memory_bound, planned=True)  # not worth planning again
         step = min(candidate.placement.ranks, count - 1)
-        shorter = planning.solve(candidate.variant.name, _problem(candidate, costs, count - step, limit))
+        shorter = _solve(candidate, _problem(candidate, costs, count - step, limit))
         more = max(more, (whole - count) * (seconds - _length(candidate, costs, shorter)) / step)
     return schedule, memory_bound, seconds + more * (count < whole)
 
 
+def _solve(candidate: Candidate, problem: Problem) -> Schedule:
+    """The schedule that training would run: stock has one order with braids, which holds a chunk's activations more."""
+    name = candidate.variant.name
+    if not (candidate.overlaps and candidate.is_stock):
+        return planning.solve(name, problem)
+    order = planning.solve(name, replace(problem, overlap=False))
+    return combined(order) or order
+
+
+def _fastest(candidate: Candidate, costs: Costs) -> Costs:
+    """Costs at which no schedule of the candidate takes longer than it does."""
+    return costs.hidden() if candidate.overlaps else costs
+
+
 def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
-    """A lower bound on every rank's memory under a family with one order: few microbatches, without vocabulary passes."""
+    """A lower bound on every rank's memory under a family with one order: of few microbatches, without vocabulary and braids."""
     ranks = candidate.placement.ranks
     count = min(candidate.microbatches, 2 * ranks)
-    bare = replace(candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF}))
+    bare = replace(
+        candidate, args=Namespace(**vars(candidate.args) | {"vocab_parallel": OFF, "overlap_moe_expert_parallel_comm": False})
+    )
     schedule = planning.solve(candidate.variant.name, _problem(bare, costs, count, None))
     return activation_peaks(recomputed(candidate.args, Shape.of(candidate.args), schedule), costs)
 
@@ -347,6 +292,7 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
         group=candidate.variant.group,
         vocabulary=candidate.vocabulary,
         offload=candidate.offload,
+        overlap=candidate.overlaps,
     ).problem()
 
 
@@ -366,16 +312,31 @@ def _work(candidate: Candidate, costs: Costs) -> list[float]:
 
 def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float) -> Parts:
     shape, count = Shape.of(candidate.args), candidate.microbatches
-    work = [seconds + count * costs.vocabulary.total for seconds in _work(candidate, costs)]
+    behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]
+    vocabulary = count * costs.vocabulary.total
+    work = [seconds + vocabulary - less for seconds, less in zip(_work(candidate, costs), behind, strict=True)]
     alone = layer_seconds(shape, cluster.device, Links.within(cluster.device.with_links(1e30)))
     shared = layer_seconds(shape, cluster.device, links_of(cluster, candidate.args))
     layers = sum(candidate.layers) / candidate.placement.ranks
-    messages = count * layers * (shared.total - alone.total)
+    messages = count * layers * (shared.total - alone.total) - fmean(behind)
     again = 0.0
     if shape.holding.recomputes:
         again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)
     mean, most = fmean(work), max(work)
     return Parts(mean - messages - again, messages, again, most - mean, max(0.0, pipeline - most), between)
+
+
+def _overlapped(costs: Costs, schedule: Schedule) -> list[float]:
+    """The seconds by which the braids of every rank are shorter than their halves."""
+    found = []
+    for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
+        less = 0.0
+        for forward, backward in row.braids():
+            ours, theirs = stages[forward.chunk], stages[backward.chunk]
+            alone = costs.seconds(forward.kind, ours) + costs.seconds(backward.kind, theirs)
+            less += alone - sum(costs.braid(ours, backward.kind, theirs))
+        found.append(less)
+    return found
 
 
 def _infeasible(candidate: Candidate, fixed: list[FixedMemory], activations: float) -> Infeasible:

@@ -20,7 +20,7 @@ from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Vocabulary
-from megatron.pipeline.tune.iteration import Candidate, Cluster
+from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 # The flags that the search itself sets, with the values that they have where it does not.
 SEARCHED = neutral(Role.LAYOUT, Role.CHUNKS, Role.SCHEDULE, Role.MEMORY) | {"micro_batch_size": 1}
@@ -33,6 +33,7 @@ CORE_RECOMPUTE: dict[str, Any] = {"recompute_granularity": "selective"}
 _SUGGESTED = [family for family in families.FAMILIES.values() if family.suggested]
 OURS = [family.name for family in sorted(_SUGGESTED, key=lambda family: family.chunks > 1)]
 STOCKS = [name for name, family in families.FAMILIES.items() if family.exposed_hops]
+OVERLAP: dict[str, Any] = {"overlap_moe_expert_parallel_comm": True, "moe_token_dispatcher_type": "alltoall"}
 _CHUNKS = {"interleaved": (2, 3, 4)}  # of families that take several; more hardly help those that split the backward
 LONG = 4096  # tokens of a sequence that are worth cutting up
 
@@ -139,14 +140,22 @@ class Layouts:
             methods += [{"layer_redistribution": True}, {"vocab_parallel": str(Vocabulary.ONE_BARRIER)}]
         if any(getattr(self.base, name) for name in _NEEDS_VOCAB_PARALLEL):
             methods = [changes for changes in methods if "vocab_parallel" in changes]
+        overlapped = set()  # where redistribution moves no layer, one is enough
         for changes, variant in product(methods, _variants(names, ranks)):
             chosen: dict[str, Any] = {} if stock else {"pipeline_schedule": variant.name}
             if families.named(variant.name).any_chunks and variant.chunks:
                 chosen["num_virtual_stages_per_pipeline_rank"] = variant.chunks
+            flags = {**layout, **changes, **chosen}
             try:
-                yield self._candidate(variant, {**layout, **changes, **chosen})
+                yield (alone := self._candidate(variant, flags))
             except ValueError as error:
                 self.refused[str(error)] += 1
+                continue
+            cut = variant, alone.layers
+            if flags["expert_model_parallel_size"] > 1 and cut not in overlapped:
+                with suppress(ValueError):  # training does not allow all of it
+                    yield self._candidate(variant, flags | OVERLAP)
+                    overlapped.add(cut)
 
     def remedies(self, candidate: Candidate) -> Iterator[Candidate]:
         """The same candidate with recomputation or offloading, which take less memory and more time."""

@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeAlias
 
 from megatron.pipeline.dist.processes import end_with_parent
 from megatron.pipeline.schedule import families
-from megatron.pipeline.tune.iteration import Candidate, Dominated, Infeasible, Result, evaluate, least_seconds, work
+from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.iteration import Dominated, Infeasible, Result, evaluate, least_seconds, work
 from megatron.pipeline.tune.layouts import Layouts
 from megatron.pipeline.view.plots import pareto
 
@@ -220,10 +221,12 @@ def _threshold(best: Sequence[Result], candidate: Candidate, wanted: int) -> flo
 
 
 def _turn(candidate: Candidate) -> int:
-    """0 for families with one order, 1 for those that search, 2 for offload, which takes longest."""
+    """0 for families with one order, 1 where braids are tried in it, 2 for those that search, 3 for offload: it takes longest."""
     if candidate.offload is not None:
+        return 3
+    if families.named(candidate.variant.name).plans_for_limits:
         return 2
-    return int(families.named(candidate.variant.name).plans_for_limits)
+    return int(candidate.overlaps and not candidate.is_stock)
 
 
 def _rank(result: Result) -> tuple[float, float, Place]:

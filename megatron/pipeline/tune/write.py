@@ -79,6 +79,7 @@ def extras(result: Result) -> list[str]:
         "account-for-embedding/loss": args.account_for_loss_in_pipeline_split,
         f"recompute {args.recompute_granularity}": args.recompute_granularity,
         f"offload {args.offload}": args.offload != OFF,
+        "overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
         "post-validation": args.post_validation,
     }
     return [what for what, given in options.items() if given]

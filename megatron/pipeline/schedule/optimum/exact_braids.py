@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
+from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.optimum.exact import Model
@@ -36,10 +37,14 @@ class _Way(NamedTuple):
 class ModelWithBraids(Model):
     """In a braid the backward begins with its forward and ends with it, and only the forward occupies the rank."""
 
+    def __init__(self, problem: Problem) -> None:
+        self._ways_of: dict[tuple[int, Pass], list[_Way]] = {}  # by rank and backward
+        super().__init__(problem)
+
     def _add_passes(self, rank: int, works: list[Pass]) -> None:
         model, forwards = self._model, [work for work in works if work.kind is Kind.F]
         ways = {work: self._ways(rank, work, forwards) for work in works if work.kind in BRAIDED}
-        self._ways_of = getattr(self, "_ways_of", {}) | {(rank, work): each for work, each in ways.items()}
+        self._ways_of |= {(rank, work): each for work, each in ways.items()}
         intervals: list[IntervalVar] = []
         for work in works:
             self._starts[rank, work] = model.new_int_var(0, self._horizon, f"{work}@{rank}")

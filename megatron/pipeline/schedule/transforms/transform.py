@@ -14,7 +14,7 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
     """Run R directly before every backward of these stages that has no R yet.
 
     R needs no other rank, so it fills the time in which its rank waits for the gradient, and what R allocates is held as
-    briefly as possible.
+    briefly as possible. Before a braid that is before its forward.
     """
 
     def with_recomputation(rank: int, work: Pass) -> Iterator[Pass]:
@@ -22,7 +22,13 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
             yield work._replace(kind=Kind.R)
         yield work
 
-    return _changed(schedule, stages, with_recomputation)
+    recomputed = _changed(schedule, stages, with_recomputation)
+    rows = [list(row) for row in recomputed.passes]
+    for row in rows:
+        for place in range(2, len(row)):
+            if row[place].kind.row.braided and row[place - 1].kind is Kind.R:
+                row[place - 2 : place] = row[place - 1], row[place - 2]
+    return replace(recomputed, passes=tuple(map(tuple, rows)))
 
 
 def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:

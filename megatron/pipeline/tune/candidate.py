@@ -1,0 +1,105 @@
+"""A training that could be started on a cluster: its flags, its layout and its schedule."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.planning.request import Variant
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
+
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of identical nodes."""
+
+    device: Device
+    gpus: int
+    per_node: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A training that could be started.
+
+    Attributes:
+        args: its flags, validated, with ``padded_vocab_size``.
+        changes: those that a search has given it, by name.
+        variant: the family of its schedule.
+        layers: of every stage, in the model's order.
+    """
+
+    args: Namespace
+    changes: Mapping[str, Any]
+    variant: Variant
+    layers: tuple[int, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Its layout: ranks of each kind of parallelism by ``SIZES``."""
+        return {name: getattr(self.args, flag) for name, flag in SIZES.items()}
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether megatron-core's own function runs it."""
+        return bool(self.args.pipeline_schedule == STOCK)
+
+    @property
+    def placement(self) -> Placement:
+        return families.placement(self.variant.name, self.args.pipeline_model_parallel_size, self.variant.chunks)
+
+    @property
+    def microbatches(self) -> int:
+        return int(self.args.global_batch_size // (self.args.micro_batch_size * self.args.data_parallel_size))
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        return None if self.args.vocab_parallel == OFF else Vocabulary(self.args.vocab_parallel)
+
+    @property
+    def offload(self) -> Offload | None:
+        return None if self.args.offload == OFF else Offload(self.args.offload)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether experts' all-to-alls run behind the computation of another microbatch."""
+        return bool(self.args.overlap_moe_expert_parallel_comm)
+
+    @property
+    def objective(self) -> Objective:
+        """What an iteration takes: see docs/post_validation.md."""
+        return Objective.SPAN if self.args.post_validation else Objective.MAKESPAN
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an iteration."""
+        return int(self.args.global_batch_size * self.args.seq_length)
+
+
+def links_of(cluster: Cluster, args: Namespace) -> Links:
+    """The links between the ranks of a training."""
+    return Links.of(
+        cluster.device,
+        cluster.per_node,
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.expert_model_parallel_size,
+        args.data_parallel_size,
+        args.pipeline_model_parallel_size,
+    )

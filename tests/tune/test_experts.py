@@ -1,0 +1,277 @@
+"""Layouts of experts: their parts in costs, with and without the overlap of all-to-alls, and multi-latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tune.small import A100, FLAGS, candidate, layouts, result
+
+from megatron.pipeline.cli.memory import predicted, quietly
+from megatron.pipeline.costmodel import activations, traffic
+from megatron.pipeline.costmodel.device import Link
+from megatron.pipeline.costmodel.estimate import estimate, layer_parts
+from megatron.pipeline.costmodel.links import Links, exchange_seconds
+from megatron.pipeline.costmodel.memory import expert_copies, fixed_memory
+from megatron.pipeline.costmodel.parameters import activated_parameters, layer_parameters, total_parameters
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.flags.validation_latent import check_latent
+from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.core.costs import PARTS
+from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.rules.verify import verify
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.transform import recompute
+from megatron.pipeline.shape import gpt
+from megatron.pipeline.shape.gpt import Experts, Holding, Latent, Shape
+from megatron.pipeline.tune.candidate import Candidate
+from megatron.pipeline.tune.iteration import Result, between_pipelines, costs_of, evaluate, least_seconds
+from megatron.pipeline.tune.layouts import OVERLAP, Layouts
+from megatron.pipeline.tune.write import extras, write_config
+
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 4096 --disable-bias-linear --swiglu"
+# Nodes of one GPU with slow cards: all-to-alls take a fifth of a forward.
+SLOW = replace(A100, between=Link(1.5e-5, 20e9))
+LATENT = Latent(1536, 512, 64, 128)
+OF_DEEPSEEK = Experts((True,) * 4, 256, 8, 2048, 2048, 18432, parallel=8)
+# DeepSeek-V3's layer: 128 heads, and 256 experts of which a token visits 8.
+DEEPSEEK = Shape(
+    4, 7168, 128, 128, 192, 9 * 2048, True, 4096, 1, 1024, norm=1, qk_norm=True, latent=LATENT,
+    experts=OF_DEEPSEEK, holding=Holding(hidden_masks=False),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def slow() -> Layouts:
+    return layouts(EXPERTS, gpus=8, gpu=SLOW, per_node=1, microbatch=(1,))
+
+
+def both(on: Layouts, schedule: str, **changes: Any) -> tuple[Result, Result]:
+    """A schedule of four stages with two expert-parallel ranks, without and with the overlap."""
+    four: dict[str, Any] = {
+        "pipeline_model_parallel_size": 4,
+        "expert_model_parallel_size": 2,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    without, with_ = (result(on, candidate(on, schedule, **four | changes | more)) for more in ({}, OVERLAP))
+    return without, with_
+
+
+def test_costs_have_the_parts_of_layers() -> None:
+    experts = Experts((False, False, True, True, True, True, True, True), 8, 2, 512, 0, 4096, parallel=4)
+    shape = replace(Shape.plain(8, 1024, 16, 512, 1024), experts=experts, ffn=experts.mean_ffn)
+    links = Links.of(SLOW, 1, 1, 1, 4, 4, 1)
+    costs = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=links)
+    dense, middle, _, last = costs.stages
+    assert not dense.has_parts and dense.layers is None, "its layers have no experts"
+    alike = replace(shape, experts=replace(experts, layers=(True,)), ffn=2 * 512)
+    assert middle.dispatch == middle.combine == middle.backward_combine == middle.backward_dispatch
+    assert middle.dispatch == pytest.approx(2 * exchange_seconds(alike, links))
+    assert middle.layers == last.layers == 2, "the output layer is none"
+    assert last.dispatch == pytest.approx(middle.dispatch)
+    quick = estimate(shape, linear(4), [2, 2, 2, 2], SLOW, links=Links.within(SLOW.with_links(1e30))).stages[1]
+    assert costs.hidden().stages[1].forward == pytest.approx(quick.forward)
+    assert middle.experts == pytest.approx(quick.value("experts"))
+    operations = 2 * shape.tokens * 1024 * 2 * 2 * 512
+    moved = traffic.expert_traffic(alike)[0]
+    assert middle.experts == pytest.approx(2 * (SLOW.seconds(operations) + SLOW.moving(moved)))
+    assert middle.weight_experts == pytest.approx(2 * SLOW.seconds(operations))
+
+
+def test_a_model_without_experts_on_several_ranks_has_no_parts() -> None:
+    shape = Shape.plain(8, 1024, 16, 512, 1024)
+    alone = replace(shape, experts=Experts((True,) * 8, 8, 2, 512, 0, 4096))
+    for given in (shape, alone):
+        assert layer_parts(given, A100, Links.within(A100)) == {}
+        for stage in estimate(given, linear(4), [2] * 4, A100).stages:
+            assert all(getattr(stage, name) is None for name in (*PARTS, "layers"))
+
+
+def test_latent_attention_has_the_published_weights() -> None:
+    """187.1 million in a layer: two to and from 1536 for queries, two to and from 512 for keys and values, and the output's."""
+    down, up = 7168 * (1536 + 512 + 64), 1536 * 128 * 192 + 512 * 128 * 256
+    attention = down + up + 128 * 128 * 7168
+    assert DEEPSEEK.latent_weights + DEEPSEEK.cut_attention_weights == attention == 187_105_280
+    router, norms = 256 * 7168, 2 * 7168 + 1536 + 512
+    assert layer_parameters(DEEPSEEK, 0).dense == attention + 3 * 7168 * 2048 + router + norms
+    direct = replace(DEEPSEEK, latent=replace(LATENT, queries=None))
+    assert direct.latent_weights + direct.cut_attention_weights == 7168 * (128 * 192 + 576) + 512 * 128 * 256 + 128 * 128 * 7168
+    cut = replace(DEEPSEEK, holding=Holding(tensor=4, sequence_parallel=True))
+    shared = layer_parameters(cut, 0).dense - router - norms
+    assert shared == down + (attention - down + 3 * 7168 * 2048) // 4, "each rank has all that makes narrow vectors"
+
+
+def test_latent_attention_takes_its_products() -> None:
+    """Scores are of 192 numbers a head, and what they weigh of 128."""
+    assert gpt.attention_work(DEEPSEEK).forward == 2 * 4096 * 4096 * 128 * (192 + 128)
+    work = gpt.layer_work(DEEPSEEK)
+    assert work.weight == 2 * 4096 * (187_105_280 + 3 * 7168 * 9 * 2048)
+    assert work.forward == work.weight + gpt.attention_work(DEEPSEEK).forward
+    plain = replace(DEEPSEEK, latent=None)
+    assert traffic.layer_traffic(DEEPSEEK)[0] < traffic.layer_traffic(plain)[0], "queries and keys have no norms"
+
+
+def test_latent_attention_holds_narrow_vectors_and_what_heads_read() -> None:
+    alone = replace(DEEPSEEK, experts=None)
+    narrow = 2 * 1536 + 2 * 512 + 64  # before and after their norms
+    heads = 128 * (192 + 192 + 128 + 128)  # queries, keys, values and what attention makes
+    expected = 4096 * 2 * (4 * 7168 + narrow + heads + 3 * 9 * 2048)
+    assert activations.layer_activation(alone) == expected
+    assert activations.layer_retained(alone) == expected - 4096 * 2 * 128 * 64, "the position's part of keys is one for all heads"
+    cut = replace(alone, holding=replace(alone.holding, tensor=4, sequence_parallel=True))
+    assert activations.layer_activation(cut) == expected / 4
+
+
+def test_parameters_that_a_token_meets() -> None:
+    idle = 4 * 248 * 3 * 7168 * 2048
+    assert total_parameters(DEEPSEEK, False) - activated_parameters(DEEPSEEK, False) == idle
+    dense = replace(DEEPSEEK, experts=None)
+    assert total_parameters(dense, False) == activated_parameters(dense, False)
+
+
+def test_what_all_to_alls_need_for_a_moment() -> None:
+    """Without the overlap they or the experts; with it both, of two microbatches."""
+    given = replace(DEEPSEEK, latent=None)
+    own, mlp = 2 * 4096 * 7168, 2 * 4096 * 3 * 9 * 2048
+    exchanged = 2 * 8 * own
+    assert activations.exchanged_bytes(given) == exchanged
+    assert activations.layer_temporary(given) == max(mlp, exchanged) + 2 * own
+    assert activations.layer_temporary(given, overlap=True) == mlp + exchanged + 2 * own
+    parted = replace(
+        given, experts=replace(OF_DEEPSEEK, tensor=2), holding=replace(given.holding, tensor=2, sequence_parallel=True)
+    )
+    assert activations.exchanged_bytes(parted) == (1 + 2) * 8 * own / 2, "both ranks with an expert's parts get its tokens"
+    gathered = replace(given, experts=replace(OF_DEEPSEEK, gathered=True))
+    assert activations.exchanged_bytes(gathered) == (1 + 8) * own
+    alone = replace(given, experts=replace(OF_DEEPSEEK, parallel=1))
+    assert activations.layer_temporary(alone) == activations.layer_temporary(alone, overlap=True) - 0.0 == mlp + 2 * own
+
+
+def test_every_layout_is_tried_without_and_with_the_overlap_where_training_allows_it(slow: Layouts) -> None:
+    layout = {"pipeline_model_parallel_size": 4, "micro_batch_size": 1, "expert_model_parallel_size": 2}
+
+    def key(one: Candidate) -> tuple[Any, ...]:
+        return one.variant, one.args.vocab_parallel, one.layers
+
+    ours, stock = (list(slow.candidates(layout, stock)) for stock in (False, True))
+    for found, allowed in ((ours, lambda one: one.vocabulary is None), (stock, lambda one: one.variant.chunks)):
+        without = {key(one) for one in found if not one.overlaps and allowed(one)}
+        assert without and {key(one) for one in found if one.overlaps} == without
+    assert not any("--overlap-moe" in reason for reason in slow.refused)
+    for one in (*ours, *stock):
+        assert one.args.moe_token_dispatcher_type == ("alltoall" if one.overlaps else "allgather"), (
+            "what was given, or what works"
+        )
+    alone = layout | {"expert_model_parallel_size": 1}
+    assert not any(one.overlaps for one in slow.candidates(alone, stock=False))
+    dense = layouts(gpus=8, microbatch=(1,))
+    assert not any(one.overlaps for one in dense.candidates(alone, stock=False))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "v-auto"])
+def test_the_overlap_saves_time(slow: Layouts, schedule: str) -> None:
+    without, with_ = both(slow, schedule)
+    assert with_.seconds < without.seconds and with_.parts.messages < without.parts.messages
+    flag = "overlap-moe-expert-parallel-comm"
+    assert flag in extras(with_) and flag not in extras(without)
+    for one in (without, with_):
+        assert one.parts.total == pytest.approx(one.seconds) and one.parts.messages > 0
+        assert least_seconds(slow.cluster, one.candidate) <= one.seconds
+    assert with_.costs == without.costs, "the same layers"
+    middle = [one.ranks[1].temporary for one in (without, with_)]
+    assert middle[0] < middle[1], "all-to-alls of one microbatch need theirs while another computes"
+
+
+def test_stock_holds_a_chunk_more_under_its_own_order(slow: Layouts) -> None:
+    without, with_ = both(slow, "interleaved", stock=True, chunks=2, global_batch_size=32)
+    chunk = max(stage.activation for stage in with_.costs.stages[1:-1])
+    more = [a.activations - b.activations for a, b in zip(with_.ranks, without.ranks, strict=True)]
+    assert more[1:-1] == pytest.approx([chunk] * 2)
+    assert with_.parts.messages < without.parts.messages
+
+
+def test_where_memory_is_short_the_order_that_holds_less_is_taken(slow: Layouts) -> None:
+    """And training gets the limit, so that it takes the same."""
+    without, with_ = both(slow, "interleaved")
+    assert max(rank.total for rank in with_.ranks) > max(rank.total for rank in without.ranks), "megatron-core's order"
+    enough = without.fullest.total + with_.fullest.temporary - without.fullest.temporary
+    assert enough < with_.fullest.total
+    short = replace(slow.cluster, device=replace(SLOW, memory=enough))
+    found = evaluate(short, with_.candidate)
+    assert isinstance(found, Result) and found.fullest.total <= enough and found.memory_limit
+    assert with_.seconds <= found.seconds <= without.seconds * (1 + 1e-9)
+
+
+def test_few_microbatches_tell_the_time_of_many(slow: Layouts) -> None:
+    one = both(slow, "interleaved", global_batch_size=96)[1]
+    costs = one.costs
+    whole = Request("interleaved", 4, one.candidate.microbatches, costs, 2, one.memory_limit, objective="makespan", overlap=True)
+    planned = simulate(whole.plan().schedule, costs).makespan
+    assert one.seconds - one.parts.between == pytest.approx(planned, rel=0.02)
+
+
+def test_gradients_of_experts_are_summed_over_ranks_with_the_same_ones(slow: Layouts) -> None:
+    some: dict[str, Any] = {"pipeline_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+    found = {}
+    for parallel, copies in ((1, 4), (2, 2), (4, 1)):
+        one = candidate(slow, "1f1b", expert_model_parallel_size=parallel, **some)
+        fixed = fixed_memory(one.args, one.placement, one.layers, None)
+        assert expert_copies(one.args) == copies
+        found[parallel] = between_pipelines(slow.cluster, one, fixed, costs_of(slow.cluster, one))
+    assert found[1] > found[2] > found[4]
+
+
+def test_what_is_found_is_what_training_plans(slow: Layouts, tmp_path: Path) -> None:
+    with_ = both(slow, "interleaved")[1]
+    path = tmp_path / "best.yaml"
+    write_config(with_, [*FLAGS.split(), *EXPERTS.split()], path, "found")
+    written = yaml.safe_load(path.read_text())
+    assert written["overlap-moe-expert-parallel-comm"] is True and written["moe-token-dispatcher-type"] == "alltoall"
+    again = predicted(["--config", str(path)], world_size=8)
+    kinds = {work.kind for row in again.schedule.passes for work in row}
+    assert kinds & {Kind.FB, Kind.FBW}
+    assert again.args.overlap_moe_expert_parallel_comm
+    assert [rank.total for rank in again.ranks] == pytest.approx([rank.total for rank in with_.ranks])
+
+
+def test_what_is_recomputed_stands_before_a_braid() -> None:
+    planned = Request("interleaved", 4, 8, chunks=2, overlap=True).plan()
+    braids = [pair for row in planned.schedule.rows for pair in row.braids()]
+    again = recompute(planned.schedule, frozenset(range(8)))
+    verify(again)
+    assert braids and [pair for row in again.rows for pair in row.braids()] == braids
+    for row in again.passes:
+        for before, work, after in zip(row, row[1:], row[2:], strict=False):
+            if after.kind in (Kind.FB, Kind.FBW):
+                assert before == after._replace(kind=Kind.R) and work.kind is Kind.F
+    assert activation_peaks(again, planned.problem.costs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"multi_latent_attention": False}, "--q-lora-rank, --kv-lora-rank, .* without --multi-latent-attention"),
+        ({"kv_lora_rank": None, "v_head_dim": None}, "needs --kv-lora-rank, --v-head-dim"),
+        ({"group_query_attention": True}, "leave --group-query-attention out"),
+        ({"qk_pos_emb_head_dim": 63}, "--qk-pos-emb-head-dim 63"),
+    ],
+)
+def test_flags_of_latent_attention_that_contradict_each_other(changes: dict[str, Any], match: str) -> None:
+    args = parse(["--config", str(Path(__file__).parents[2] / "configs" / "deepseek_v3" / "671B.yaml"), "--mock-data"])
+    with quietly():
+        validate(args, 256)
+    vars(args).update(changes)
+    with pytest.raises(ValueError, match=match):
+        check_latent(args)
+
+
+def test_flags_give_the_shape_of_latent_attention() -> None:
+    path = Path(__file__).parents[2] / "configs" / "deepseek_v3" / "671B.yaml"
+    shape = Shape.of(predicted(["--config", str(path), "--global-batch-size", "32"], 16).args)
+    assert (shape.latent, shape.heads, shape.head_width, shape.queries, shape.attended) == (LATENT, 128, 192, 24576, 16384)
+    assert shape.experts and sum(shape.experts.layers) == 58 and not any(shape.experts.layers[:3])
