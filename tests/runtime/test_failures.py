@@ -67,14 +67,15 @@ def whole(*values: str | int) -> object:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "message", "flags"),
     [
-        ("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck"),
-        whole("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*"),
+        ("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck", " --rehearse"),
+        whole("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse"),
+        ("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse --rehearse-park"),
     ],
 )
-def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, message: str) -> None:
-    codes, stderr = fail(tmp_path, how, 2, "off", "off", " --rehearse")
+def test_ranks_that_take_turns_name_the_culprit(tmp_path: Path, how: str, message: str, flags: str) -> None:
+    codes, stderr = fail(tmp_path, how, 2, "off", "off", flags)
     assert all(codes), codes
     (said,) = verdicts(stderr, 2)
     assert re.fullmatch(message, said), stderr

@@ -24,8 +24,9 @@ OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 
 
 def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any]:
     """What a rehearsal found, once its losses are those of the same training without one."""
-    flags = f"--mock-data --pipeline-schedule {flags}"
+    flags, parking, _ = f"--mock-data --pipeline-schedule {flags}".partition(" --rehearse-park")
     assert pool.run(ranks, train, f"{flags} --metrics {folder}/plain.jsonl") == [""] * ranks
+    flags += parking
     rehearsal = f"--rehearse --rehearse-dir {folder}/found --rehearse-hop 0.001"
     assert pool.run(ranks, train, f"{flags} --metrics {folder}/rehearsed.jsonl {rehearsal}") == [""] * ranks
     assert metrics(folder / "rehearsed.jsonl") == metrics(folder / "plain.jsonl")
@@ -34,6 +35,7 @@ def rehearsed(pool: Pool, folder: Path, ranks: int, flags: str) -> dict[str, Any
 
 
 WHOLE = pytest.mark.whole
+PP2 = "--pipeline-model-parallel-size 2"
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,9 @@ WHOLE = pytest.mark.whole
         pytest.param(2, "stock --pipeline-model-parallel-size 2", {"F", "BW"}, marks=WHOLE),
         (2, "v-half --pipeline-model-parallel-size 2 --vocab-parallel 2", {"F", "B", "W", "S", "T", "IF", "IB"}),
         (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", {"F", "B", "W"}),
+        (2, f"zb-h1 {PP2} --rehearse-park", {"F", "B", "W"}),
+        (4, "zb-v --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --bf16 --rehearse-park", {"F", "B", "W"}),
+        pytest.param(2, f"v-half --use-distributed-optimizer {PP2} --rehearse-park", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(4, "zb-h2 --pipeline-model-parallel-size 4 --post-validation", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(2, f"{OFFLOAD} --pipeline-model-parallel-size 2", {"F", "B", "W"}, marks=WHOLE),
         pytest.param(
@@ -73,6 +78,21 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize("hop", ["H100-80GB", "0.001"])
+def test_replicas_sum_their_gradients_over_the_links_that_are_named(pool: Pool, tmp_path: Path, hop: str) -> None:
+    flags = f"--mock-data --pipeline-schedule zb-h1 {PP2} --rehearse --rehearse-dir {tmp_path} --rehearse-hop {hop}"
+    assert pool.run(4, train, f"{flags} --untie-embeddings-and-output-weights") == [""] * 4
+    found = json.loads((tmp_path / "rehearsal.json").read_text())
+    seconds = found["passes_seconds"] + found["step_seconds"]
+    if hop != "H100-80GB":
+        assert found["replicas_seconds"] is None and found["iteration_seconds"] == seconds
+        return
+    link, layer = named(hop).within, 12 * 32**2 + 13 * 32
+    # Rank 0: two layers, the embedding (vocabulary padded to 384) and 16 positions; float32, without overlap.
+    assert found["replicas_seconds"] == pytest.approx(link.all_reduce(4 * (2 * layer + 384 * 32 + 16 * 32), 2))
+    assert found["iteration_seconds"] == seconds + found["replicas_seconds"]
+
+
 def test_its_costs_plan_the_next_training(pool: Pool, tmp_path: Path) -> None:
     rehearsed(pool, tmp_path, 2, "zb-auto --pipeline-model-parallel-size 2")
     flags = f"--mock-data --pipeline-schedule zb-auto --pipeline-costs {tmp_path}/found/costs.json"
@@ -90,6 +110,10 @@ FLAGS = (
     [
         ("--rehearse --train-iters 4", "--rehearse measures 5 iterations, and --train-iters is 4: raise it"),
         ("--rehearse-hop 1e-4", "--rehearse-hop is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse-park", "--rehearse-park is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse --rehearse-park --post-validation", "one rank's weights .* does not go with --post-validation: leave one"),
+        ("--rehearse --rehearse-park --pipeline-schedule stock", "does not go with --pipeline-schedule stock: leave one"),
+        ("--rehearse --rehearse-park --vocab-parallel 2", "does not go with --vocab-parallel 2: leave one"),
         ("--rehearse --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
         ("--rehearse --rehearse-hop H100", "unknown GPU 'H100'; known are .*; did you mean H100-80GB?"),
         ("--rehearse --save runs/x", "--rehearse trains a few iterations, and --save runs/x would keep them: leave --save"),
@@ -99,6 +123,11 @@ FLAGS = (
 def test_flags_that_do_not_go_together_are_refused(tmp_path: Path, flags: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         validate(parse(f"{FLAGS} {flags}".split()), 2)
+
+
+def test_replicas_that_park_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not go with 2 data-parallel replicas: leave one of them out"):
+        validate(parse(f"{FLAGS} --rehearse --rehearse-park".split()), 4)
 
 
 @pytest.mark.parametrize(("hop", "seconds"), [("2e-4", 2e-4), ("H100-80GB", None), ("{tmp_path}/mine.json", 0.5)])

@@ -157,6 +157,8 @@ _NEW = {
         add("--rehearse-hop",
             "seconds of a message between two stages where the training will run; or H100-80GB, A100-80GB or a FILE of mpipe "
             "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS"),
+        add("--rehearse-park",
+            "a rank's weights, gradients and optimizer state are in host memory while other ranks have their turns"),
         files("--rehearse-dir", "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR"),
     ],
     "vocabulary layers": [

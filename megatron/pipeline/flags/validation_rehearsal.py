@@ -8,6 +8,7 @@ from argparse import Namespace
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.flags.flags import PROFILE, given
+from megatron.pipeline.schedule.core.names import OFF, STOCK
 
 MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for
@@ -16,11 +17,14 @@ _PER_NODE = 8  # GPUs of a machine that is rehearsed for
 def check_rehearsal(args: Namespace) -> None:
     """Refuse flags that do not go with ``--rehearse``, and make a number of ``--rehearse-hop``: seconds.
 
+    Sets ``rehearse_links``: those of the machine that ``--rehearse-hop`` names, or None.
+
     Raises:
         ValueError: says which, and what to do.
     """
+    args.rehearse_links = None
     if not args.rehearse:
-        if wrong := given(args, "rehearse_hop", "rehearse_dir"):
+        if wrong := given(args, "rehearse_hop", "rehearse_dir", "rehearse_park"):
             raise ValueError(f"{wrong[0]} is for a rehearsal: add --rehearse, or leave it out")
         return
     if args.pipeline_costs == PROFILE:
@@ -34,8 +38,26 @@ def check_rehearsal(args: Namespace) -> None:
         )
     if args.train_iters is not None and args.train_iters < MEASURED:
         raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")
+    if args.rehearse_park:
+        _check_parking(args)
     if args.rehearse_hop is not None:
         args.rehearse_hop = _hop(args.rehearse_hop, args)
+
+
+def _check_parking(args: Namespace) -> None:
+    """Refuse what reads weights outside passes and the optimizer's step, or needs those of several ranks at once."""
+    refused = {
+        f"--pipeline-schedule {STOCK}": args.pipeline_schedule == STOCK,
+        "--post-validation": args.post_validation,
+        f"--offload {args.offload}": args.offload != OFF,
+        f"--vocab-parallel {args.vocab_parallel}": args.vocab_parallel != OFF,  # its collectives compute with weights
+        f"{args.data_parallel_size} data-parallel replicas": args.data_parallel_size > 1,
+    }
+    if wrong := [name for name, present in refused.items() if present]:
+        raise ValueError(
+            f"--rehearse-park has one rank's weights on the device at a time, and does not go with {wrong[0]}: leave one of them "
+            "out (replicas: start one, which is as many ranks as pipeline, tensor and context sizes come to)"
+        )
 
 
 def _hop(text: str | float, args: Namespace) -> float:
@@ -50,9 +72,10 @@ def _hop(text: str | float, args: Namespace) -> float:
 
 
 def _over_links(gpu: device.Device, args: Namespace) -> float:
-    """The same over the links of a kind of GPU, for the layout that the flags have."""
+    """The same over the links of a kind of GPU, for the layout that the flags have; keeps these links."""
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     sizes = tensor, context, args.expert_model_parallel_size, args.data_parallel_size, args.pipeline_model_parallel_size
     number = 2 if args.bf16 or args.fp16 else 4  # bytes
     size = number * args.micro_batch_size * args.seq_length * args.hidden_size
-    return Links.of(gpu, _PER_NODE, *sizes).hop.seconds(size / context / (tensor if args.sequence_parallel else 1))
+    args.rehearse_links = links = Links.of(gpu, _PER_NODE, *sizes)
+    return links.hop.seconds(size / context / (tensor if args.sequence_parallel else 1))

@@ -35,6 +35,11 @@ def check_flags(args: Namespace) -> None:
             "--post-validation takes the optimizer's step within the next iteration, which is the training loop's to do: use the "
             "pretrain_gpt.py of megatron.pipeline, or leave --post-validation out"
         )
+    if args.rehearse_park:
+        raise ValueError(
+            "--rehearse-park moves the optimizer's state, which the training loop has: use the pretrain_gpt.py of "
+            "megatron.pipeline, or leave --rehearse-park out"
+        )
     if args.pipeline_schedule == STOCK:
         return
     if wrong := wrong_in_megatron_core(args):

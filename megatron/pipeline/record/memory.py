@@ -29,7 +29,7 @@ class ActivationMeter:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._parameters = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._holders: dict[int, int] = {}
         self._bytes: dict[int, int] = {}  # when first counted: Transformer Engine empties tensors that it is done with
         self.current = 0
@@ -51,7 +51,7 @@ class ActivationMeter:
     def hold(self, tensor: torch.Tensor) -> CountedTensor:
         """Count a tensor until the returned object dies."""
         storage = tensor.untyped_storage()
-        key = storage.data_ptr()
+        key = storage._cdata  # the storage itself: its address changes where weights are parked (runtime/parking.py)
         if key in self._parameters:
             return CountedTensor(tensor, None, key)
         if key not in self._holders:

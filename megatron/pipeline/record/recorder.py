@@ -61,6 +61,10 @@ class Unmeasured:
     def observing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def finishing(self) -> AbstractContextManager[None]:
+        """A context for what ends the backwards after the last pass."""
+        return nullcontext()
+
     def end(self, _: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """Nothing to end."""
 
@@ -120,6 +124,10 @@ class Recorder:
     def observing(self) -> AbstractContextManager[None]:
         """A context in which tensors that outlive their pass are counted (see ``memory.hold``)."""
         return self._meter.observing() if self._meter else nullcontext()
+
+    def finishing(self) -> AbstractContextManager[None]:
+        """A context for what ends the backwards after the last pass; it is not timed."""
+        return nullcontext()
 
     def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation.

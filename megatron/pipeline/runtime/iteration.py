@@ -126,7 +126,8 @@ class Iteration:
                 attempt.executor.finish()
             self.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
             if not call.forward_only:
-                self._finish_gradients(call, attempt, reduces_late)
+                with self.recorder.finishing():
+                    self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
     def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:

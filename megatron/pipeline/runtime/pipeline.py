@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property, lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from megatron.core import parallel_state
 from megatron.pipeline.patches import schedules as schedules_patch
 
@@ -46,6 +47,7 @@ class Pipeline(Plans):
         settings: how activations go to host memory.
         max_ctas: the most thread blocks of NCCL's kernels for messages and the vocabulary; None for NCCL's choice.
         rehearses: the ranks share a device, and run their passes in turns.
+        parks: between its turns a rank's weights are not on the device, once ``park`` has been called.
 
     Raises:
         ValueError: see ``Plans``.
@@ -59,6 +61,7 @@ class Pipeline(Plans):
         settings: Settings | None = None,
         max_ctas: int | None = None,
         rehearses: bool = False,
+        parks: bool = False,
     ) -> None:
         self.settings = settings or Settings()
         super().__init__(request, posting, self.settings.host_limit)
@@ -68,6 +71,7 @@ class Pipeline(Plans):
         self._channels_of = cache(partial(Channels.open, max_ctas=max_ctas))
         self._groups_of = cache(partial(Groups.open, max_ctas=max_ctas))
         self._turns = cache(Turns.open) if rehearses else None
+        self._parks = parks
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
         self._connected: set[tuple[int, int]] = set()  # sender and receiver, whose communicators are there
         self._iterations = 0  # that have begun, evaluations included
@@ -156,6 +160,15 @@ class Pipeline(Plans):
         """Steps of optimizers take turns too, in a rehearsal; yields their seconds. Collective over the world at first."""
         assert self._turns is not None, "a rehearsal has turns"
         return self._turns().optimizer_steps()
+
+    def park(self, chunks: Sequence[torch.nn.Module], optimizer: Any, config: Any) -> None:
+        """Keep this rank's weights on the device in its turns alone (see ``Turns.park``), if this pipeline parks.
+
+        Collective over the world.
+        """
+        if self._parks:
+            assert self._turns is not None, "ranks park between turns"
+            self._turns().park(chunks, optimizer, config)
 
     @property
     def situation(self) -> Situation:

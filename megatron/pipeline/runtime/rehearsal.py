@@ -52,6 +52,8 @@ class Rehearsal:
         passes: what was measured, in the order of ranks, stages and kinds.
         timeline: of one iteration if every rank had a device of its own, from the first pass to the last.
         step: seconds of the optimizer's step, on the rank where it takes longest.
+        replicas: seconds in which an iteration waits for the sum of gradients over data-parallel replicas, and for new weights;
+            None where there are replicas, and their links are not known.
         stock: megatron-core's own schedules at these costs, at their best.
         peaks, planned_peaks: activation bytes, by pipeline rank: the most that was measured, and that the simulation has.
         processes: bytes of each process at its peak: device memory on a GPU, resident memory on a CPU.
@@ -63,6 +65,7 @@ class Rehearsal:
     passes: tuple[Passes, ...]
     timeline: Timeline
     step: float
+    replicas: float | None
     stock: Planned
     peaks: tuple[int, ...]
     planned_peaks: tuple[float, ...]
@@ -70,8 +73,8 @@ class Rehearsal:
     tokens: int
 
     def seconds(self, timeline: Timeline) -> float:
-        """Of an iteration: its passes, and the optimizer's step."""
-        return timeline.makespan + self.step
+        """Of an iteration: its passes, the optimizer's step, and what replicas add."""
+        return timeline.makespan + self.step + (self.replicas or 0.0)
 
     def fields(self) -> dict[str, Any]:
         """As one JSON object."""
@@ -85,6 +88,7 @@ class Rehearsal:
             "hop_seconds": self.costs.hop,
             "passes_seconds": self.timeline.makespan,
             "step_seconds": self.step,
+            "replicas_seconds": self.replicas,
             "iteration_seconds": self.seconds(self.timeline),
             "bubble_rate": self.timeline.makespan_bubble_rate,
             "tokens_per_second": self.tokens / self.seconds(self.timeline),
@@ -103,6 +107,12 @@ class Rehearsal:
             "placement": self.report.schedule.placement.stages,
             "timeline": json.loads(self.timeline.to_json()),
         }
+
+    @property
+    def _of_replicas(self) -> str:
+        if self.replicas is None:
+            return "; without the sum of gradients over replicas: --rehearse-hop with a GPU's name or a machine's file adds it"
+        return f", and {1e3 * self.replicas:.4g} ms for gradients and weights of data-parallel replicas" if self.replicas else ""
 
     def lines(self, hop_is_measured: bool) -> list[str]:
         """For the log."""
@@ -126,14 +136,19 @@ class Rehearsal:
             f" a device for every rank would take {ms(1e3 * self.seconds(own))} for an iteration, "
             f"{self.tokens / self.seconds(own):,.0f} tokens/s: {ms(1e3 * own.makespan)} for its passes, bubble "
             f"{own.makespan_bubble_rate:.1%} (hop {ms(1e3 * self.costs.hop)}, {source}), and {ms(1e3 * self.step)} for the "
-            "optimizer's step",
+            f"optimizer's step{self._of_replicas}",
             f" stock at its best, at the same costs: {self.stock.variant}, {ms(1e3 * self.seconds(stock))}, bubble "
             f"{stock.makespan_bubble_rate:.1%}: {self.seconds(stock) / self.seconds(own):.3f} times as long",
         ]
 
 
 def rehearse(
-    pipeline: Pipeline, hop: float | None, tokens_of: Callable[[int], int], layers: int, write: Callable[[Rehearsal], list[str]]
+    pipeline: Pipeline,
+    hop: float | None,
+    tokens_of: Callable[[int], int],
+    layers: int,
+    replicas: Callable[[Costs], float | None],
+    write: Callable[[Rehearsal], list[str]],
 ) -> Steps:
     """Measure a pipeline that runs its passes in turns, and say what a device for every rank would make of it.
 
@@ -141,6 +156,7 @@ def rehearse(
         hop: seconds of a message between neighbouring ranks; None to measure it here.
         tokens_of: from a number of microbatches to the tokens of an iteration.
         layers: of the model.
+        replicas: from measured costs to what data-parallel replicas add, as in ``Rehearsal``.
         write: called on every rank with what was found; returns more lines for the log.
     """
     with pipeline.optimizer_steps() as steps:
@@ -154,6 +170,7 @@ def rehearse(
         tuple(_passes(timed)),
         simulate(schedule, own),
         max(_of_all_ranks(sum(map(statistics.median, steps.values())))),
+        replicas(own),
         stock_at_its_best(own, schedule.ranks, schedule.microbatches, layers),
         tuple(max(peaks) for peaks in zip(*(one.peak_activation_bytes for one in timed), strict=True)),
         tuple(activation_peaks(schedule, own)),

@@ -98,7 +98,8 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     bandwidth, smallest = args.offload_cpu_bandwidth, SMALLEST if args.offload_min_size is None else args.offload_min_size
     settings = Settings(args.offload_host_memory, smallest, bandwidth and bandwidth * 1e9)
     measure = measure or profiles or args.rehearse
-    pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, args.rehearse)
+    turns = args.rehearse, args.rehearse_park
+    pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, *turns)
     pipeline.notes += notes
     placement, ranks = pipeline.placement, request.ranks
     if pipeline.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself

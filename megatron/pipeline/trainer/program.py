@@ -104,6 +104,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
         training = build_training(args, pipeline.placement, timers)
         loaded = checkpoint.load(args, training)
+        pipeline.park(training.chunks, training.optimizer, training.config)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
             for line in [*first_words(args, pipeline, loaded), *(plan_in_words(args, pipeline) if log.writes else ())]:

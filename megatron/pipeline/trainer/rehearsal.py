@@ -9,11 +9,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core.transformer.enums import LayerType
 
+from megatron.pipeline.costmodel.parameters import parameters
+from megatron.pipeline.costmodel.replicas import replica_seconds
+from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import Steps
 from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_profile
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.trainer.atomic import write_text
 from megatron.pipeline.view.picture import draw
 
@@ -28,9 +37,28 @@ def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
     if not args.rehearse:
         return None
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
-    steps = rehearse(pipeline, args.rehearse_hop, of_a_microbatch.__mul__, args.num_layers, partial(_write, args.rehearse_dir))
+    replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args.rehearse_dir)
+    steps = rehearse(pipeline, args.rehearse_hop, of_a_microbatch.__mul__, args.num_layers, replicas, write)
     next(steps)
     return steps
+
+
+def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | None:
+    """Seconds that data-parallel replicas add to an iteration over the links of ``--rehearse-hop``; None if it names none.
+
+    Ranks are those of a GPT with the flags' sizes, and parameters those of the rank that has most.
+    """
+    if args.data_parallel_size == 1:
+        return 0.0
+    if args.rehearse_links is None:
+        return None
+    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, placement)]
+    vocabulary = None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
+    counts = parameters(Shape.of(args), placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
+    stages = [[costs.stages[stage] for stage in row] for row in placement.stages]
+    forward = min(sum(stage.forward for stage in row) for row in stages)
+    backward = min(sum(stage.backward + stage.weight for stage in row) for row in stages)
+    return replica_seconds(args, args.rehearse_links, max(counts, key=lambda count: count.total), forward, backward)
 
 
 def _write(directory: str, found: Rehearsal) -> list[str]:

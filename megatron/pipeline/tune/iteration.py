@@ -17,13 +17,13 @@ from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import (
     FixedMemory,
     RankMemory,
-    expert_copies,
     fixed_memory,
     gradient_bytes,
     optimizer_parameters,
     predict,
     recomputed,
 )
+from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
@@ -38,7 +38,6 @@ from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.tune.candidate import Candidate, Cluster, links_of
 
-BUCKET = 40e6  # parameters whose gradients megatron-core sums at once; no pass overlaps the last sum
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
 _OFFLOADED = 3  # times as many, for the copies
@@ -192,43 +191,20 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
 
 
 def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
-    """Seconds from the end of one pipeline to the start of the next on the slowest rank.
-
-    Gradients are summed while the last microbatch's backward runs, and new weights gathered while the first forward does, where
-    ``--overlap-grad-reduce`` and ``--overlap-param-gather`` say so; what is longer than these counts, and the last bucket.
-    """
+    """Seconds from the end of one pipeline to the start of the next on the slowest rank: see ``replica_seconds`` too."""
     args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
-    copies = args.data_parallel_size * args.context_parallel_size
     largest = max((each.count for each in fixed), key=lambda count: count.total)
-    count = largest.total
     step = device.moving(STEP_BYTES * optimizer_parameters(args, largest))
     tied = 0.0
     apart = candidate.placement.home(candidate.placement.last_stage)[0] and candidate.vocabulary is None
     if apart and not args.untie_embeddings_and_output_weights:  # both ends add up the gradients of one matrix
         size = args.padded_vocab_size * args.hidden_size / args.tensor_model_parallel_size
         tied = links.hop.all_reduce(gradient_bytes(args) * size, 2)
-    if copies == 1:
-        return step + tied
-
-    def gathered(size: int) -> float:
-        """Seconds until all ranks with the same parameters have ``size`` bytes of each."""
-        of_experts = links.expert_data.all_gather(size * largest.expert, expert_copies(args)) if largest.expert else 0.0
-        return links.data.all_gather(size * largest.dense, copies) + of_experts
-
     work = costs.stages
     rows = candidate.placement.stages
     backward = min(sum(work[stage].backward + work[stage].weight for stage in row) for row in rows)
     forward = min(sum(work[stage].forward for stage in row) for row in rows)
-    once = gathered(gradient_bytes(args))
-    if not args.use_distributed_optimizer:
-        once *= 2
-    bucket = once * min(1.0, BUCKET / count)
-    reduce = max(bucket, once - backward) if args.overlap_grad_reduce else once
-    gather = 0.0
-    if args.use_distributed_optimizer:
-        gather = gathered(gpt.number_bytes(args))
-        gather = max(0.0, gather - forward) if args.overlap_param_gather else gather
-    return step + tied + reduce + gather
+    return step + tied + replica_seconds(args, links, largest, forward, backward)
 
 
 def least_seconds(cluster: Cluster, candidate: Candidate) -> float:
