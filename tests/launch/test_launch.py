@@ -27,6 +27,7 @@ from megatron.pipeline import patches
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flags import add_new_flags
 from megatron.pipeline.flags.support import FEATURES
 from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.launch import script
@@ -46,9 +47,17 @@ SIZES = (
 ON_UPSTREAM = (
     "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --eval-iters 0 --eval-interval 100 --clip-grad 0 --train-iters 5 "
 )
+SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 Steps = list[tuple[float, float]]
+
+
+def as_read(**given: object) -> Namespace:
+    """What a launched script's parser leaves of no flags of ours, then ``given``."""
+    parser = ArgumentParser(allow_abbrev=False)
+    add_new_flags(parser)
+    return Namespace(**vars(parser.parse_args([])) | given)
 
 
 def launch(directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "") -> Steps:
@@ -260,7 +269,7 @@ def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
     sizes = {"num_experts": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1}
     run = Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1"))
     for parts in (1, 2, None):
-        args = Namespace(pipeline_schedule="stock", post_validation=False, expert_tensor_parallel_size=parts, **sizes)
+        args = as_read(pipeline_schedule="stock", expert_tensor_parallel_size=parts, **sizes)
         run.validate(lambda given: given, args)
         assert ("WARNING: --expert-tensor-parallel-size 1" in capsys.readouterr().out) == (parts == 1)
 
@@ -278,18 +287,17 @@ def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
     from megatron.pipeline.launch.check import check_flags, untested
 
-    sizes = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-    given = {"pipeline_schedule": "zb-h1", "post_validation": False, "optimizer": "muon", "fp8": "hybrid", "sft": False} | sizes
-    warned = untested(Namespace(**given))
+    given = {"pipeline_schedule": "zb-h1", "optimizer": "muon", "fp8": "hybrid", "sft": False} | SIZES_OF_RANKS
+    warned = untested(as_read(**given))
     assert len(warned) == 1
     assert warned[0].startswith(
         "WARNING: not tested with --pipeline-schedule zb-h1: FP8, optimizers: Muon, Lion, SOAP (mpipe sup"
     )
-    assert untested(Namespace(**given | {"pipeline_schedule": "stock"})) == []
+    assert untested(as_read(**given | {"pipeline_schedule": "stock"})) == []
     with pytest.raises(
         ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage belongs to megatron-core's own in"
     ):
-        check_flags(Namespace(**given, microbatch_group_size_per_vp_stage=2))
+        check_flags(as_read(**given, microbatch_group_size_per_vp_stage=2))
 
 
 @pytest.mark.parametrize(
@@ -303,13 +311,11 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
 def test_what_upstream_makes_of_a_flag_is_refused_as_well(
     capsys: pytest.CaptureFixture[str], flag: str, becomes: dict[str, object], words: str
 ) -> None:
-    sizes = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-    sizes |= {"use_distributed_optimizer": False, "pipeline_model_parallel_size": 2}
+    sizes = SIZES_OF_RANKS | {"use_distributed_optimizer": False, "pipeline_model_parallel_size": 2}
     chunks = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
     chunks |= {"pipeline_model_parallel_layout": None}
     run = Run(Versions("0.19.2", Path("core"), Path("training"), "0.19.2"))
-    ours = {"pipeline_schedule": "zb-h1", "post_validation": False, "offload": "off", "offload_profile": False}
-    args = Namespace(pipeline_costs=None, save=None, **{flag: 2}, **ours, **sizes, **chunks)
+    args = as_read(pipeline_schedule="zb-h1", save=None, **{flag: 2}, **sizes, **chunks)
     with pytest.raises(SystemExit):
         run.validate(lambda given: given.__dict__.update(becomes), args)
     assert f"mpipe launch: {words}" in capsys.readouterr().err
@@ -348,10 +354,8 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
 def test_what_transformer_engine_does_only_under_its_own_order_is_refused(flags: dict[str, object], words: str) -> None:
     from megatron.pipeline.launch.check import check_flags
 
-    sizes = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-    ours = {"pipeline_schedule": "zb-h1", "post_validation": False, "offload": "off", "offload_profile": False}
     with pytest.raises(ValueError, match=words):
-        check_flags(Namespace(**sizes | ours | {"pipeline_costs": None} | flags))
+        check_flags(as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1"} | flags))
 
 
 def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(
