@@ -6,7 +6,8 @@ The parts of layers are ours, their order is megatron-core's: its plans of chunk
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,19 @@ class TwoLanes(Sleeper):
     def __init__(self) -> None:
         super().__init__()
         self._lanes = {"compute": 0.0, "communicate": 0.0}
+        self._sending: float | None = None  # when what is being sent is there, if before both lanes are free
+
+    @contextmanager
+    def sending(self, ready: float) -> Iterator[None]:
+        """What is sent within waits for its own part alone, as on the stream of communication."""
+        self._sending = ready
+        yield
+        self._sending = None
+
+    def synchronize(self) -> None:
+        free, self._free = self._free, self._free if self._sending is None else self._sending
+        super().synchronize()
+        self._free = free
 
     def step(self, function: Any) -> Any:
         """Parts begin when they are launched, whatever step they are in."""
@@ -70,7 +84,7 @@ class SleepingPlan(plans.TransformerModelChunkSchedulePlan):
         self.ready = 0.0  # when the last part is over
         self.pre_process = _Boundary(stage.weight if received is None else received)
         self.post_process: Any = _Loss() if stage.gives_loss else None
-        self.vp_stage = stage.vp_stage
+        self.vp_stage, self.lanes = stage.vp_stage, stage.lanes
         lanes, weights = stage.lanes, (backward.attention_weights, backward.expert_weights)
         self._layers = [
             SimpleNamespace(
@@ -85,6 +99,15 @@ class SleepingPlan(plans.TransformerModelChunkSchedulePlan):
             )
             for _ in range(stage.costs.parts(Kind.F).layers)
         ]
+
+    @staticmethod
+    def run(forward: Any, backward: Any, b_grad: Any = None, post_forward: Any = None, **others: Any) -> Any:
+        def sent(output: torch.Tensor, chunk: int | None) -> None:
+            with forward.lanes.sending(forward.ready):
+                post_forward(output, chunk)
+
+        run = plans.TransformerModelChunkSchedulePlan.run
+        return run(forward, backward, b_grad=b_grad, post_forward=post_forward and sent, **others)
 
     def get_layer(self, i: int) -> Any:
         return self._layers[i]

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_gpt
 from pool import Pool
 
 from megatron.pipeline import planning
+from megatron.pipeline.record.recorder import Unmeasured
+from megatron.pipeline.runtime.executor import Executor, Handlers
+from megatron.pipeline.runtime.p2p import Tensors
+from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import Kind
+from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute, Message, Send
 from megatron.pipeline.schedule.transforms.braid import braid
 
 
@@ -41,3 +51,56 @@ def test_a_braided_schedule_trains_as_stock(pool: Pool, tmp_path: Path, name: st
 def losses(ranks: list[list[tiny_gpt.Step]]) -> list[float | None]:
     """On the rank that has them."""
     return next([loss for loss, _ in steps] for steps in ranks if steps[0][0] is not None)
+
+
+class Sends:
+    """A transport that notes when messages leave."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def send(self, message: Message, *_: Any, when_sent: Any) -> None:
+        self.events.append(f"send {message.flow} {message.microbatch}")
+
+    def wait(self, message: Message) -> Tensors:
+        self.events.append(f"wait {message.flow} {message.microbatch}")
+        return [None]
+
+    def nothing(self, *_: Any) -> None:
+        """What the test does not look at."""
+
+    start = sweep = receive = finish = nothing
+
+    def unsent(self) -> list[Send]:
+        return []
+
+
+def test_what_a_braids_forward_makes_is_sent_while_its_backward_runs() -> None:
+    rows = ("F0 F1 F2 FB0 W0 B1 W1 B2 W2", "F0 B0 W0 F1 B1 W1 F2 B2 W2")
+    passes = tuple(tuple(Pass.parse(f"{work}.0") for work in row.split()) for row in rows)
+    schedule = Schedule("mine", linear(2), 3, passes)
+    program = lower(schedule, Costs((StageCosts(1.0, 1.0, 1.0),) * 2))[0]
+    events: list[str] = []
+    position: list[str] = []
+
+    def run(work: Pass, _received: Any, peers: tuple[int, ...]) -> dict[int, Tensors]:
+        events.append(str(work))
+        return {peer: [None] for peer in peers}
+
+    def braided(work: Pass, _: Any, peers: tuple[int, ...], other: Pass, __: Any, others: tuple[int, ...], made: Any) -> Any:
+        events.append(f"{work} and {other}")
+        made({peer: [None] for peer in peers})
+        position.append(str(executor.position))
+        events.append(f"end of {other}")
+        return {peer: [None] for peer in others}
+
+    transport: Any = Sends(events)
+    handlers = Handlers(dict.fromkeys(Kind, run), braid=braided)
+    executor = Executor(program, wiring(program, 0, linear(2)), handlers, transport, Unmeasured())
+    executor.begin()
+    executor.finish()
+    at = events.index("F2.0 and FB0.0")
+    assert events[at : at + 4] == ["F2.0 and FB0.0", "send activation 2", "end of FB0.0", "W0.0"]
+    assert events.count("send activation 2") == 1
+    assert position == [str(Compute(Pass(Kind.F, 2), Pass(Kind.FB, 0)))]
+    assert executor.begun == len(program)

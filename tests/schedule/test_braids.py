@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Message, Wait
+from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Send, Wait, pass_of
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
@@ -58,6 +58,22 @@ def test_a_braid_starts_when_both_halves_can_and_takes_what_its_costs_say() -> N
     rows = simulate(two, plain(2, hop=0.5)).ranks
     assert rows[0][1][1] == 9  # F0 ends at 2, is there at 2.5, B0 ends at 8.5 and is there at 9: only then F1 starts
     assert simulate(unbraided(two), plain(2, hop=0.5)).ranks[0][1][1] == 2
+
+
+def test_the_output_of_a_braids_forward_leaves_before_its_backward_ends() -> None:
+    two = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0", "F0.0 B0.0 W0.0 F1.0 B1.0 W1.0")
+    rows = simulate(two, plain(2, hop=0.5)).ranks
+    assert [(str(work), start, end) for work, start, end in rows[0][1:3]] == [("F1.0", 9, 11.5), ("FB0.0", 11.5, 14)]
+    assert rows[1][3][:2] == (Pass.parse("F1.0"), 12)
+    program = lower(two, plain(2, hop=0.5))[0]
+    braid = program.index(Compute(Pass.parse("F1.0"), Pass.parse("FB0.0")))
+    sent = program.index(Send(Message(Flow.ACTIVATION, 1, 0), 1))
+    assert braid < sent < program.index(Compute(Pass.parse("FB0.0")))
+
+
+def test_no_half_of_a_braid_runs_before_the_optimizer_step_is_known_to_stand() -> None:
+    [program] = lower(ONE, plain(1))
+    assert [str(pass_of(operation) or operation) for operation in program][:4] == ["F0.0", "Validate()", "F1.0", "FB0.0"]
 
 
 def test_without_parts_of_layers_a_braid_takes_what_its_halves_take() -> None:

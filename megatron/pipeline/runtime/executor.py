@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from megatron.pipeline.health.device_progress import DeviceProgress
@@ -32,10 +33,19 @@ from megatron.pipeline.schedule.lower.program import (
 
 # Computes a pass, from the tensors that came from each rank, and returns the tensors for each rank in the last argument.
 Handler = Callable[[Pass, Mapping[int, Tensors], tuple[int, ...]], Mapping[int, Tensors]]
-# The same for two passes that run as one: what the first is given, what the second is given, and what each returns.
+# The same for two passes that run as one: what the first is given, what the second is given, and what takes the tensors of the
+# first as soon as they are made, while the second runs on; it returns those of the second.
 Braid = Callable[
-    [Pass, Mapping[int, Tensors], tuple[int, ...], Pass, Mapping[int, Tensors], tuple[int, ...]],
-    tuple[Mapping[int, Tensors], Mapping[int, Tensors]],
+    [
+        Pass,
+        Mapping[int, Tensors],
+        tuple[int, ...],
+        Pass,
+        Mapping[int, Tensors],
+        tuple[int, ...],
+        Callable[[Mapping[int, Tensors]], None],
+    ],
+    Mapping[int, Tensors],
 ]
 
 
@@ -109,7 +119,7 @@ class Executor:
         self._recorder = recorder
         self._around = around
         self._device = device
-        self._operations = iter(program)
+        self._left = deque(program)
         self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
         self._received: dict[Message, Tensors] = {}
         self._made: dict[tuple[Message, int], Tensors] = {}
@@ -157,7 +167,8 @@ class Executor:
 
     def _go_on(self) -> None:
         handlers, transport, recorder = self._handlers, self.transport, self._recorder
-        for operation in self._operations:
+        while self._left:
+            operation = self._left.popleft()
             self._at(operation)
             if starts_posted(operation):
                 transport.start()
@@ -212,9 +223,19 @@ class Executor:
             return
         assert self._handlers.braid is not None, f"{braided} is braided, and nothing runs braids"
         first, second = (self._received_for(half) for half in (work, braided))
-        made = self._handlers.braid(work, first, self._peers(work), braided, second, self._peers(braided))
-        for half, outputs in zip((work, braided), made, strict=True):
-            self._hand_out(half, outputs)
+        made = partial(self._send_within_braid, work)
+        gradients = self._handlers.braid(work, first, self._peers(work), braided, second, self._peers(braided), made)
+        self._hand_out(braided, gradients)
+
+    def _send_within_braid(self, work: Pass, outputs: Mapping[int, Tensors]) -> None:
+        """Send what the forward of a braid has made, while its backward runs on. The sends stand directly behind it; on a GPU
+        they wait for the stream that is current here. Posted in batches, they start with the operation after them."""
+        braid = self.position
+        self._hand_out(work, outputs)
+        while self._left and isinstance(sending := self._left[0], Send):
+            self._at(self._left.popleft())
+            self._send(sending.message, sending.peer)
+        self.position = braid
 
     def _peers(self, work: Pass) -> tuple[int, ...]:
         return tuple(peer for _, peer in self._wiring.makes.get(work, ()))

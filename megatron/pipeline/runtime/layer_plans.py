@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
@@ -44,6 +44,15 @@ class _Forwarded:
     output: torch.Tensor | None = None
 
 
+class _Beside(NamedTuple):
+    """What runs beside a forward: the plan of a backward, the gradient that it starts from, and what takes the forward's output
+    when all of its layers have been launched."""
+
+    plan: Any = None
+    gradient: torch.Tensor | None = None
+    made: Callable[[torch.Tensor, int | None], None] | None = None
+
+
 class LayerPlanStages(ModelStages):
     """The stages of this rank's chunks, each of whose forwards makes a plan that its backward uses up."""
 
@@ -51,7 +60,7 @@ class LayerPlanStages(ModelStages):
         super().__init__(call, schedule, rank, iterators)
         compat.get("megatron.core.pipeline_parallel.utils", "set_streams")()
         self._forwards: dict[tuple[int, int], _Forwarded] = {}  # by microbatch and chunk
-        self._beside: tuple[Any, torch.Tensor] | None = None  # the backward of the braid that runs now: plan and gradient
+        self._beside: _Beside | None = None  # of the braid that runs now
 
     @property
     def handlers(self) -> Handlers:
@@ -66,13 +75,25 @@ class LayerPlanStages(ModelStages):
         return _gradients(inputs)
 
     def braid(
-        self, work: Pass, inputs: Tensors, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """Two plans, part by part."""
-        self._beside = plan, _ = self._before_backward(other, outputs, gradients)
+        self,
+        work: Pass,
+        inputs: Tensors,
+        other: Pass,
+        kept: Tensors,
+        outputs: Tensors,
+        gradients: Tensors,
+        made: Callable[[Tensors], None],
+    ) -> Tensors:
+        """Two plans, part by part. A loss is made after both; other outputs leave as upstream sends them: on the communication
+        stream, behind the last combine and while the backward computes."""
+        plan, gradient = self._before_backward(other, outputs, gradients)
+        is_loss = self._gives_loss(work)
+        self._beside = _Beside(plan, gradient, None if is_loss else lambda output, _chunk: made([output]))
         with _weights_at_their_place(other, plan):
-            made = self.forward(work, inputs, keep_graph=True)
-        return made, _gradients(kept)
+            forwarded = self.forward(work, inputs, keep_graph=True)
+        if is_loss:
+            made(forwarded)
+        return _gradients(kept)
 
     def _step_function(self, work: Pass) -> Callable[..., Any]:
         """For ``forward_step``; without a graph a plan would be of no use."""
@@ -87,8 +108,8 @@ class LayerPlanStages(ModelStages):
         if one_expert:
             _keep_tokens(plan)
         forwarded = self._forwards[work.microbatch, work.chunk] = _Forwarded(plan)
-        beside, self._beside = self._beside or (None, None), None
-        output = type(plan).run(plan, beside[0], b_grad=beside[1])
+        beside, self._beside = self._beside or _Beside(), None
+        output = type(plan).run(plan, beside.plan, b_grad=beside.gradient, post_forward=beside.made)
         _record_use(plan, one_expert)
 
         def loss_of(output: torch.Tensor, **options: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,10 +42,18 @@ class BraidedStages(Stages, Protocol):
     """Stages that compute a forward and a backward as one unit."""
 
     def braid(
-        self, work: Pass, inputs: Tensors, other: Pass, kept: Tensors, outputs: Tensors, gradients: Tensors
-    ) -> tuple[Tensors, Tensors]:
+        self,
+        work: Pass,
+        inputs: Tensors,
+        other: Pass,
+        kept: Tensors,
+        outputs: Tensors,
+        gradients: Tensors,
+        made: Callable[[Tensors], None],
+    ) -> Tensors:
         """A forward that keeps its graph, and the backward of another microbatch or chunk: with the arguments of ``forward`` and
-        then of ``backward``, and the results of both."""
+        then of ``backward``. ``made`` is called with the forward's outputs once they are there; returned is what ``backward``
+        returns."""
 
 
 class StagePasses:
@@ -107,18 +115,25 @@ class StagePasses:
         other: Pass,
         other_received: Mapping[int, Tensors],
         other_peers: tuple[int, ...],
-    ) -> tuple[Mapping[int, Tensors], Mapping[int, Tensors]]:
-        """F and the backward of another microbatch or chunk as one unit: with the arguments and the results of ``forward``, and
-        then those of ``backward``. One runs after the other where the stages have no braids, or F keeps no graph."""
+        made: Callable[[Mapping[int, Tensors]], None],
+    ) -> Mapping[int, Tensors]:
+        """F and the backward of another microbatch or chunk as one unit: with the arguments of ``forward``, then those of
+        ``backward``. ``made`` takes what ``forward`` returns; returned is what ``backward`` returns. One runs after the other
+        where the stages have no braids, or F keeps no graph."""
         stages = self._stages
         if not (isinstance(stages, BraidedStages) and self._keeps_graph(work)):
-            return self.forward(work, received, peers), self.backward(other, other_received, other_peers)
+            made(self.forward(work, received, peers))
+            return self.backward(other, other_received, other_peers)
         inputs = self._inputs(received)
         sources, kept, outputs = self._graphs.pop(other[1:3])
+
+        def forwarded(outputs: Tensors) -> None:
+            self._keep(work, received, inputs, outputs)
+            made(dict.fromkeys(peers, outputs))
+
         with self._leaving_weights(other):
-            made, input_gradients = stages.braid(work, inputs, other, kept, outputs, _sum(other_received.values()))
-        self._keep(work, received, inputs, made)
-        return dict.fromkeys(peers, made), _by_peer(input_gradients, sources, other_peers)
+            gradients = stages.braid(work, inputs, other, kept, outputs, _sum(other_received.values()), forwarded)
+        return _by_peer(gradients, sources, other_peers)
 
     def weight(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
         """W."""

@@ -157,9 +157,16 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     """
     timeline = simulate(schedule, costs)
     ends = [[timed.end for timed in row] for row in timeline.ranks]
-    training = (timed for row in timeline.ranks for timed in row if not (timed.work.kind.is_forward or timed.work.kind.is_copy))
-    backward = min((timed.start for timed in training), default=None)
     rows = _Rows(schedule, timeline)
+    backward = min(
+        (
+            timed.start
+            for row, braided in zip(timeline.ranks, rows.braided, strict=True)
+            for timed in row
+            if timed.work in braided or not (timed.work.kind.is_forward or timed.work.kind.is_copy)
+        ),
+        default=None,
+    )
 
     # The sort is stable: passes that take no time keep the order in which they depend on each other. So no pass is
     # reached before what it waits for, since that is made before it ends.
@@ -192,7 +199,7 @@ class _Rows:
         self.slots = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
         self._programs: list[list[Operation]] = [[] for _ in self.slots]
         self._waits: list[dict[int, list[Wait]]] = [{} for _ in self.slots]  # before which slot
-        self._braided = [dict(row.braids()) for row in schedule.rows]
+        self.braided = [dict(row.braids()) for row in schedule.rows]
         self._reached = [0] * schedule.ranks
         self._unowed: list[dict[Exchange, deque[Collective]]] = [{} for _ in self.slots]  # joined, and not waited for
 
@@ -211,7 +218,7 @@ class _Rows:
             yield Copy(work) if work.kind.row.starts else Wait(work)
             return
         yield from map(Wait, row.awaited.get(work, ()))
-        yield Compute(work, self._braided[rank].get(work))
+        yield Compute(work, self.braided[rank].get(work))
         yield from map(Copy, row.started_by(work))
 
     def communicate(self, moment: float, one: Transfer | Gathering) -> None:

@@ -177,7 +177,11 @@ class Model:
             for work in works:
                 for other, before in schedule.predecessors(rank, work):
                     hop = int(self._costs.hop) if other != rank else 0
-                    self._model.add(self._ends[other, before] + hop <= self._starts[rank, work])
+                    self._model.add(self._made(other, before) + hop <= self._starts[rank, work])
+
+    def _made(self, rank: int, work: Pass) -> LinearExprT:
+        """When what a pass makes is there."""
+        return self._ends[rank, work]
 
     def _add_limit(self, rank: int, limit: float) -> None:
         """What a pass allocates is held until passes that free as much have ended, the last allocated first. Ranks run one pass

@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.optimum.exact import Model
 
 if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpSolver, IntervalVar, IntVar
+    from ortools.sat.python.cp_model import CpSolver, IntervalVar, IntVar, LinearExprT
 
 
 class _Way(NamedTuple):
@@ -24,13 +24,14 @@ class _Way(NamedTuple):
     Attributes:
         kind: FB, FBW, or BW alone.
         beside: the forward that it runs with, if any.
-        length: in whole units.
+        length, output: in whole units; the second until the output of the forward is there.
         chosen: whether it runs so.
     """
 
     kind: Kind
     beside: Pass | None
     length: int
+    output: int
     chosen: IntVar
 
 
@@ -39,6 +40,7 @@ class ModelWithBraids(Model):
 
     def __init__(self, problem: Problem) -> None:
         self._ways_of: dict[tuple[int, Pass], list[_Way]] = {}  # by rank and backward
+        self._outputs: dict[tuple[int, Pass], IntVar] = {}  # by rank and forward: when what it makes is there
         super().__init__(problem)
 
     def _add_passes(self, rank: int, works: list[Pass]) -> None:
@@ -58,6 +60,8 @@ class ModelWithBraids(Model):
                 seconds = model.new_int_var(0, self._horizon, "")
                 model.add(seconds == size)
                 intervals.append(model.new_interval_var(start, seconds, end, f"[{work}@{rank}]"))
+                output = self._outputs[rank, work] = model.new_int_var(0, self._horizon, "")
+                model.add(output == start + length + sum((way.output - length) * way.chosen for way in beside))
                 continue
             others = ways.get(work, [])
             if work.kind is Kind.W:
@@ -82,17 +86,24 @@ class ModelWithBraids(Model):
     def _ways(self, rank: int, backward: Pass, forwards: list[Pass]) -> list[_Way]:
         stages, costs = self._problem.placement.stages[rank], self._problem.costs
         stage = stages[backward.chunk]
-        seconds: list[tuple[Kind, Pass | None, float]] = []
+        seconds: list[tuple[Kind, Pass | None, tuple[float, float]]] = []
         if backward.kind is Kind.B:
-            seconds.append((Kind.BW, None, costs.seconds(Kind.BW, stage)))
+            seconds.append((Kind.BW, None, (0, costs.seconds(Kind.BW, stage))))
         for forward, kind in product(forwards, dict.fromkeys((backward.kind, Kind.BW))):
             if forward[1:3] != backward[1:3]:
                 braided = BRAIDED[kind]
-                seconds.append((braided, forward, sum(costs.braid(stages[forward.chunk], braided, stage))))
+                seconds.append((braided, forward, costs.braid(stages[forward.chunk], braided, stage)))
+
+        def whole(time: float) -> int:
+            return math.floor(Fraction(time) / self.unit + Fraction(1, 10**9))
+
         return [
-            _Way(kind, beside, math.floor(Fraction(time) / self.unit + Fraction(1, 10**9)), self._model.new_bool_var(""))
-            for kind, beside, time in seconds
+            _Way(kind, beside, whole(sum(times)), whole(times[0]), self._model.new_bool_var(""))
+            for kind, beside, times in seconds
         ]
+
+    def _made(self, rank: int, work: Pass) -> LinearExprT:
+        return self._outputs[rank, work] if work.kind is Kind.F else super()._made(rank, work)
 
     def _least(self) -> float:
         return float(Fraction(lower_bound(self._problem)) / self.unit)

@@ -1,9 +1,9 @@
 """Orders made of braids from the start: every rank pairs the forwards and backwards that are ready, and waits for a partner.
 
-A search for an order of single passes leaves few pairs that can be braided, or the wrong ones. A message of a braid leaves when
-both halves are over, so that every hop takes as long as a braid: to keep every rank braiding, about twice as many microbatches
-are on their way as in 1F1B, on a V half a one more (DualPipeV's p + 1/2). Here a clock runs the ranks, each of which decides by a
-``Policy`` when it is free; the shortest order of many policies is taken.
+A search for an order of single passes leaves few pairs that can be braided, or the wrong ones. In braids every hop takes about as
+long as both halves: to keep every rank braiding, about twice as many microbatches are on their way as in 1F1B, on a V half a one
+more (DualPipeV's p + 1/2). Here a clock runs the ranks, each of which decides by a ``Policy`` when it is free; the shortest order
+of many policies is taken. This clock lets both messages of a braid leave at its end: ranks that decide in step find more pairs.
 """
 
 from __future__ import annotations

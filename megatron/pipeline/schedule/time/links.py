@@ -42,8 +42,8 @@ class Rows(NamedTuple):
 
     Attributes:
         passes: of every row; in the place of its kind, a pass has the key of its link.
-        works: the passes that these stand for; None where a rank waits for its lane, and around a braid: before it the rank waits
-            for the gradient, behind it the forward's output is sent.
+        works: the passes that these stand for; None where a rank waits for its lane, and before a braid, where it waits for the
+            gradient.
         links: by row, chunk and key.
         size: how many numbers there are for what passes make for each other.
         ready: the numbers of what is there from the start.
@@ -133,15 +133,12 @@ def _keyed(
             works += [None, work]
             continue
         if (forward := forwards.get(work)) is not None:
-            keys += [Pass(_half(work, forward), *work[1:]), Pass(_OUTPUT, *forward[1:])]
-            works += [work, None]
+            keys.append(Pass(_half(work, forward), *work[1:]))
+            works.append(work)
         else:
             keys.append(Pass(_key(row, work), *work[1:]) if row.is_divided else work)
             works.append(work)
     return keys, works
-
-
-_OUTPUT: Any = "output of a braid"  # by what the link is found with which a braid's forward gives its output
 
 
 def _gradient_of(kind: Kind) -> Any:
@@ -196,8 +193,8 @@ class _Table:
         return links
 
     def _add_braid(self, links: list[dict[Any, Link]], rank: int, forward: Pass, backward: Pass) -> None:
-        """The links of a braid: the wait for what its backward needs, the time until its forward is over, the rest, and the
-        output of the forward, which the runtime sends when both halves are over."""
+        """The links of a braid: the wait for what its backward needs, the time until its forward is over and its output leaves,
+        and the rest."""
         first, second = _half(forward, backward), _half(backward, forward)
         if first in links[forward.chunk]:
             return
@@ -207,9 +204,7 @@ class _Table:
             seconds = self._costs.braid(stages[forward.chunk], backward.kind, stages[backward.chunk])
         whole = links[backward.chunk][backward.kind]
         links[backward.chunk][_gradient_of(backward.kind)] = whole._replace(made=self._unused, seconds=0, is_part=False)
-        links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(made=self._unused, seconds=seconds[0])
-        made = links[forward.chunk][forward.kind].made
-        links[forward.chunk][_OUTPUT] = Link(made, self._nothing, 0, 0)
+        links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=seconds[0])
         links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=0, seconds=seconds[1])
 
     def of_lane(self, lane: LaneRow) -> list[dict[Any, Link]]:
