@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.runtime import iteration
 from megatron.pipeline.runtime.executor import Executor
+from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify import verify
@@ -29,14 +33,26 @@ def braided(schedule: Schedule) -> Schedule:
 
 
 class BraidingExecutor(Executor):
-    """Counts braids."""
+    """Counts braids, of all iterations of this process.
 
-    braids: Counter[str] = Counter()  # noqa: RUF012 - of all iterations of this process, by the kind of the backward
+    Attributes:
+        braids: by the kind of the backward.
+        beside: whose output left on another stream than the backward computes on.
+    """
+
+    braids: Counter[str] = Counter()  # noqa: RUF012
+    beside = 0
 
     def _compute(self, work: Pass, other: Pass | None) -> None:
         if other is not None:
             self.braids[other.kind.value] += 1
+        self._main = torch.cuda.current_stream() if torch.cuda.is_available() else None
         super()._compute(work, other)
+
+    def _send_within_braid(self, work: Pass, outputs: Mapping[int, Tensors]) -> None:
+        if self._main is not None and torch.cuda.current_stream() != self._main:
+            type(self).beside += 1
+        super()._send_within_braid(work, outputs)
 
 
 def install(run: Any) -> None:
@@ -52,6 +68,7 @@ def install(run: Any) -> None:
 
     run.pipeline.plan = with_braids
     BraidingExecutor.braids.clear()
+    BraidingExecutor.beside = 0
     iteration.Executor = BraidingExecutor  # type: ignore[attr-defined, misc]
 
 
