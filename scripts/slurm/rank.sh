@@ -15,6 +15,7 @@ signalled=0
 # SIGTERM comes from SLURM, to all processes of the job (preemption, scancel); SIGUSR1 through srun, from ranks.sh.
 # shellcheck disable=SC2317  # called by a trap
 ask_to_end() {
+    ((!signalled)) || return 0 # a second SIGTERM would end a command that saves its checkpoint
     signalled=1
     : > "$STATE/stopped"
     [[ -z $child ]] || kill -TERM "$child" 2> /dev/null

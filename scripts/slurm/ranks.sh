@@ -15,9 +15,11 @@ set -euo pipefail
 
 srun=
 asked=
+# srun drops a signal that comes before its ranks have begun: it is sent until srun ends. rank.sh acts on the first one.
 ask_to_end() {
     asked=1
-    [[ -z $srun ]] || kill -USR1 "$srun" 2> /dev/null || true
+    [[ -n $srun ]] || return 0
+    (while kill -USR1 "$srun" 2> /dev/null; do sleep 1; done) &
 }
 trap ask_to_end USR1 TERM
 
@@ -73,6 +75,7 @@ all_nodes=(--nodes="$SLURM_JOB_NUM_NODES" --overcommit --export=ALL "${more[@]}"
 srun "${all_nodes[@]}" --ntasks-per-node="$ranks" --ntasks=$((ranks * SLURM_JOB_NUM_NODES)) --distribution=block \
     --cpu-bind=none --kill-on-bad-exit=1 bash "$here/rank.sh" "$@" &
 srun=$!
+[[ -z $asked ]] || ask_to_end # the signal came before there was an srun
 set +e
 while kill -0 "$srun" 2> /dev/null; do
     wait "$srun"
