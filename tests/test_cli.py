@@ -50,6 +50,30 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
+def test_a_plan_in_a_file_is_described_on_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = ["plan", "--schedule", "zb-v", "--pp", "2", "--microbatches", "2", "--exact", "-o", str(path)]
+    rest = "0.0% above the lower bound; optimum 6.5; memory 2 microbatches"
+    assert run(capsys, *plan) == f"wrote {path}: zb-v with 2 chunks, makespan 6.5, {rest}\n"
+    assert json.loads(path.read_text())["exact"]["proven"]
+    described = run(capsys, "simulate", str(path), "--objective", "span", "-o", str(path))
+    assert described == f"wrote {path}: zb-v with 2 chunks, span 6.5, 0.0% above the lower bound; memory 2 microbatches\n"
+
+
+def test_a_file_with_braids_has_the_bound_and_the_times_of_its_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "braids.json"
+    shape = ["--pp", "2", "--microbatches", "4", "--overlap-experts"]
+    assert main(["plan", "--schedule", "dualpipe-v", *shape, "--json", "-o", str(path)]) == 0
+    plan = json.loads(path.read_text())
+    capsys.readouterr()
+    again = json.loads(run(capsys, "simulate", str(path), "--json"))
+    assert plan["overlap"]["braids"] > 0
+    for name in ("makespan", "makespan_lower_bound", "lower_bound", "gap", "makespan_gap"):
+        assert again[name] == pytest.approx(plan[name]), name
+    assert again["makespan_gap"] >= 0
+    assert json.loads(run(capsys, "certify", str(path), "--json"))["makespan_unlimited"] == pytest.approx(plan["makespan"])
+
+
 def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(run(capsys, *PLAN, "--cost", "F=2,B=2,W=2,comm=0.5", "--memory-limit", "4", "--json"))
     expected = {

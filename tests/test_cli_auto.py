@@ -10,6 +10,9 @@ import pytest
 
 from megatron.pipeline import planning
 from megatron.pipeline.cli import main
+from megatron.pipeline.planning.choose import best
+from megatron.pipeline.planning.planned import Variant
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
@@ -123,6 +126,12 @@ def test_the_limit_that_a_refusal_names_is_enough(tmp_path: Path, capsys: pytest
 )
 def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refusal(capsys, arguments)
+
+
+def test_candidates_are_counted_while_they_are_planned() -> None:
+    reported: list[tuple[int, int]] = []
+    best(Request("auto", 2, 2), [Variant("1f1b"), Variant("zb-h1")], lambda done, known: reported.append((done, known)))
+    assert reported == [(0, 2), (1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,14 @@ def test_equal_stages_are_told_by_one_ranks_share(
         assert getattr(again.stages[0], field) == pytest.approx(getattr(costs.stages[0], field))
 
 
+def test_extras_leave_the_parts_of_layers() -> None:
+    flags = CostFlags({"F": 2, "F.dispatch": 0.4, "W.experts": 0.5, "layers": 8}, last_stage={"F": 1, "activation": 0.5})
+    stages = costs_of(flags, v(2)).stages
+    assert [stage.forward for stage in stages] == [1, 1, 1, 2]
+    assert {(stage.dispatch, stage.weight_experts, stage.layers) for stage in stages} == {(0.2, 0.25, 4)}
+    assert stages[:3] == costs_of(CostFlags(flags.cost), v(2)).stages[:3]
+
+
 def test_a_plan_with_uneven_stages_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = "plan --schedule zb-h1 --pp 3 --microbatches 5 --cost F=1,B=1.5,W=1,comm=0.25 --memory-limit 9 --objective makespan "
     plan += "--first-stage F=0.5,activation=0.5 --last-stage F=1,B=1,W=0.5,activation=2 --fuse 1"
@@ -229,6 +237,8 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--activation B=1,R=2", "activation B=1,W=1,R=2: F must allocate"),
         ("--splits 2", "zb-h1 does not cut microbatches into slices"),
         ("--group 2", "zb-h1 does not run microbatches in groups"),
+        ("--cost F.dispatch=0.9,F.combine=0.9", "F.dispatch + F.combine = 1.8 is more than F = 1, whose parts they are"),
+        ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
         ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),
         ("--costs /nowhere/at/all", "--costs: cannot read /nowhere/at/all: No such file or directory"),
         ("--schedule file:mine.json", "for a file: mpipe simulate mine.json, mpipe verify mine.json"),
@@ -271,3 +281,32 @@ def test_a_file_has_the_stages_of_one_model(capsys: pytest.CaptureFixture[str], 
     assert run(capsys, f"{command} --costs {path}")["passes"] == run(capsys, command)["passes"]
     path.write_text(json.dumps({"stages": [{"forward": 0.5, "backward": 0.5, "weight": 0.5}] * 8}))
     assert run(capsys, f"{command} --costs {path}")["passes"] == run(capsys, command)["passes"]
+
+
+def test_layers_are_split_with_the_schedule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    flags = "plan --schedule zb-h1 --pp 4 --microbatches 8 --last-stage F=0.5,B=0.5 --objective makespan --balance 20"
+    data = run(capsys, flags)
+    split = data["balance"]
+    assert split["layers"] == [6, 5, 5, 4] and split["layout"] == "Et*6|t*5|t*5|t*4L"
+    assert data["makespan"] < split["even"]
+    file = tmp_path / "plan.json"
+    assert main([*flags.split(), "-o", str(file)]) == 0
+    capsys.readouterr()
+    assert run(capsys, f"simulate {file}")["makespan"] == pytest.approx(data["makespan"])
+    assert main(flags.split()) == 0
+    text = capsys.readouterr().out
+    assert f"makespan of the even split; this one is {1 - data['makespan'] / split['even']:.1%} shorter" in text
+    assert "by stage 6 5 5 4; --pipeline-model-parallel-layout 'Et*6|t*5|t*5|t*4L'" in text
+    compared = run(capsys, flags.replace("plan --schedule zb-h1", "compare --schedules zb-h1,dualpipe"))
+    assert compared["schedules"][0]["balance"]["layers"] == [6, 5, 5, 4]
+    assert "a model that is held once" in compared["refused"]["dualpipe"]
+
+
+def test_an_even_split_beyond_the_limit_has_no_length(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("plan --schedule 1f1b --pp 4 --microbatches 8 --balance 16 --memory-limit 3.6".split()) == 0
+    assert "of the even split, which does not fit into the limit" in capsys.readouterr().out
+
+
+def test_too_few_layers_for_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = refusal(capsys, *"plan --schedule zb-v --pp 4 --microbatches 8 --balance 7".split())
+    assert wrong == "mpipe: --balance 7: 8 stages (4 ranks with 2 chunks each) need from 8 to 10000 layers\n"

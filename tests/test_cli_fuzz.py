@@ -59,6 +59,7 @@ PLAN_FLAGS = {
     "--recompute": STAGES,
     "--fuse": STAGES,
     "--exact": st.sampled_from(["0", "-1", "nan", "x"]),
+    "--balance": st.sampled_from(["5", "9", "16", *NASTY]),
 }
 COMPARE_FLAGS = {
     **FLAGS,

@@ -15,11 +15,14 @@ from schedule_strategies import with_parts_of
 
 from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.request import Request
+from megatron.pipeline.schedule.certify.certificate import certify
+from megatron.pipeline.schedule.certify.traffic import of_programs
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import interleaved, linear, wave
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.optimum.bound import lower_bound, own_bound
 from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify
@@ -90,6 +93,10 @@ def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> Non
     schedule = Schedule("paired", made, problem.microbatches, order)
     verify(schedule, costs, limits)
     assert own_bound(schedule, problem) <= problem.value(simulate(schedule, costs)) * (1 + 1e-9)
+    if any(row.is_braided for row in schedule.rows):  # as one from a file, whose problem does not say that it may have braids
+        assert own_bound(schedule, replace(problem, overlap=False)) == own_bound(schedule, problem)
+    certificate = certify(of_programs(schedule, lower(schedule, costs)), costs)
+    assert certificate.unlimited == pytest.approx(simulate(schedule, costs).makespan)
 
 
 def test_more_memory_makes_more_braids() -> None:

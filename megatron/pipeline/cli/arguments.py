@@ -184,6 +184,13 @@ def pass_flags() -> Parser:
         "F.combine=.., the same of B, W.experts=.., layers=..)",
     )
     flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
+    flags.add_argument(
+        "--balance",
+        type=positive_int,
+        metavar="LAYERS",
+        help="split a model of that many layers over the stages so that the schedule is short, by moving one layer after the "
+        "other; costs are of an even split",
+    )
     return flags
 
 

@@ -22,6 +22,7 @@ from megatron.pipeline.cli.arguments import (
     whole_numbers,
 )
 from megatron.pipeline.cli.draw import page
+from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
 from megatron.pipeline.planning.choose import candidates, peak_of_1f1b
@@ -103,7 +104,8 @@ def run(options: argparse.Namespace) -> None:
             f"{AUTO} is the best of all schedules: leave --schedules out to compare all, or take mpipe plan --schedule {AUTO}"
         )
     request = requested(options)
-    planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks))
+    with Progress("planning schedules") as progress:
+        planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks), progress)
     if not planned:
         raise nothing_fits(refused, request.unit, request.limit)
     spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}

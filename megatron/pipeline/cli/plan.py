@@ -16,6 +16,7 @@ from megatron.pipeline.cli.arguments import (
     seconds,
     size_flags,
 )
+from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import requested
 from megatron.pipeline.cli.summary import above_bound, check_output, put
 from megatron.pipeline.flags.flag_types import positive_int
@@ -70,7 +71,8 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     check_output(options)
     request = requested(options)
-    planned, choice = best(request)
+    with Progress("planning schedules") as progress:
+        planned, choice = best(request, progress=progress)
     data = report(planned)
     table = ""
     if choice:

@@ -11,21 +11,27 @@ class Progress:
     """A context that is called with how much is done, and how much there is to do."""
 
     def __init__(self, what: str) -> None:
+        self._bar = None
+        if not sys.stderr.isatty():
+            return
         # Imported here: rich takes longer to import than most commands run.
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty())
+        self._bar = Bar(*columns, console=Console(file=sys.stderr), transient=True)
         self._task = self._bar.add_task(what, total=None)
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._bar:
+            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._bar.stop()
+        if self._bar:
+            self._bar.stop()
 
     def __call__(self, done: int, known: int) -> None:
-        self._bar.update(self._task, completed=done, total=known)
+        if self._bar:
+            self._bar.update(self._task, completed=done, total=known)

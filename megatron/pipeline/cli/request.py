@@ -56,6 +56,7 @@ def requested(options: Namespace) -> Request:
         offload=offload,
         host_limit=options.host_memory_limit,
         overlap=options.overlap_experts == "on",
+        layers=options.balance,
         bounded=True,
         unit=COSTS_UNIT if options.costs else MICROBATCHES,
     )

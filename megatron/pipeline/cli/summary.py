@@ -26,13 +26,10 @@ def above_bound(objective: str) -> str:
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
-    # Costs of every stage, from a file, may count memory in any unit.
-    unit = "" if "stage_costs" in data else " microbatches"
+    unit = _unit(data)
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
     held = max(data["offload"]["peak_without"] if "offload" in data else peaks)
-    makespan = data["objective"] == "makespan"
-    bound, above = (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
-    kind = data["objective"]
+    kind, (bound, above) = data["objective"], _bound(data)
     rows: list[tuple[str, str, str]] = []
 
     def add(name: str, value: Any, meaning: str) -> None:
@@ -51,6 +48,14 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     elif exact:
         add("best found", exact["value"], f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
     add("memory", max(peaks), f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}")
+    if "balance" in data:
+        split, value = data["balance"], data[f"expected_{kind}" if "jitter" in data else kind]
+        even = "of the even split, which does not fit into the limit"
+        if split["even"] is not None:
+            even = f"{kind} of the even split; this one is {1 - value / split['even']:z.1%} shorter"
+        rows.append(("even", "-" if split["even"] is None else f"{split['even']:g}", even))
+        layers = f"by stage {' '.join(map(str, split['layers']))}; --pipeline-model-parallel-layout '{split['layout']}'"
+        add("layers", sum(split["layers"]), layers)
     if "overlap" in data:
         found = data["overlap"]
         share = found["exposed"] / found["communication"] if found["communication"] else 0.0
@@ -69,6 +74,26 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     title = f"{data['schedule']}: {counted(data['pp'], 'rank')}{chunks}, {counted(data['microbatches'], 'microbatch')}{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
+
+
+def _unit(data: dict[str, Any]) -> str:
+    """What memory is counted in: costs of every stage, from a file, may count it in any unit."""
+    return "" if "stage_costs" in data else " microbatches"
+
+
+def _bound(data: dict[str, Any]) -> tuple[float, float]:
+    """The lower bound of the objective, and how far above it the schedule is."""
+    makespan = data["objective"] == "makespan"
+    return (data["makespan_lower_bound"], data["makespan_gap"]) if makespan else (data["lower_bound"], data["gap"])
+
+
+def _brief(data: dict[str, Any]) -> str:
+    """A report in one line: the schedule, its length, what is known of the optimum, and its memory."""
+    chunks = f" with {data['chunks']} chunks" if data["chunks"] > 1 else ""
+    exact, kind = data.get("exact"), data["objective"]
+    found = f"; {'optimum' if exact['proven'] else 'best found'} {exact['value']:g}" if exact else ""
+    length = f"{kind} {data[kind]:g}, {_bound(data)[1]:z.1%} above the lower bound{found}"
+    return f"{data['schedule']}{chunks}, {length}; memory {max(data['peak_activation']):g}{_unit(data)}"
 
 
 def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
@@ -108,16 +133,20 @@ def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, b
     Args:
         before: text to print above the report.
     """
-    write(data, lambda: before + summary(data, timeline), options)
+    write(data, lambda: before + summary(data, timeline), options, _brief(data))
 
 
-def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Namespace) -> None:
-    """Print a report or write it to ``--output``: as JSON with ``--json`` or into a .json file, else as text."""
+def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Namespace, brief: str = "") -> None:
+    """Print a report or write it to ``--output``: as JSON with ``--json`` or into a .json file, else as text.
+
+    Args:
+        brief: what to say of it on the terminal where it goes to a file.
+    """
     as_json = options.json or (options.output and Path(options.output).suffix == ".json")
     content = json.dumps(data) if as_json else text()
     if options.output:
         Path(options.output).write_text(content + "\n", encoding="utf-8")
-        wrote(options.output)
+        wrote(options.output, brief)
     else:
         print(content)
 
@@ -155,6 +184,6 @@ def _check_directory(path: str | None) -> None:
         raise ValueError(f"cannot write {path}: there is no directory {Path(path).parent}")
 
 
-def wrote(path: str) -> None:
-    """Say that a file is there now."""
-    print(f"wrote {path}")
+def wrote(path: str, brief: str = "") -> None:
+    """Say that a file is there now, and in brief what is in it."""
+    print(f"wrote {path}: {brief}" if brief else f"wrote {path}")

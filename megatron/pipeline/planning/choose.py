@@ -22,19 +22,29 @@ from megatron.pipeline.view.table import plain_table
 NEAR = 1.001  # schedules this close to the shortest are as short: costs are not known better than that
 
 
-def candidates(request: Request, wanted: Iterable[Variant]) -> tuple[list[Planned], list[Refusal]]:
+def candidates(
+    request: Request, wanted: Iterable[Variant], progress: Callable[[int, int], None] | None = None
+) -> tuple[list[Planned], list[Refusal]]:
     """Plan and verify every schedule that is wanted.
+
+    Args:
+        progress: called with how many are planned, and of how many.
 
     Returns:
         The schedules, the shortest first, and of those equally short the one that holds least; and why there are no others.
     """
     planned: list[Planned] = []
     refused: list[Refusal] = []
-    for variant in wanted:
+    wanted = list(wanted)
+    for done, variant in enumerate(wanted):
+        if progress:
+            progress(done, len(wanted))
         try:
             planned.append(request.of(variant).plan())
         except ValueError as error:
             refused.append(Refusal(variant, str(error), _needs(request.of(variant))))
+    if progress:
+        progress(len(wanted), len(wanted))
     planned.sort(key=lambda plan: (plan.value, plan.peak))
     return planned, refused
 
@@ -151,11 +161,14 @@ def choose(planned: Sequence[Planned], refused: Sequence[Refusal] = ()) -> Choic
     return Choice(shortest, why_not, planned, refused)
 
 
-def best(request: Request, tried: Iterable[Variant] | None = None) -> tuple[Planned, Choice | None]:
+def best(
+    request: Request, tried: Iterable[Variant] | None = None, progress: Callable[[int, int], None] | None = None
+) -> tuple[Planned, Choice | None]:
     """The schedule that a request asks for; for ``AUTO`` that of the best family, with the choice among all.
 
     Args:
         tried: the families that ``AUTO`` may take; by default all, with the request's number of chunks.
+        progress: see ``candidates``.
 
     Raises:
         LimitTooLow: no schedule fits within the memory limit.
@@ -171,7 +184,7 @@ def best(request: Request, tried: Iterable[Variant] | None = None) -> tuple[Plan
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")
     if tried is None:
         tried = variants(request.ranks, chunks=None if request.chunks is None else [request.chunks])
-    planned, refused = candidates(request, tried)
+    planned, refused = candidates(request, tried, progress)
     if not planned:
         raise nothing_fits(refused, request.unit, request.limit)
     choice = choose(planned, refused)

@@ -24,6 +24,7 @@ from megatron.pipeline.schedule.rules.verify import memory_stays_within, rounded
 from megatron.pipeline.schedule.search.paired import paired
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid, combined
+from megatron.pipeline.schedule.transforms.join import join, saves, split
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postpone, postponed, spread
@@ -35,6 +36,9 @@ _HALVINGS = 2  # of the step between two of them
 
 def solve(name: str, problem: Problem) -> Schedule:
     """The schedule of a family for a problem on its placement; where the problem allows braids, never longer than without.
+
+    Where BW takes less than B and W, backwards are fused one by one as far as that makes the schedule shorter, unless the problem
+    says which are; it is never longer than with all of them fused.
 
     Raises:
         LimitTooLow: the schedule would hold more than the limits.
@@ -48,8 +52,20 @@ def solve(name: str, problem: Problem) -> Schedule:
         return _offloaded(name, problem, problem.offload)
     if problem.vocabulary:
         return _spread(name, problem, problem.vocabulary)
+    schedule = _within(_of_stages(name, problem), problem)
+    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost))
+    if families.named(name).fused or problem.fused or not cheaper:
+        return schedule
+    found = [join(schedule, problem)]
+    with suppress(LimitTooLow):
+        found.append(split(_within(_of_stages(name, replace(problem, fused=cheaper)), problem), problem))
+    return min(found, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
+
+
+def _of_stages(name: str, problem: Problem) -> Schedule:
+    """The family's order of the stages' passes."""
     schedule = Schedule(name, problem.placement, problem.microbatches, families.named(name).plan(problem), problem.splits)
-    return _within(recompute(fuse(schedule, problem.fused), problem.recompute), problem)
+    return recompute(fuse(schedule, problem.fused), problem.recompute)
 
 
 def _of_braids(name: str, problem: Problem, own: Schedule) -> Iterator[Schedule]:

@@ -113,6 +113,7 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
         cost = checked(file.get("costs", {}), TIMES) | (flags.cost or {})
         activation = flags.activation or checked(file.get("activation", {}), MEMORY)
         cost.setdefault("R", cost.get("F", 1.0))
+        _check_parts(cost)
         costs = _set(uniform(placement), placement, cost, activation)
     shared = checked(file.get("copies", {}), SHARED) | (flags.copy or {})
     if shared:
@@ -199,6 +200,18 @@ def _alone(flags: CostFlags, costs: Costs) -> Costs:
     return costs
 
 
+def _check_parts(cost: Numbers) -> None:
+    """Raises:
+    ValueError: the parts of a pass take longer than the pass; in the numbers that were given, of a rank, not of a stage.
+    """
+    for name in ("F", "B", "W"):
+        parts = [part for part in cost if part.startswith(f"{name}.")]
+        together, whole = math.fsum(cost[part] for part in parts), cost.get(name, 1.0)
+        if together > whole * (1 + 1e-9):
+            whose = "whose parts they are" if len(parts) > 1 else "whose part it is"
+            raise ValueError(f"{' + '.join(parts)} = {together:g} is more than {name} = {whole:g}, {whose}")
+
+
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:
     """The same costs on every stage for what is named, each chunk with its part of a rank's share."""
     parts = placement.chunks_per_replica
@@ -253,13 +266,14 @@ def _add(stage: StageCosts, extra: Numbers) -> StageCosts:
     def grown(part: float) -> float:
         return min(activation, part + more * (part / stage.activation if stage.activation else 1.0))
 
-    return StageCosts(
-        stage.forward + forward,
-        stage.backward + backward,
-        stage.weight + weight,
-        activation,
-        grown(stage.retained),
-        None if stage.fused is None else stage.fused + backward + weight,
-        stage.recompute + forward,
-        grown(stage.checkpoint),
+    return replace(
+        stage,
+        forward=stage.forward + forward,
+        backward=stage.backward + backward,
+        weight=stage.weight + weight,
+        activation=activation,
+        retained=grown(stage.retained),
+        fused=None if stage.fused is None else stage.fused + backward + weight,
+        recompute=stage.recompute + forward,
+        checkpoint=grown(stage.checkpoint),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.pipeline.planning.balance import layout
 from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
@@ -31,7 +32,7 @@ _Read = TypeVar("_Read")
 _OF_EACH = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
-    *("offload", "overlap"),
+    *("offload", "overlap", "balance"),
 )
 
 
@@ -61,6 +62,7 @@ def report(planned: Planned) -> dict[str, Any]:
         **_expected(planned),
         **({"offload": gain(planned)} if copies else {}),
         **_overlap(planned),
+        **_split(planned),
         **({} if planned.seconds is None else {"plan_seconds": planned.seconds}),
         **{name: value for name, value in schedule.fields().items() if name not in ("schedule", "microbatches")},
     }
@@ -85,6 +87,12 @@ def _overlap(planned: Planned) -> dict[str, Any]:
     if not (whole or planned.braids):
         return {}
     return {"overlap": {"braids": planned.braids, "communication": whole, "exposed": exposed}}
+
+
+def _split(planned: Planned) -> dict[str, Any]:
+    """The field ``balance``, where layers are split by planning: the best split, and the objective of the even one."""
+    split = planned.split
+    return {} if split is None else {"balance": {"layers": split.layers, "layout": layout(split.layers), "even": split.even}}
 
 
 def _limits(planned: Planned) -> dict[str, float]:

@@ -32,6 +32,19 @@ class Variant:
         return " ".join([self.name, *(f"{letter}={number}" for letter, number in given if number is not None)])
 
 
+@dataclass(frozen=True)
+class Split:
+    """How the layers of a model are split over its stages.
+
+    Attributes:
+        layers: of every stage, in the model's order.
+        even: what the family's schedule of the even split takes; None where that does not fit into the memory limit.
+    """
+
+    layers: tuple[int, ...]
+    even: float | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Planned:
     """A schedule that has been verified, with its programs, its times and its bound, each computed at first use.
@@ -40,12 +53,14 @@ class Planned:
         problem: its limits are those that the family kept: the user's, or what the family's name stands for.
         variant: the family and the sizes that were asked for; for a schedule from a file its name.
         seconds: what planning took; None for a schedule from a file.
+        split: of the layers over the stages, where that was planned too.
     """
 
     schedule: Schedule
     problem: Problem
     variant: Variant
     seconds: float | None = None
+    split: Split | None = None
 
     @property
     def title(self) -> str:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
+from megatron.pipeline.planning.balance import Model, balanced, finer
 from megatron.pipeline.planning.compose import kept_limits, solve
 from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
@@ -19,7 +20,7 @@ from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
-from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.rules.verify import per_rank, verify
@@ -56,6 +57,8 @@ class Request:
         overlap: whether a forward and a backward of other microbatches may run as one, so that the communication of one is hidden
             behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
             (``planning.costs.with_parts``).
+        layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
+            are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
@@ -77,6 +80,7 @@ class Request:
     offload: Offload | None = None
     host_limit: float | None = None
     overlap: bool = False
+    layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
 
@@ -113,8 +117,7 @@ class Request:
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:
         """The problem on a placement; without a family for a schedule that exists already."""
-        costs = self.costs(placement) if callable(self.costs) else self.costs
-        costs = costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        costs = self._costs(placement)
         problem = Problem(
             placement,
             self.microbatches,
@@ -134,18 +137,32 @@ class Request:
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
         return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
 
+    def _costs(self, placement: Placement) -> Costs:
+        costs = self.costs(placement) if callable(self.costs) else self.costs
+        return costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.
 
         Raises:
-            ValueError: see ``problem`` and ``compose.solve``.
+            ValueError: see ``problem``, ``compose.solve`` and ``balance.balanced``.
         """
+        if self.layers is not None:
+            return self._balanced(self.layers)
         begin = time.perf_counter()
         problem = self.problem()
         schedule = solve(self.schedule, problem)
         seconds = time.perf_counter() - begin
         verify(schedule)
         return Planned(schedule, problem, self.variant, seconds)
+
+    def _balanced(self, layers: int) -> Planned:
+        """The schedule of the split of the layers that makes it shortest."""
+        begin = time.perf_counter()
+        placement = replace(self, layers=None).problem().placement
+        model = Model.of(self._costs(interleaved(placement.ranks, finer(placement))), layers)
+        planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
+        return replace(planned, seconds=time.perf_counter() - begin)
 
 
 def check_size(ranks: int, microbatches: int, chunks: int = 1, splits: int = 1) -> None:

@@ -281,6 +281,9 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
+    """What is planned: a family that splits backwards splits all. A training may join some of them, and is shorter then."""
+    if not families.named(candidate.variant.name).fused:
+        costs = replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
     return Request(
         candidate.variant.name,
         candidate.placement.ranks,

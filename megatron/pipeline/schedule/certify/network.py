@@ -151,12 +151,18 @@ class Network:
         """What a rank's compute stream runs."""
         row = self._traffic.rows[rank]
         parts = Counter(step.work[:3] for step in row if isinstance(step, Compute))
+        rest: dict[Pass, float] = {}  # of a braid, after its forward
         for place, step in enumerate(row):
             here = Work("row", rank, place)
             match step:
-                case Compute(work):
+                case Compute(work, backward):
                     stage = self._traffic.placement.stage(rank, work.chunk)
-                    self._add(rank, here, seconds=self._costs.seconds(work.kind, stage) / parts[work[:3]])
+                    if backward:
+                        other = self._traffic.placement.stage(rank, backward.chunk)
+                        seconds, rest[backward] = self._costs.braid(stage, backward.kind, other)
+                    else:
+                        seconds = rest.pop(work, self._costs.seconds(work.kind, stage) / parts[work[:3]])
+                    self._add(rank, here, seconds=seconds)
                 case Batch():
                     self._add_posts(rank, place)
                 case Await(Collective() as collective):

@@ -261,8 +261,8 @@ class Costs:
         stage, last = self.stages[place], len(self.stages) - 1
         if parts == 1 or place not in (0, last) or last < 2:
             return [stage.share(parts)] * parts
-        plain = _combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
-        end = _combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain])
+        plain = combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
+        end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain])
         end = replace(end, **{name: min(end.value(name), end.activation) for name in ("retained", "checkpoint")})
         return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
 
@@ -398,10 +398,10 @@ class Costs:
 
 def _sum(stages: Sequence[StageCosts]) -> StageCosts:
     """The costs of one stage with the layers of several."""
-    return _combined(sum, stages)
+    return combined(sum, stages)
 
 
-def _combined(combine: Callable[[Sequence[float]], float], stages: Sequence[StageCosts]) -> StageCosts:
+def combined(combine: Callable[[Sequence[float]], float], stages: Sequence[StageCosts]) -> StageCosts:
     """A stage whose every cost is made from those of several; what is left to follow in all of them is left to follow."""
     costs: dict[str, Any] = {}
     for field in fields(StageCosts):

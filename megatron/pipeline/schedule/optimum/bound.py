@@ -132,7 +132,10 @@ def _with_forwards_alone(problem: Problem, rank: int) -> float:
 
 
 def with_own_passes(schedule: Schedule, problem: Problem) -> Problem:
-    """The problem, for a schedule in which stages run R for some microbatches: all of them may, at no cost in time."""
+    """The problem, in which others may run what the schedule does: braids, if it has any; and R on its stages that run R for some
+    microbatches, for all of them, at no cost in time."""
+    if any(row.is_braided for row in schedule.rows):
+        problem = replace(problem, overlap=True)
     runs = {
         schedule.placement.stage(rank, work.chunk)
         for rank, passes in enumerate(schedule.passes)

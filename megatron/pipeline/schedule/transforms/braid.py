@@ -5,7 +5,6 @@ The collectives of one run while the other computes, as in DualPipe and with meg
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain, zip_longest
@@ -14,8 +13,8 @@ from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.replay import Stuck
 from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.trials import Trials
 
 _TRIALS, _EFFORT = 400, 300_000  # the most simulations of the whole schedule, and passes in all of them
 _TAKEN_APART = 64  # braids that are tried apart
@@ -38,28 +37,14 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
     if schedule.splits > 1 or any(row.is_divided for row in schedule.rows):
         return schedule
     size = sum(map(len, schedule.passes))
-    best, value, left = schedule, _value(schedule, problem), min(_TRIALS, max(32, _EFFORT // size))
+    trials = Trials(schedule, problem, min(_TRIALS, max(32, _EFFORT // size)))
     for over_weights in (False, True):
-        starts = [{timed.work: timed.start for timed in row} for row in simulate(best, problem.costs).ranks]
-        pairs = sorted(_pairs(best, over_weights), key=lambda pair: starts[pair[0]][pair[1]])
-        waiting = [pairs] if pairs else []
-        while waiting and left:
-            some, left = waiting.pop(), left - 1
-            tried = _with(best, some)
-            try:
-                tried_value = _value(tried, problem)
-            except Stuck:
-                tried_value = (math.inf, math.inf)
-            if tried_value < value:
-                best, value = tried, tried_value
-            elif len(some) > 1:
-                middle = len(some) // 2
-                waiting += [some[middle:], some[:middle]]
-    for rank, braided in _from_both_ends(best, problem)[: min(left, _TAKEN_APART)]:
-        tried = _apart(best, rank, braided)
-        if (tried_value := _value(tried, problem)) < value:
-            best, value = tried, tried_value
-    return best
+        starts = [{timed.work: timed.start for timed in row} for row in simulate(trials.best, problem.costs).ranks]
+        pairs = _pairs(trials.best, over_weights)
+        trials.halved(sorted(pairs, key=lambda pair: starts[pair[0]][pair[1]]), _with)
+    for rank, braided in _from_both_ends(trials.best, problem)[: min(trials.left, _TAKEN_APART)]:
+        trials.try_(_apart(trials.best, rank, braided))
+    return trials.best
 
 
 def _from_both_ends(schedule: Schedule, problem: Problem) -> list[tuple[int, Pass]]:
@@ -100,12 +85,6 @@ def combined(schedule: Schedule) -> Schedule | None:
         paired = chain(*zip(later, (work._replace(kind=Kind.FBW) for work in backwards), strict=False))
         rows.append((*forwards[:first], *paired, *backwards[len(later) :]))
     return replace(schedule, passes=tuple(rows))
-
-
-def _value(schedule: Schedule, problem: Problem) -> tuple[float, float]:
-    """What the problem wants to be short, and when passes end on average."""
-    timeline = simulate(schedule, problem.costs)
-    return problem.value(timeline), math.fsum(timed.end for row in timeline.ranks for timed in row)
 
 
 def unbraided(schedule: Schedule) -> Schedule:

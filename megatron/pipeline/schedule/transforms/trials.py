@@ -1,0 +1,61 @@
+"""Changes of a schedule that are kept where they make it shorter: all at once first, then halves of what did not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.time.replay import Stuck
+from megatron.pipeline.schedule.time.simulate import simulate
+
+_Change = TypeVar("_Change")
+Value = tuple[float, float]
+
+
+class Trials:
+    """The best schedule so far, and how many more may be simulated.
+
+    Of schedules of one length the one whose passes end earlier is better.
+
+    Args:
+        most: simulations of the whole schedule.
+    """
+
+    def __init__(self, schedule: Schedule, problem: Problem, most: int) -> None:
+        self.best, self.left = schedule, most
+        self._problem = problem
+        self._value = self._of(schedule)
+
+    def halved(self, changes: Sequence[_Change], change: Callable[[Schedule, Sequence[_Change]], Schedule]) -> None:
+        """Adopt these changes where that helps: all at once, or each half of them, and so on, down to single ones.
+
+        Args:
+            changes: of which each can be made whether or not others are, neighbours in time next to each other.
+            change: a schedule with some of them.
+        """
+        waiting = [changes] if changes else []
+        while waiting and self.left:
+            some = waiting.pop()
+            if not self.try_(change(self.best, some)) and len(some) > 1:
+                middle = len(some) // 2
+                waiting += [some[middle:], some[:middle]]
+
+    def try_(self, schedule: Schedule) -> bool:
+        """Whether a schedule is better than the best one, which it then is."""
+        self.left -= 1
+        try:
+            value = self._of(schedule)
+        except Stuck:
+            return False
+        better = value < self._value
+        if better:
+            self.best, self._value = schedule, value
+        return better
+
+    def _of(self, schedule: Schedule) -> Value:
+        """What the problem wants to be short, and the sum of the moments at which passes end."""
+        timeline = simulate(schedule, self._problem.costs)
+        return self._problem.value(timeline), math.fsum(timed.end for row in timeline.ranks for timed in row)
