@@ -202,6 +202,25 @@ def test_the_log_counts_what_there_is_one_of() -> None:
     assert line.endswith(" activations of at most 1 microbatch on a rank")
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-schedule v-half",
+        "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 2 --num-experts 4 --disable-bias-linear",
+        f"--pipeline-schedule zb-h1 {SEVERAL_TOKENS}",
+        "--pipeline-schedule zb-v --vocab-parallel 2",
+    ],
+)
+def test_the_log_predicts_the_memory_of_every_rank(flags: str) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=2)
+    number = r"(\d\S*)"
+    words = rf" predicted memory by pipeline rank: {number} {number} GiB, of which activations {number} {number} GiB"
+    [found] = filter(None, (re.match(words, line) for line in plan_in_words(args, pipeline)))
+    first, last, first_held, last_held = map(float, found.groups())
+    assert first > first_held > 0 and last > last_held > 0
+    assert first_held * 2**30 > args.seq_length * args.micro_batch_size * args.hidden_size * 4 * args.num_layers / 2
+
+
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
     assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"

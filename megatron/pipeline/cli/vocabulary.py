@@ -28,7 +28,7 @@ from megatron.pipeline.view.table import plain_table
 METHODS: dict[str, tuple[Vocabulary | None, bool]] = {
     "off": (None, False),
     "redistribution": (None, True),
-    **{str(vocabulary): (vocabulary, False) for vocabulary in (Vocabulary.INTERLACED, *Vocabulary)},
+    **{str(vocabulary): (vocabulary, False) for vocabulary in Vocabulary},
 }
 DEVICE = "A100-80GB"
 MODEL = """\

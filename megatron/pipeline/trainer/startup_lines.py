@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.enums import LayerType
 
+from megatron.pipeline.costmodel.memory import GIB, predict
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
@@ -53,6 +54,8 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
 def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
     """Lines about the split of the model, the plan of the largest iteration, and what limits it."""
     lines = [*pipeline.notes, _plan(args, pipeline)]
+    if not pipeline.is_stock and getattr(args, "padded_vocab_size", None):  # a script of the user's may have no tokenizer
+        lines.append(_memory(args, pipeline))
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
         lines.append(_messages(args, pipeline))
     if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
@@ -100,6 +103,18 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
         if not any(stage.has_parts for stage in (pipeline.costs.stages if pipeline.costs else ())):
             words += " if they are a fifth of F and of B"
     return words
+
+
+def _memory(args: Namespace, pipeline: Pipeline) -> str:
+    """A line about the memory that every rank allocates, so that it is known before a device is full."""
+    schedule = pipeline.plan(max(microbatch_counts(args))).schedule
+    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, schedule.placement)]
+    ranks = predict(args, schedule, layers)
+    allocated, activations = (
+        " ".join(f"{bytes / GIB:.3g}" for bytes in each)
+        for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
+    )
+    return f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (mpipe memory says more)"
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:
