@@ -1,7 +1,7 @@
 """What the documentation shows is what happens: its Python runs, and its commands print what it says.
 
-``PYTHONPATH=scripts python tests/test_docs.py`` runs them again and writes what they print, and what the families measure, into the
-documents.
+``PYTHONPATH=scripts python tests/test_docs.py`` runs them again and writes what they print, and what the families measure, into
+the documents.
 """
 
 import contextlib
