@@ -51,9 +51,9 @@ def train(schedule: str, flags: str = "", change: str | None = None, overlaps: b
     ("schedule", "flags"),
     [
         ("zb-h1", ""),
-        ("dualpipe-v", ""),
+        pytest.param("dualpipe-v", "", marks=pytest.mark.whole),
         ("dualpipe-v", "--num-experts 2"),
-        ("zb-v", "--num-experts 2"),
+        pytest.param("zb-v", "--num-experts 2", marks=pytest.mark.whole),
         ("zb-v", f"--moe-shared-expert-intermediate-size 16 {DISTRIBUTED}"),
     ],
 )

@@ -69,7 +69,7 @@ def whole(*values: str | int) -> object:
 @pytest.mark.parametrize(
     ("how", "message", "flags"),
     [
-        ("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck", " --rehearse"),
+        whole("raise", r"global rank 2 failed in Compute F3.0 after iteration 1: RuntimeError: out of luck", " --rehearse"),
         whole("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse"),
         ("kill", r"global rank 2 is silent: killed, stopped or cut off. It was last in .*", " --rehearse --rehearse-park"),
     ],

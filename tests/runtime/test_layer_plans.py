@@ -58,7 +58,7 @@ def test_schedules(pool: Pool, schedule: str) -> None:
     check(pool, schedule, ranks=4, pp=2, microbatches=6)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.whole)])
 @pytest.mark.parametrize("flags", OPTIONS)
 def test_options(pool: Pool, flags: str, schedule: str) -> None:
     check(pool, schedule, ranks=4, pp=2, flags=flags)

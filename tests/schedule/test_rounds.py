@@ -91,7 +91,7 @@ def test_plans_are_never_behind_the_published_planner(name: str, kind: str, time
         ("zb-auto", 8, 450),
         pytest.param("zb-auto", 12, 90, marks=pytest.mark.whole),
         pytest.param("v-auto", 6, 300, marks=pytest.mark.whole),
-        ("v-auto", 12, 40),
+        pytest.param("v-auto", 12, 40, marks=pytest.mark.whole),
     ],
 )
 @examples(6)

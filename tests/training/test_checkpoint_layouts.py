@@ -92,7 +92,7 @@ def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]
     ("ranks", "flags"),
     [
         pytest.param(3, f"{BUCKETS} --num-layers 2", marks=pytest.mark.whole),
-        (6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+        pytest.param(6, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", marks=pytest.mark.whole),
         pytest.param(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40", marks=pytest.mark.whole),
         (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --hidden-size 40 {UNTIED} {BUCKETS} --bf16"),
         (2, f"--pipeline-model-parallel-size 2 --pipeline-schedule stock --hidden-size 40 {UNTIED} {BUCKETS}"),

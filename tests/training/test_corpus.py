@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -150,7 +149,6 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
 def test_script(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello\n")
     prefix = str(tmp_path / "data")
-    started = time.monotonic()
     command = [
         sys.executable,
         str(SCRIPT),
@@ -164,7 +162,6 @@ def test_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "data_text_document: 1 documents, 7 tokens" in done.stdout
     assert texts(prefix + "_text_document") == ["hello\n"]
-    assert time.monotonic() - started < 60
 
 
 class TestDataFiles:

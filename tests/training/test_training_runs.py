@@ -49,7 +49,11 @@ def test_resumed_is_bit_identical_to_uninterrupted(pool: Pool, data: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("ranks", "flags"),
-    [(2, "--use-distributed-optimizer"), (1, ""), (1, "--optimizer sgd")],
+    [
+        (2, "--use-distributed-optimizer"),
+        pytest.param(1, "", marks=pytest.mark.whole),
+        pytest.param(1, "--optimizer sgd", marks=pytest.mark.whole),
+    ],
     ids=["distributed-optimizer", "adam", "sgd"],
 )
 def test_saved_before_the_first_step_that_counts(pool: Pool, data: str, tmp_path: Path, ranks: int, flags: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.pipeline.costmodel import activations, offload, traffic
-from megatron.pipeline.costmodel.device import MeasuredLayer, named
+from megatron.pipeline.costmodel.device import Device, MeasuredLayer, named
 from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate, layer_seconds, layer_size
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.parameters import parameter_bytes
@@ -142,6 +142,22 @@ def test_passes_take_products_and_traffic_and_a_moment_to_begin() -> None:
     for name in ("forward", "backward", "fused"):
         assert getattr(waiting.stages[1], name) == pytest.approx(getattr(stage, name) + waiting.hop / 2)
     assert waiting.stages[1].weight == stage.weight
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_fused_backward_hides_sums_over_tensor_parallel_ranks(sequence_parallel: bool) -> None:
+    """Those of the two linear layers that are cut by columns, each for as long as its weights' gradients take."""
+    given = replace(shape(), holding=Holding(tensor=4, sequence_parallel=sequence_parallel))
+
+    def saved(device: Device, of: Shape = given) -> float:
+        stage = estimate(of, linear(4), [8] * 4, device).stages[1]
+        return (stage.backward + stage.weight - stage.value("fused") - device.latency) / 8
+
+    each = DEVICE.within.all_reduce(2 * 2048 * 3072, 4) / (2 if sequence_parallel else 1)
+    assert saved(DEVICE) == pytest.approx(2 * each)
+    slow = DEVICE.with_links(1e9)
+    assert saved(slow) == pytest.approx(slow.seconds(2 * 2048 * 3072 * (3 * 3072 + 4 * 3072) / 4))
+    assert saved(DEVICE, replace(given, holding=Holding())) == pytest.approx(0.0)
 
 
 def test_a_measured_layer_counts_in_place_of_the_formula() -> None:

@@ -56,18 +56,19 @@ def estimate(
     gap = device.latency + exposed_hops * hop
 
     @cache
-    def of_layer(one: Shape) -> tuple[Work, float, dict[str, float]]:
+    def of_layer(one: Shape) -> tuple[Work, float, float, dict[str, float]]:
         seconds = layer_seconds(one, device, links).times(slower)
         parts = {name: slower * part for name, part in layer_parts(one, device, links).items()}
-        return seconds, recomputed_seconds(one, device, seconds), parts
+        return seconds, slower * saved_seconds(one, device, links), recomputed_seconds(one, device, seconds), parts
 
     def stage(first: int, count: int, gap: float = 0.0) -> StageCosts:
         one = shape.of_layers(first, count)
-        seconds, remade, parts = of_layer(one)
+        seconds, saved, remade, parts = of_layer(one)
         waits = Work(gap, gap, device.latency if gap else 0.0)
         held = activations.held_by_stage(one, count, split)
         known = {name: part * count for name, part in parts.items()} | ({"layers": count} if parts else {})
-        return replace(_stage(seconds.times(count).plus(waits), held, waits.weight), recompute=remade * count, **known)
+        costs = _stage(seconds.times(count).plus(waits), held, waits.weight + saved * count)
+        return replace(costs, recompute=remade * count, **known)
 
     stages = [stage(first, count, gap) for first, count in zip(accumulate(layers, initial=0), layers, strict=False)]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
@@ -92,6 +93,24 @@ def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     measured = measured_layer(shape, device)
     own = computing_seconds(shape, device) if measured is None else Work(measured.forward, measured.backward, measured.weight)
     return own.plus(Work(*waits, 0.0))
+
+
+def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
+    """Seconds that B and W of a layer take less as one pass: the sums over tensor-parallel ranks that W's products hide.
+
+    Of megatron-core's linear layers, those that are cut by columns (queries, keys and values; the first of the MLP) begin to sum
+    their inputs' gradients, compute their weights' gradients, and wait then: ``LinearWithGradAccumulationAndAsyncCommunication``
+    of ``megatron.core.tensor_parallel.layers``. A sum is an all-reduce, or a reduce-scatter under sequence parallelism, which is
+    half of one. B alone has nothing to hide it behind. Latent attention and experts count as if nothing were hidden.
+    """
+    held, experts = shape.holding, shape.experts
+    number = held.number * shape.tokens * shape.hidden / held.context
+    each = links.tensor.all_reduce(number, held.tensor) / (2 if held.sequence_parallel else 1)
+    columns = [] if shape.latent else [float(shape.queries + shape.keys_and_values)]
+    if experts is None:
+        columns.append((2 if shape.gated else 1) * shape.ffn)
+    products = (2 * shape.tokens * shape.hidden * width * held.of_cut_layers for width in columns)
+    return sum(min(each, device.seconds(operations)) for operations in products)
 
 
 def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:

@@ -56,7 +56,7 @@ def solve(name: str, problem: Problem) -> Schedule:
     cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost))
     if families.named(name).fused or problem.fused or not cheaper:
         return schedule
-    found = [join(schedule, problem)]
+    found = [split(join(schedule, problem), problem)]
     with suppress(LimitTooLow):
         found.append(split(_within(_of_stages(name, replace(problem, fused=cheaper)), problem), problem))
     return min(found, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))

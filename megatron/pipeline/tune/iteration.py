@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 
 from megatron.pipeline import planning
-from megatron.pipeline.costmodel.estimate import estimate, layer_seconds
+from megatron.pipeline.costmodel.estimate import estimate, layer_seconds, saved_seconds
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.costmodel.memory import (
     FixedMemory,
@@ -26,9 +26,8 @@ from megatron.pipeline.costmodel.memory import (
 from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.names import OFF
-from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
@@ -281,8 +280,8 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
-    """What is planned: a family that splits backwards splits all. A training may join some of them, and is shorter then."""
-    if not families.named(candidate.variant.name).fused:
+    """What is planned. A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone."""
+    if not _fuses(candidate):
         costs = replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
     return Request(
         candidate.variant.name,
@@ -299,6 +298,11 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
     ).problem()
 
 
+def _fuses(candidate: Candidate) -> bool:
+    """Whether a plan has BW, in place of every B and W or of some of them."""
+    return families.named(candidate.variant.name).fused or candidate.args.tensor_model_parallel_size > 1
+
+
 def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
     ran = recomputed(candidate.args, Shape.of(candidate.args), schedule)
     return candidate.objective.length(simulate(ran, costs))
@@ -306,11 +310,15 @@ def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
 
 def _work(candidate: Candidate, costs: Costs) -> list[float]:
     """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
-    kinds = (Kind.F, Kind.BW) if families.named(candidate.variant.name).fused else (Kind.F, Kind.B, Kind.W)
-    if Shape.of(candidate.args).holding.recomputes:
-        kinds = (*kinds, Kind.R)
+    fuses = _fuses(candidate)
+    again = Shape.of(candidate.args).holding.recomputes
+
+    def seconds(stage: StageCosts) -> float:
+        backward = stage.value("fused") if fuses else stage.backward + stage.weight
+        return stage.forward + backward + stage.recompute * again
+
     rows = candidate.placement.stages
-    return [candidate.microbatches * sum(costs.stages[stage].seconds(kind) for stage in row for kind in kinds) for row in rows]
+    return [candidate.microbatches * sum(seconds(costs.stages[stage]) for stage in row) for row in rows]
 
 
 def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float) -> Parts:
@@ -319,9 +327,11 @@ def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Sched
     vocabulary = count * costs.vocabulary.total
     work = [seconds + vocabulary - less for seconds, less in zip(_work(candidate, costs), behind, strict=True)]
     alone = layer_seconds(shape, cluster.device, Links.within(cluster.device.with_links(1e30)))
-    shared = layer_seconds(shape, cluster.device, links_of(cluster, candidate.args))
+    links = links_of(cluster, candidate.args)
+    shared = layer_seconds(shape, cluster.device, links).total
+    hidden = saved_seconds(shape, cluster.device, links) if _fuses(candidate) else 0.0
     layers = sum(candidate.layers) / candidate.placement.ranks
-    messages = count * layers * (shared.total - alone.total) - fmean(behind)
+    messages = count * layers * (shared - hidden - alone.total) - fmean(behind)
     again = 0.0
     if shape.holding.recomputes:
         again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)
