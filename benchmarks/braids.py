@@ -29,7 +29,9 @@ from sleep_stages import iteration
 from sleeping_layers import LayeredStage, TwoLanes
 
 from megatron.pipeline.planning import Planned, Request
+from megatron.pipeline.schedule.core.braids import NO_LAYERS, braid_seconds
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.optimum.bound import own_bound
@@ -39,14 +41,17 @@ LAYERS = 4  # of a rank
 
 
 def costs_of(milliseconds: tuple[float, float, float], all_to_all: float, placement: Placement) -> Costs:
-    """Of a rank's share of layers: what computes, half of it experts, and four all-to-alls."""
+    """Of a rank's share of layers: what computes, half of it experts, and four all-to-alls. A BW alone takes what plans of layers
+    take, which compute weights' gradients behind its all-to-alls."""
     forward, backward, weight, dispatch = (value / 1000 for value in (*milliseconds, all_to_all))
     whole = StageCosts(
         forward + 2 * dispatch, backward + 2 * dispatch, weight, dispatch=dispatch, experts=forward / 2, combine=dispatch,
         backward_combine=dispatch, backward_experts=backward / 2, backward_dispatch=dispatch, weight_experts=weight / 2,
-        layers=LAYERS, fused=backward + dispatch + max(dispatch, weight / 2) + weight / 2,
+        layers=LAYERS,
     )  # fmt: skip
-    return Costs((whole.share(placement.chunks_per_replica),) * (placement.last_stage + 1))
+    stage = whole.share(placement.chunks_per_replica)
+    stage = replace(stage, fused=braid_seconds(NO_LAYERS, stage.parts(Kind.BW))[1])
+    return Costs((stage,) * (placement.last_stage + 1))
 
 
 def contenders_of(

@@ -87,7 +87,8 @@ def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> Non
     limits = None if room is None else (chunks * (1 + room),) * ranks
     fused = frozenset(stage for stage in range(made.last_stage + 1) if data.draw(st.booleans()))
     costs = Costs((stage,) * (made.last_stage + 1), hop=data.draw(st.sampled_from([0.0, 0.2])))
-    problem = Problem(made, data.draw(st.integers(1, 6)), costs, limits, fused=fused, overlap=True)
+    objective = data.draw(st.sampled_from(Objective))
+    problem = Problem(made, data.draw(st.integers(1, 6)), costs, limits, objective, fused=fused, overlap=True)
     order = paired(problem)
     assert order is not None
     schedule = Schedule("paired", made, problem.microbatches, order)
@@ -138,6 +139,18 @@ def test_optimum_is_that_of_all_orders(limit: float | None) -> None:
     assert lower_bound(problem) <= best + 1e-9
     planned = solve("zb-auto", problem)
     assert optimum(problem, hint=planned).value <= problem.value(simulate(planned, costs)) + 1e-9
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.5])
+def test_the_makespan_begins_before_the_last_rank_does_and_ends_after_it(hop: float) -> None:
+    """Where all backwards are fused, every rank's least seconds come between the ways to it and from it."""
+    costs, fused = replace(with_parts_of(4), hop=hop), frozenset(range(4))
+    problem = Problem(linear(4), 12, costs, (4.0,) * 4, Objective.MAKESPAN, fused=fused, overlap=True)
+    pair, ways = sum(costs.braid(0, Kind.FBW, 0)), 3 * (1.0 + hop) + 3 * (2.0 + hop)
+    assert lower_bound(problem) >= ways + 1.0 + 11 * pair + 2.0 - 1e-9
+    assert lower_bound(replace(problem, objective=Objective.SPAN)) < lower_bound(problem)
+    split = replace(problem, fused=frozenset())  # W of the last rank may run while the last gradient is on its way
+    assert lower_bound(split) <= lower_bound(problem)
 
 
 @pytest.mark.parametrize(("name", "microbatches", "limit"), [("zb-auto", 4, 3.0), ("v-auto", 3, None), ("v-auto", 3, 5.0)])
