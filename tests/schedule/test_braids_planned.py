@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,9 @@ from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.certify.certificate import certify
 from megatron.pipeline.schedule.certify.traffic import of_programs
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import interleaved, linear, wave
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, wave
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.lower.lower import lower
@@ -98,6 +99,27 @@ def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> Non
         assert own_bound(schedule, replace(problem, overlap=False)) == own_bound(schedule, problem)
     certificate = certify(of_programs(schedule, lower(schedule, costs)), costs)
     assert certificate.unlimited == pytest.approx(simulate(schedule, costs).makespan)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "whole"),
+    [
+        ("v-half", {"offload": Offload.FULL}, 8 * 0.8),
+        ("zb-h1", {"vocabulary": Vocabulary.ONE_BARRIER}, 8 * 0.8),
+        ("1f1b", {"recompute": frozenset(range(2))}, 8 * (0.8 + 0.4)),  # R communicates as F does
+        ("seq-1f1b", {"splits": 2}, 8 * 0.8),
+    ],
+)
+def test_what_is_exposed_is_what_passes_take_and_do_not_compute(name: str, changes: dict[str, Any], whole: float) -> None:
+    def costs(placement: Placement) -> Costs:
+        stages = tuple(replace(stage, recompute=stage.forward) for stage in with_parts_of(placement.last_stage + 1).stages)
+        return Costs(tuple(stage.share(placement.chunks) for stage in stages), copies=CopyCosts(0.5, 0.5))
+
+    plain = Request(name, 2, 8, costs, **changes).plan()
+    assert plain.communication == pytest.approx((whole, whole))
+    braided = Request(name, 2, 8, costs, overlap=True, **changes).plan()
+    assert 0 < braided.communication[0] <= whole * (1 + 1e-9)
+    assert braided.communication[0] < whole or not braided.braids
 
 
 def test_more_memory_makes_more_braids() -> None:

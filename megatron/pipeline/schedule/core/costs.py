@@ -111,6 +111,14 @@ class StageCosts:
         of_experts = weights * self.value("weight_experts") / self.weight if self.weight else 0.0
         return Parts(attention, dispatch, experts, combine, weights - of_experts, of_experts, layers)
 
+    def lanes(self, kind: Kind) -> tuple[float, float]:
+        """Seconds in which a pass of the stage computes, and in which its layers communicate, whether or not at the same time."""
+        if kind.is_forward or kind.sends_gradient:
+            parts = self.parts(kind)
+            return parts.computing, parts.communicating
+        again = min(self.recompute, sum(map(self.value, _ALL_TO_ALL["forward"]))) if kind is Kind.R else 0.0
+        return self.seconds(kind) - again, again
+
     @property
     def total(self) -> float:
         """Seconds of one microbatch: F + B + W."""
