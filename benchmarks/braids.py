@@ -40,9 +40,12 @@ OURS = "interleaved zb-v v-auto@1.125 v-auto@1.5 dualpipe-v".split()
 LAYERS = 4  # of a rank
 
 
-def costs_of(milliseconds: tuple[float, float, float], all_to_all: float, placement: Placement) -> Costs:
-    """Of a rank's share of layers: what computes, half of it experts, and four all-to-alls. A BW alone takes what plans of layers
-    take, which compute weights' gradients behind its all-to-alls."""
+def costs_of(milliseconds: tuple[float, float, float], all_to_all: float, placement: Placement, overlap: bool = True) -> Costs:
+    """Of a rank's share of layers: what computes, half of it experts, and four all-to-alls.
+
+    Args:
+        overlap: whether layers run as plans: a BW alone then computes weights' gradients behind its all-to-alls.
+    """
     forward, backward, weight, dispatch = (value / 1000 for value in (*milliseconds, all_to_all))
     whole = StageCosts(
         forward + 2 * dispatch, backward + 2 * dispatch, weight, dispatch=dispatch, experts=forward / 2, combine=dispatch,
@@ -50,7 +53,7 @@ def costs_of(milliseconds: tuple[float, float, float], all_to_all: float, placem
         layers=LAYERS,
     )  # fmt: skip
     stage = whole.share(placement.chunks_per_replica)
-    stage = replace(stage, fused=braid_seconds(NO_LAYERS, stage.parts(Kind.BW))[1])
+    stage = replace(stage, fused=braid_seconds(NO_LAYERS, stage.parts(Kind.BW))[1] if overlap else None)
     return Costs((stage,) * (placement.last_stage + 1))
 
 
@@ -59,10 +62,10 @@ def contenders_of(
 ) -> list[tuple[Contender, Planned]]:
     """Everything that is compared, with what it was planned as; for the makespan."""
     ranks, microbatches = megatron.ranks, megatron.microbatches
-    plain = Request("interleaved", ranks, microbatches, costs, objective=Objective.MAKESPAN)
+    plain = Request("interleaved", ranks, microbatches, objective=Objective.MAKESPAN)
     found: list[tuple[Contender, Planned]] = []
     for overlap in (False, True):
-        planned = replace(plain, overlap=overlap).plan()
+        planned = replace(plain, costs=partial(costs, overlap=overlap), overlap=overlap).plan()
         found.append((Stock(2, megatron, planned.problem.costs, overlap), planned))
     if microbatches >= 2 * ranks:  # else torch has no DualPipeV
         order = Torch("DualPipeV", megatron.times, microbatches, sleeper).braided()
