@@ -65,6 +65,10 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
         ('{"stages": []}', "not costs: expected"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "hops": 1}', "not costs: expected"),
         ('{"stages": [3]}', "stage 0: expected the costs of the stage by name, got 3"),
+        (
+            '{"stages": [{"forward": 1, "backward": 1, "weight": 1, "dispatch": 0.2, "layers": 2}]}',
+            "stage 0: dispatch without experts, combine, backward_combine, backward_experts, backward_dispatch, weight_ex",
+        ),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stage 0: missing weight; costs of a stage are forward, backward"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "F": 1}]}', "stage 0: unknown cost 'F'"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": -1}]}', "stage 0: weight must be a number, 0 or between"),

@@ -397,6 +397,11 @@ class Costs:
             if missing or unknown:
                 problem = f"missing {', '.join(missing)}" if missing else f"unknown cost {unknown[0]!r}"
                 raise ValueError(f"stage {index}: {problem}; costs of a stage are {', '.join(allowed)}")
+            parts = [name for name in PARTS if row.get(name) is not None]
+            if parts and len(parts) < len(PARTS):
+                left_out = ", ".join(name for name in PARTS if name not in parts)
+                change = "give all parts of the layers (0 for what there is none of), or none"
+                raise ValueError(f"stage {index}: {', '.join(parts)} without {left_out}: {change}")
             for name, value in row.items():
                 if not (value is None and name in _MAY_FOLLOW):
                     _check_number(f"stage {index}: {name}", value)
