@@ -62,6 +62,11 @@ _ROWS = {
     "vocabulary": Row(2, "", {"zb-v --vocab-parallel 2": _LOSS}, close=1e-5),
     "post-validation": Row(2, "--clip-grad 1", {"zb-h2 --post-validation --post-validation-when always": _ALL}),
     "experts": Row(4, "--num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2", {"zb-h1": _ALL, "v-half": _LOSS}),
+    "overlap": Row(
+        4,
+        "--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16",
+        {f"{name} --overlap-moe-expert-parallel-comm": _LOSS for name in ("zb-h1", "dualpipe-v")},
+    ),
     "tensor parallel": Row(4, "--tensor-model-parallel-size 2 --sequence-parallel", {"zb-h1": _ALL, "v-half": _LOSS}),
     "distributed optimizer": Row(
         4, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", {"zb-h1": _ALL, "v-half": _LOSS}

@@ -241,3 +241,19 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     code = f"import sys, megatron.pipeline.cli; sys.exit(', '.join({heavy!r} & sys.modules.keys()) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_compare_says_how_much_of_the_all_to_alls_is_exposed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there are any: with the parts of layers, or assumed ones."""
+    compare = "compare --pp 2 --microbatches 6 --schedules 1f1b,dualpipe-v"
+    parts = "--cost F.dispatch=0.2,F.experts=0.3,F.combine=0.2,B.combine=0.2,B.experts=0.3,B.dispatch=0.2,W.experts=0.4"
+    assert "exposed" not in printed(capsys, compare)
+
+    def shares(flags: str) -> list[str]:
+        heads, *rows = printed(capsys, f"{compare} {flags}").splitlines()[:3]
+        assert "exposed" in heads
+        return [row.split()[-3] for row in rows]
+
+    assert shares(parts) == ["100%", "100%"]
+    hidden, plain = shares("--overlap-experts")
+    assert 0 < int(hidden.rstrip("%")) < 60 and plain == "100%"

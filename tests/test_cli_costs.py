@@ -65,6 +65,10 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
         ('{"stages": []}', "not costs: expected"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "hops": 1}', "not costs: expected"),
         ('{"stages": [3]}', "stage 0: expected the costs of the stage by name, got 3"),
+        (
+            '{"stages": [{"forward": 1, "backward": 1, "weight": 1, "dispatch": 0.2, "layers": 2}]}',
+            "stage 0: dispatch without experts, combine, backward_combine, backward_experts, backward_dispatch, weight_ex",
+        ),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stage 0: missing weight; costs of a stage are forward, backward"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "F": 1}]}', "stage 0: unknown cost 'F'"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": -1}]}', "stage 0: weight must be a number, 0 or between"),
@@ -144,7 +148,9 @@ def test_equal_stages_are_told_by_one_ranks_share(
 
 
 def test_extras_leave_the_parts_of_layers() -> None:
-    flags = CostFlags({"F": 2, "F.dispatch": 0.4, "W.experts": 0.5, "layers": 8}, last_stage={"F": 1, "activation": 0.5})
+    others = dict.fromkeys(("F.experts", "F.combine", "B.combine", "B.experts", "B.dispatch"), 0.1)
+    cost = {"F": 2, "F.dispatch": 0.4, "W.experts": 0.5, "layers": 8} | others
+    flags = CostFlags(cost, last_stage={"F": 1, "activation": 0.5})
     stages = costs_of(flags, v(2)).stages
     assert [stage.forward for stage in stages] == [1, 1, 1, 2]
     assert {(stage.dispatch, stage.weight_experts, stage.layers) for stage in stages} == {(0.2, 0.25, 4)}
@@ -237,6 +243,14 @@ def test_stages(text: str, stages: set[int]) -> None:
         ("--activation B=1,R=2", "activation B=1,W=1,R=2: F must allocate"),
         ("--splits 2", "zb-h1 does not cut microbatches into slices"),
         ("--group 2", "zb-h1 does not run microbatches in groups"),
+        (
+            "--cost F.attention=0.5",
+            "unknown cost 'F.attention' (attention is what the other parts leave of F: give F); allowed are F,",
+        ),
+        (
+            "--cost F.dispatch=0.1,layers=4",
+            "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex",
+        ),
         ("--cost F.dispatch=0.9,F.combine=0.9", "F.dispatch + F.combine = 1.8 is more than F = 1, whose parts they are"),
         ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
         ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -206,6 +207,28 @@ def test_no_order_of_parts_is_shorter(attention: float, experts: float, exchange
     other = forward._replace(attention=backward * attention, experts=backward * experts)
     best = min(run_in(order, forward, other)[1] for order in orders("adec", "CEDA"))
     assert braid_seconds(forward, other)[1] == pytest.approx(best)
+
+
+@given(st.floats(0.0, 1.0), st.floats(0.1, 2.0), st.floats(0.0, 1.0), st.sampled_from([1, 4]))
+def test_a_braid_computes_all_of_w(exchange: float, weight: float, of_experts: float, layers: int) -> None:
+    """Also where a BW alone computes some of it behind its all-to-alls, and so takes less than B and W."""
+    backward, weights = 1.2 + 2 * exchange, of_experts * weight
+    hidden = min(exchange, weights)
+    stage = StageCosts(
+        1.0 + 2 * exchange, backward, weight, fused=backward + weight - hidden, dispatch=exchange, experts=0.5, combine=exchange,
+        backward_combine=exchange, backward_experts=0.6, backward_dispatch=exchange, weight_experts=weights, layers=layers,
+    )  # fmt: skip
+    split, fused = stage.parts(Kind.FB), stage.parts(Kind.FBW)
+    assert fused.computing == pytest.approx(split.computing + weight) and fused.expert_weights == pytest.approx(weights)
+    costs = Costs((stage,))
+    assert sum(costs.braid(0, Kind.FBW, 0)) >= (1.0 + 1.2 + weight) * (1 - 1e-9)
+    assert costs.hidden().seconds(Kind.BW, 0) == pytest.approx(1.2 + weight)
+
+
+def test_a_fused_backward_that_takes_less_than_both_compute_computes_less() -> None:
+    stage = replace(with_parts_of(1).stages[0], fused=1.4)  # B computes 0.8 and W 0.8
+    assert stage.parts(Kind.FBW).computing == pytest.approx(1.4)
+    assert Costs((stage,)).hidden().seconds(Kind.BW, 0) == pytest.approx(1.4)
 
 
 def test_parts_of_costs() -> None:

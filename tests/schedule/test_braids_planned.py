@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,9 @@ from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.certify.certificate import certify
 from megatron.pipeline.schedule.certify.traffic import of_programs
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
-from megatron.pipeline.schedule.core.passes import Kind, Pass
-from megatron.pipeline.schedule.core.placement import interleaved, linear, wave
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, wave
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.lower.lower import lower
@@ -87,7 +88,8 @@ def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> Non
     limits = None if room is None else (chunks * (1 + room),) * ranks
     fused = frozenset(stage for stage in range(made.last_stage + 1) if data.draw(st.booleans()))
     costs = Costs((stage,) * (made.last_stage + 1), hop=data.draw(st.sampled_from([0.0, 0.2])))
-    problem = Problem(made, data.draw(st.integers(1, 6)), costs, limits, fused=fused, overlap=True)
+    objective = data.draw(st.sampled_from(Objective))
+    problem = Problem(made, data.draw(st.integers(1, 6)), costs, limits, objective, fused=fused, overlap=True)
     order = paired(problem)
     assert order is not None
     schedule = Schedule("paired", made, problem.microbatches, order)
@@ -97,6 +99,27 @@ def test_orders_made_of_braids_obey_rules_and_limits(data: st.DataObject) -> Non
         assert own_bound(schedule, replace(problem, overlap=False)) == own_bound(schedule, problem)
     certificate = certify(of_programs(schedule, lower(schedule, costs)), costs)
     assert certificate.unlimited == pytest.approx(simulate(schedule, costs).makespan)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "whole"),
+    [
+        ("v-half", {"offload": Offload.FULL}, 8 * 0.8),
+        ("zb-h1", {"vocabulary": Vocabulary.ONE_BARRIER}, 8 * 0.8),
+        ("1f1b", {"recompute": frozenset(range(2))}, 8 * (0.8 + 0.4)),  # R communicates as F does
+        ("seq-1f1b", {"splits": 2}, 8 * 0.8),
+    ],
+)
+def test_what_is_exposed_is_what_passes_take_and_do_not_compute(name: str, changes: dict[str, Any], whole: float) -> None:
+    def costs(placement: Placement) -> Costs:
+        stages = tuple(replace(stage, recompute=stage.forward) for stage in with_parts_of(placement.last_stage + 1).stages)
+        return Costs(tuple(stage.share(placement.chunks) for stage in stages), copies=CopyCosts(0.5, 0.5))
+
+    plain = Request(name, 2, 8, costs, **changes).plan()
+    assert plain.communication == pytest.approx((whole, whole))
+    braided = Request(name, 2, 8, costs, overlap=True, **changes).plan()
+    assert 0 < braided.communication[0] <= whole * (1 + 1e-9)
+    assert braided.communication[0] < whole or not braided.braids
 
 
 def test_more_memory_makes_more_braids() -> None:
@@ -138,6 +161,18 @@ def test_optimum_is_that_of_all_orders(limit: float | None) -> None:
     assert lower_bound(problem) <= best + 1e-9
     planned = solve("zb-auto", problem)
     assert optimum(problem, hint=planned).value <= problem.value(simulate(planned, costs)) + 1e-9
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.5])
+def test_the_makespan_begins_before_the_last_rank_does_and_ends_after_it(hop: float) -> None:
+    """Where all backwards are fused, every rank's least seconds come between the ways to it and from it."""
+    costs, fused = replace(with_parts_of(4), hop=hop), frozenset(range(4))
+    problem = Problem(linear(4), 12, costs, (4.0,) * 4, Objective.MAKESPAN, fused=fused, overlap=True)
+    pair, ways = sum(costs.braid(0, Kind.FBW, 0)), 3 * (1.0 + hop) + 3 * (2.0 + hop)
+    assert lower_bound(problem) >= ways + 1.0 + 11 * pair + 2.0 - 1e-9
+    assert lower_bound(replace(problem, objective=Objective.SPAN)) < lower_bound(problem)
+    split = replace(problem, fused=frozenset())  # W of the last rank may run while the last gradient is on its way
+    assert lower_bound(split) <= lower_bound(problem)
 
 
 @pytest.mark.parametrize(("name", "microbatches", "limit"), [("zb-auto", 4, 3.0), ("v-auto", 3, None), ("v-auto", 3, 5.0)])

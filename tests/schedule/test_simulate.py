@@ -1,5 +1,7 @@
 """The replay against costs: when passes run, what they hold."""
 
+from itertools import accumulate, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +9,10 @@ from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import linear, v
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile, simulate
 
 
@@ -80,3 +84,12 @@ def test_the_peak_is_the_top_of_the_profile_and_all_is_freed(data: st.DataObject
     assert activation_peaks(schedule, costs) == [max(held for _, held in steps) for steps in profile]
     assert all(steps[-1][1] == 0 for steps in profile)
     assert all(times == sorted(times) for times in ([time for time, _ in steps] for steps in profile))
+
+
+def test_ranks_that_never_idle_have_no_bubble() -> None:
+    """Sums of floats stray: ten passes of 1/10 one after another may take less than they do together."""
+    ends = list(accumulate([0.1] * 10, initial=0.3))
+    row = tuple(Timed(Pass(Kind.F, at), start, end) for at, (start, end) in enumerate(pairwise(ends)))
+    several = [Timeline((row[:count],) * 3) for count in range(1, 11)]
+    assert min(timeline.bubble_rate for timeline in several) >= 0
+    assert min(timeline.makespan_bubble_rate for timeline in several) >= 0

@@ -64,10 +64,11 @@ def cost_flags() -> Parser:
     flags.add_argument(
         "--cost",
         type=numbers(*TIMES),
-        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..]",
+        metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..]",
         help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
         "BW is the fused backward (default: B + W), R what recomputing takes (default: F), D2H and H2D what copying its "
-        "activations to host memory and back takes (default: half of F + B + W each)",
+        "activations to host memory and back takes (default: half of F + B + W each); PART: what the layers of a rank spend of "
+        "these in all-to-alls and experts: all of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts",
     )
     flags.add_argument(
         "--activation",

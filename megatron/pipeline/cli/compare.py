@@ -56,7 +56,9 @@ def add(commands: Commands) -> None:
         help=help,
         description=help,
         epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
-        "without: memory where nothing is copied; host: memory there; moved: the share of all activations that goes there.",
+        "without: memory where nothing is copied; host: memory there; moved: the share of all activations that goes there. "
+        "Where --cost has the parts of layers, or with --overlap-experts, exposed: the share of all-to-alls that no computation "
+        "hides.",
         parents=parents,
         examples=[
             "mpipe compare --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
@@ -174,6 +176,8 @@ def _print_table(compared: Comparison) -> None:
     request, whole = compared.request, compared.whole
     heads = ["schedule", "makespan", "bubble", "span", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
     heads[-2:-2] = ["without", "host", "moved"] if request.offload else []
+    communicating = any(plan.communication[1] for plan in compared.planned)
+    heads[-2:-2] = ["exposed"] if communicating else []
     heads[1:1] = [f"jitter {jitter:.0%}" for jitter in compared.jitters]
     cells = [
         [
@@ -186,6 +190,7 @@ def _print_table(compared: Comparison) -> None:
             f"{plan.peak:g}",
             f"{plan.peak / whole:.2f}" if whole else "-",
             *(_offloaded(plan) if request.offload else []),
+            *([_exposed(plan)] if communicating else []),
             f"{plan.gap:z.1%}",
             f"{plan.seconds:.3f}",
         ]
@@ -205,6 +210,12 @@ def _offloaded(plan: Planned) -> tuple[str, str, str]:
     """What a schedule holds without copies, what it has in host memory, and which share of all activations goes there."""
     fields = gain(plan)
     return f"{max(fields['peak_without']):g}", f"{max(fields['host_peak']):g}", f"{fmean(fields['moved_share']):.1%}"
+
+
+def _exposed(plan: Planned) -> str:
+    """The share of all-to-alls in which a rank computes nothing."""
+    exposed, whole = plan.communication
+    return f"{exposed / whole:.0%}" if whole else "-"
 
 
 def _rich_table(heads: list[str], cells: list[list[str]]) -> None:

@@ -77,7 +77,9 @@ def checked(given: object, names: tuple[str, ...]) -> Numbers:
         raise ValueError(f"expected costs by name, got {given!r}; {allowed}")
     for name, value in given.items():
         if name not in names:
-            raise ValueError(f"unknown cost {name!r}; {allowed}")
+            whole, _, part = name.partition(".") if isinstance(name, str) else (name, "", "")
+            rest = f" (attention is what the other parts leave of {whole}: give {whole})" if part == "attention" else ""
+            raise ValueError(f"unknown cost {name!r}{rest}; {allowed}")
         if not is_cost(value):
             raise ValueError(f"{name}={value}; {allowed}")
     return {name: float(value) for name, value in given.items()}
@@ -202,7 +204,8 @@ def _alone(flags: CostFlags, costs: Costs) -> Costs:
 
 def _check_parts(cost: Numbers) -> None:
     """Raises:
-    ValueError: the parts of a pass take longer than the pass; in the numbers that were given, of a rank, not of a stage.
+    ValueError: the parts of a pass take longer than the pass, in the numbers that were given, of a rank, not of a stage; or some
+        are left out, which would take nothing.
     """
     for name in ("F", "B", "W"):
         parts = [part for part in cost if part.startswith(f"{name}.")]
@@ -210,6 +213,13 @@ def _check_parts(cost: Numbers) -> None:
         if together > whole * (1 + 1e-9):
             whose = "whose parts they are" if len(parts) > 1 else "whose part it is"
             raise ValueError(f"{' + '.join(parts)} = {together:g} is more than {name} = {whole:g}, {whose}")
+    names = [name for name in _PART_FIELDS if name != "layers"]
+    given, missing = ([name for name in names if (name in cost) is has] for has in (True, False))
+    if given and missing:
+        raise ValueError(
+            f"{', '.join(given)} without {', '.join(missing)}: give all parts of the layers (0 for what there is none of), or "
+            "none (then --overlap-experts assumes them)"
+        )
 
 
 def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers | None) -> Costs:

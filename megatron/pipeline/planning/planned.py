@@ -117,16 +117,15 @@ class Planned:
     @cached_property
     def communication(self) -> tuple[float, float]:
         """Seconds of all-to-alls of experts, a mean over ranks: those in which their rank computes nothing meanwhile, and all."""
-        schedule, costs = self.schedule, self.problem.costs
-        whole = schedule.microbatches * sum(costs.communicating) / schedule.placement.replicas / schedule.ranks
-        alone = sum(
-            costs.seconds(work.kind, schedule.placement.stage(rank, work.chunk))
-            for rank, row in enumerate(self.timeline.ranks)
-            for work, _, _ in row
-            if not work.kind.is_of_vocabulary
-        )
-        taken = sum(end - start for row in self.timeline.ranks for work, start, end in row if not work.kind.is_of_vocabulary)
-        return whole - (alone - taken) / schedule.ranks, whole
+        schedule, costs = self.schedule, self.problem.costs.sliced(self.schedule.splits)
+        exposed = whole = 0.0
+        for stages, row, timed in zip(schedule.placement.stages, schedule.rows, self.timeline.ranks, strict=True):
+            for work, start, end in timed:
+                if not (work.kind.is_of_vocabulary or work.kind.is_concurrent):
+                    computing, communicating = costs.stages[stages[work.chunk]].lanes(work.kind)
+                    exposed += end - start - computing / row.parts(work)
+                    whole += communicating / row.parts(work)
+        return max(0.0, exposed) / schedule.ranks, whole / schedule.ranks
 
     @cached_property
     def bound(self) -> float:

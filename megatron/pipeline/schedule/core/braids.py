@@ -43,8 +43,11 @@ class Parts(NamedTuple):
     @property
     def of_layer(self) -> Parts:
         """The parts of one layer."""
-        attention, dispatch, experts, combine, *weights = (seconds / self.layers for seconds in self[:-1])
+        attention, dispatch, experts, combine, *weights = (seconds / max(1, self.layers) for seconds in self[:-1])
         return Parts(attention, dispatch, experts, combine, *weights)  # type: ignore[arg-type]  # layers: 1
+
+
+NO_LAYERS = Parts(0.0, 0.0, 0.0, 0.0, layers=0)  # half of a braid whose other half runs alone
 
 
 def braid_seconds(forward: Parts, backward: Parts) -> tuple[float, float]:

@@ -93,7 +93,11 @@ class StageCosts:
         return any(getattr(self, name) is not None for name in PARTS)
 
     def parts(self, kind: Kind) -> Parts:
-        """The parts of a pass: of F, or of a backward, with the weights' gradients if it computes them."""
+        """The parts of a pass: of F, or of a backward, with the weights' gradients if it computes them.
+
+        A BW that is shorter than B and W, since it computes weights' gradients while it communicates, computes all of them. Only
+        one that takes less than what both compute is known to compute less.
+        """
         layers = max(1, round(self.value("layers")))
         if kind.is_forward:
             dispatch, experts, combine = map(self.value, PARTS[:3])
@@ -102,9 +106,18 @@ class StageCosts:
         attention = self.backward - dispatch - experts - combine
         if not kind.finishes_weights:
             return Parts(attention, dispatch, experts, combine, layers=layers)
-        together = self.value("fused") - self.backward
-        of_experts = together * self.value("weight_experts") / self.weight if self.weight else 0.0
-        return Parts(attention, dispatch, experts, combine, together - of_experts, of_experts, layers)
+        fused = self.value("fused")
+        weights = max(0.0, fused - self.backward, min(self.weight, fused - attention - experts))
+        of_experts = weights * self.value("weight_experts") / self.weight if self.weight else 0.0
+        return Parts(attention, dispatch, experts, combine, weights - of_experts, of_experts, layers)
+
+    def lanes(self, kind: Kind) -> tuple[float, float]:
+        """Seconds in which a pass of the stage computes, and in which its layers communicate, whether or not at the same time."""
+        if kind.is_forward or kind.sends_gradient:
+            parts = self.parts(kind)
+            return parts.computing, parts.communicating
+        again = min(self.recompute, sum(map(self.value, _ALL_TO_ALL["forward"]))) if kind is Kind.R else 0.0
+        return self.seconds(kind) - again, again
 
     @property
     def total(self) -> float:
@@ -309,7 +322,7 @@ class Costs:
         def without(stage: StageCosts) -> StageCosts:
             less = {name: sum(map(stage.value, parts)) for name, parts in _ALL_TO_ALL.items()}
             seconds = {name: stage.value(name) - hidden for name, hidden in less.items()}
-            fused = None if stage.fused is None else stage.fused - less["backward"]
+            fused = None if stage.fused is None else min(stage.fused, seconds["backward"] + stage.weight)
             changed: dict[str, Any] = {"fused": fused, **seconds, **dict.fromkeys(PARTS)}
             return replace(stage, **changed)
 
@@ -384,6 +397,11 @@ class Costs:
             if missing or unknown:
                 problem = f"missing {', '.join(missing)}" if missing else f"unknown cost {unknown[0]!r}"
                 raise ValueError(f"stage {index}: {problem}; costs of a stage are {', '.join(allowed)}")
+            parts = [name for name in PARTS if row.get(name) is not None]
+            if parts and len(parts) < len(PARTS):
+                left_out = ", ".join(name for name in PARTS if name not in parts)
+                change = "give all parts of the layers (0 for what there is none of), or none"
+                raise ValueError(f"stage {index}: {', '.join(parts)} without {left_out}: {change}")
             for name, value in row.items():
                 if not (value is None and name in _MAY_FOLLOW):
                     _check_number(f"stage {index}: {name}", value)

@@ -100,4 +100,4 @@ class Timeline:
 
 
 def _idle_share(whole: float, work: float) -> float:
-    return (whole - work) / whole if whole > 0 else 0.0
+    return max(0.0, (whole - work) / whole) if whole > 0 else 0.0  # sums of floats stray in their last bits

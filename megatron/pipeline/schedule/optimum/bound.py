@@ -97,38 +97,68 @@ def own_bound(schedule: Schedule, problem: Problem) -> float:
 
 def _bound_of_braids(problem: Problem) -> float:
     """The largest of three: the bound as if nothing were communicated, each rank's lane of communication, and what follows from
-    the moment before which a rank has no backward and can only run forwards alone (``_with_forwards_alone``)."""
-    placement = problem.placement
-    communicating = (sum(problem.costs.communicating[stage] for stage in stages) for stages in placement.stages)
-    hidden = lower_bound(replace(problem, costs=problem.costs.hidden(), overlap=False))
-    bounds = [hidden, problem.microbatches // placement.replicas * max(communicating)]
-    if placement.replicas == problem.splits == 1 and not problem.recompute:
-        bounds += [_with_forwards_alone(problem, rank) for rank in range(placement.ranks)]
+    the moment before which a rank has no backward and can only run forwards alone (``_with_forwards_alone``).
+
+    For the makespan, a rank's begin when its first forward has arrived, and the last gradient that leaves it has its way to go.
+    """
+    placement, costs = problem.placement, problem.costs
+    bounds = [lower_bound(replace(problem, costs=costs.hidden(), overlap=False))]
+    plain = placement.replicas == problem.splits == 1 and not problem.recompute
+    for rank, stages in enumerate(placement.stages):
+        there, back = _ways(problem, min(stages)) if plain and problem.objective is Objective.MAKESPAN else (0.0, 0.0)
+        communicating = sum(costs.communicating[stage] for stage in stages)
+        bounds.append(there + problem.microbatches // placement.replicas * communicating + back)
+        if plain:
+            seconds, later = _with_forwards_alone(problem, rank)
+            bounds.append(there + max(seconds, seconds - later + back))
     return max(bounds)
 
 
-def _with_forwards_alone(problem: Problem, rank: int) -> float:
-    """The least span of a rank: as many forwards as fit run alone before its first backward can start, all others in braids, and
-    as many backwards as those run alone."""
+def _ways(problem: Problem, stage: int) -> tuple[float, float]:
+    """The least seconds from the start of the first forward to its arrival at a stage, and from the end of the stage's last
+    backward to that of the first stage. Nothing runs beside either: no backward is there yet, or no forward is left."""
     placement, costs = problem.placement, problem.costs
-    stages, last = placement.stages[rank], placement.last_stage
+    before = range(stage)
+    hops = costs.hop * sum(placement.home(one)[0] != placement.home(one + 1)[0] for one in before)
+    back = [min(costs.seconds(kind, one) for kind in BRAIDED if one not in problem.fused or kind is Kind.BW) for one in before]
+    if back:
+        back[0] = _backward_seconds(problem, 0)
+    return sum(costs.seconds(Kind.F, one) for one in before) + hops, sum(back) + hops
+
+
+def _backward_seconds(problem: Problem, stage: int) -> float:
+    """Of a backward that is not in a braid, with its weights' gradients."""
+    fused, *parts = (problem.costs.seconds(kind, stage) for kind in (Kind.BW, Kind.B, Kind.W))
+    return fused if stage in problem.fused else min(fused, sum(parts))
+
+
+def _with_forwards_alone(problem: Problem, rank: int) -> tuple[float, float]:
+    """The least span of a rank: as many forwards as fit run alone before its first backward can start, all others in braids, and
+    as many backwards as those run alone. And the most seconds of that which W can take after the last backward."""
+    placement, costs = problem.placement, problem.costs
+    stages, last, limit = placement.stages[rank], placement.last_stage, usable(problem, rank)
     first, deepest = min(stages), max(stages)
     hops = [placement.home(stage)[0] != placement.home(stage + 1)[0] for stage in range(last)]
     until_backward = sum(costs.seconds(Kind.F, stage) for stage in range(first, last + 1))
     until_backward += sum(min(costs.seconds(kind, stage) for kind in BRAIDED) for stage in range(deepest + 1, last + 1))
     until_backward += costs.hop * (sum(hops[first:]) + sum(hops[deepest:]))
-
-    def backward(stage: int) -> float:
-        return min(costs.seconds(Kind.BW, stage), costs.seconds(Kind.B, stage) + costs.seconds(Kind.W, stage))
-
-    forwards, backwards = [costs.seconds(Kind.F, stage) for stage in stages], [backward(stage) for stage in stages]
+    forwards = [costs.seconds(Kind.F, stage) for stage in stages]
+    backwards = [_backward_seconds(problem, stage) for stage in stages]
     together = min(forwards) + min(backwards)
     for one, other in product(stages, stages):
-        fused, split = (sum(costs.braid(one, kind, other)) for kind in (Kind.FBW, Kind.FB))
-        together = min(together, fused, split + costs.seconds(Kind.W, other))
+        whole, without = (sum(costs.braid(one, kind, other)) for kind in (Kind.FBW, Kind.FB))
+        together = min(together, whole)
+        if other not in problem.fused:
+            together = min(together, without + costs.seconds(Kind.W, other))
     count = problem.microbatches * len(stages)
     alone = min(count, until_backward / min(forwards)) if min(forwards) else count
-    return until_backward + (count - alone) * together + alone * min(backwards)
+    if least := min(costs.stages[stage].activation for stage in stages):
+        alone = min(alone, limit / least * (1 + SLACK))  # what runs before the first backward is held
+    split = [costs.stages[stage] for stage in stages if stage not in problem.fused]
+    later = problem.microbatches * sum(cost.weight for cost in split)
+    if limit < math.inf and split and all(cost.retained for cost in split):
+        later = min(later, limit * (1 + SLACK) * max(cost.weight / cost.retained for cost in split))
+    return until_backward + (count - alone) * together + alone * min(backwards), later
 
 
 def with_own_passes(schedule: Schedule, problem: Problem) -> Problem:
