@@ -3,7 +3,7 @@
 Products are in float32 and rounded once, to what they are added to or stored in, as cuBLAS does. Sums are in the order of torch's
 CPU kernels: the same call gives the same bits. Numbers in FP8 have a scale for a tensor (``DelayedScaling``,
 ``Float8CurrentScaling``) or for a block (``MXFP8BlockScaling``, ``Float8BlockScaling``); a product reads the copy, by rows or by
-columns, that its kernel would, and fails if that is not there. FP4 has no numbers here: the recipe in Python brings its own.
+columns, that its kernel would, and fails if that is not there. FP4 has no numbers here.
 """
 
 from __future__ import annotations

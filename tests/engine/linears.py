@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ HIDDEN, INNER, TOKENS, MICROBATCHES = 128, 256, 256, 3  # multiples of the large
 ORDERS = ("BW0 BW1 BW2", "B0 B1 W0 B2 W1 W2", "B0 B1 W0 W1 BW2")
 LINEARS = 4
 PLAIN, METERED, OFFLOADED, RECOMPUTED = "plain", "metered", "offloaded", "recomputed"
-DELAYED, TENSORWISE, MXFP8, BLOCKWISE, CUSTOM, CUSTOM_FP4 = "delayed", "tensorwise", "mxfp8", "blockwise", "custom", "custom, FP4"
-RECIPES = (DELAYED, TENSORWISE, MXFP8, BLOCKWISE, CUSTOM, CUSTOM_FP4)  # as megatron-core's --fp8-recipe has them
+RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")  # as megatron-core's --fp8-recipe has them
 
 
 class Linears(torch.nn.Module):
-    """A norm and a linear, a linear, experts or one more linear, and a linear whose bias is added outside of it."""
+    """A norm and a linear, a linear, experts, and a linear whose bias is added outside of it."""
 
-    def __init__(self, delayed: bool, fused: bool, bias: bool, dtype: torch.dtype, experts: bool) -> None:
+    def __init__(self, delayed: bool, fused: bool, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         import transformer_engine.pytorch as te
 
@@ -34,13 +32,11 @@ class Linears(torch.nn.Module):
         }
         self.first = te.LayerNormLinear(HIDDEN, INNER, bias=bias, **options)
         self.second = te.Linear(INNER, HIDDEN, bias=bias, **options)
-        self._rows = experts
-        kind, several = (te.GroupedLinear, (2,)) if experts else (te.Linear, ())
-        self.third = kind(*several, HIDDEN, HIDDEN, bias=bias, **options)
+        self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, bias=bias, **options)
         self.last = te.Linear(HIDDEN, HIDDEN, bias=bias, return_bias=True, **options)
 
     def forward(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        inner = self.third(torch.tanh(self.second(self.first(hidden))), *([rows] if self._rows else []))
+        inner = self.experts(torch.tanh(self.second(self.first(hidden))), rows)
         result, bias = self.last(inner)
         whole: torch.Tensor = result if bias is None else result + bias
         return whole
@@ -58,7 +54,7 @@ def build(delayed: bool, bias: bool = True, dtype: torch.dtype = torch.float32, 
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(3, force_reset_rng=True)
     torch.manual_seed(3)
-    module = Linears(delayed, fused, bias, dtype, experts)
+    module = Linears(delayed, fused, bias, dtype)
     if delayed:
         assert split_weights(module) == []
     config = TransformerConfig(num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, use_cpu_initialization=True)
@@ -78,8 +74,7 @@ def gradients(
         weights: weights are kept in FP8.
     """
     with _weights_of(recipe if weights else None):
-        # Transformer Engine has no products of several experts for tensors of recipes in Python.
-        model = build(order is not None, bias, dtype, fused=order is None, experts=recipe not in (CUSTOM, CUSTOM_FP4))
+        model = build(order is not None, bias, dtype, fused=order is None)
     torch.manual_seed(torch.distributed.get_rank())
     for _iteration in range(2):  # DDP learns in the first how many gradients to expect
         model.zero_grad_buffer()
@@ -110,30 +105,13 @@ def _forward(model: Any, hidden: torch.Tensor, rows: list[int], recomputed: bool
         return te.checkpoint(model, hidden, rows) if recomputed else model(hidden, rows)  # type: ignore[no-any-return]
 
 
-def has(recipe: str) -> bool:
-    """Whether this release has a recipe."""
-    return _recipe(recipe) is not None
-
-
 def _recipe(name: str) -> Any:
     from transformer_engine.common import recipe
 
-    if name == DELAYED:
+    if name == "delayed":
         return recipe.DelayedScaling(amax_history_len=2)
-    if name in (CUSTOM, CUSTOM_FP4):
-        factory = _factory("current_scaling" if name == CUSTOM else "nvfp4")
-        return factory and recipe.CustomRecipe(qfactory=factory)
-    names = {TENSORWISE: "Float8CurrentScaling", MXFP8: "MXFP8BlockScaling", BLOCKWISE: "Float8BlockScaling"}
+    names = {"tensorwise": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "blockwise": "Float8BlockScaling"}
     return getattr(recipe, names[name])()
-
-
-def _factory(kind: str) -> Any:
-    """Quantizers that Transformer Engine has in Python, with products of their own; None before 2.9."""
-    for prefix, suffix in (("reference", "factory"), ("quantization", "quantizer_factory")):
-        with suppress(ImportError):
-            found = importlib.import_module(f"transformer_engine.pytorch.custom_recipes.{prefix}_{kind}")
-            return getattr(found, f"{kind}_ref{'_rht_2d' if kind == 'nvfp4' else ''}_{suffix}")
-    return None
 
 
 def _weights_of(recipe: str | None) -> AbstractContextManager[Any]:

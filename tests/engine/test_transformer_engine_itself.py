@@ -9,8 +9,6 @@ import pytest
 import torch
 from engine import gpt
 from engine.linears import (
-    CUSTOM,
-    CUSTOM_FP4,
     HIDDEN,
     INNER,
     METERED,
@@ -22,7 +20,6 @@ from engine.linears import (
     TOKENS,
     counted_bytes,
     gradients,
-    has,
 )
 from engine.releases import fetched, ranks_with
 from pool import Pool
@@ -57,10 +54,6 @@ _WEIGHTS = "weights in FP8"
 @pytest.mark.parametrize("saving", [PLAIN, RECOMPUTED, _WEIGHTS])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_in_fp8_equals_a_backward_that_delays_nothing(engine: Pool, recipe: str, saving: str) -> None:
-    if not engine.run(1, has, recipe)[0]:
-        pytest.skip("Transformer Engine has custom recipes from 2.9 on")
-    if saving == _WEIGHTS and recipe in (CUSTOM, CUSTOM_FP4):
-        pytest.skip("Transformer Engine's recipes in Python have no weights in FP8")
     given = (False, torch.bfloat16, RECOMPUTED if saving == RECOMPUTED else PLAIN, recipe, saving == _WEIGHTS)
     expected = engine.run(2, gradients, None, *given)
     if saving == PLAIN:

@@ -11,8 +11,7 @@ from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
-RECIPES = {"fp8": ("delayed", "tensorwise", "mxfp8", "blockwise", "custom"), "fp4": ("nvfp4", "custom")}
-CUSTOM_SINCE = "2.9"  # of Transformer Engine
+RECIPES = {"fp8": ("delayed", "tensorwise", "mxfp8", "blockwise"), "fp4": ("nvfp4",)}
 
 
 def check_quantized(args: Namespace) -> None:
@@ -32,21 +31,21 @@ def check_quantized(args: Namespace) -> None:
             f"--transformer-impl transformer_engine, or leave --{kind}-format out"
         )
     if recipe is not None and recipe not in RECIPES[kind]:
+        why = "delayed weight gradients were not tested with it"
+        if recipe == "custom":
+            why = "Transformer Engine's products of tensors in Python lose the weight gradients that they are to add to main_grad"
         raise ValueError(
-            f"--{kind}-recipe {recipe}: delayed weight gradients were tested with {', '.join(RECIPES[kind])}: give one of these, "
-            f"or --pipeline-schedule {STOCK}"
+            f"--{kind}-recipe {recipe}: {why}: give --{kind}-recipe {' or '.join(RECIPES[kind])}, or --pipeline-schedule {STOCK}"
         )
-    if recipe == "custom":
-        te_linear.check_version(CUSTOM_SINCE, f"--{kind}-recipe custom", f"give --{kind}-recipe {RECIPES[kind][0]}")
     if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise ValueError(
             "--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, which W fills late: leave it out "
             "(--fp8-param-gather then has memory of its own)"
         )
-    if getattr(args, "fp4_param_gather", False) or (getattr(args, "fp8_param_gather", False) and recipe == "custom"):
+    if getattr(args, "fp4_param_gather", False):
         raise ValueError(
-            f"--{kind}-param-gather with --{kind}-recipe {recipe}: no test delays gradients of weights that are kept so; they "
-            f"were tested with --fp8-recipe {', '.join(RECIPES['fp8'][:-1])}: leave --{kind}-param-gather out"
+            "--fp4-param-gather: no test has delayed the gradients of weights that are kept in FP4: leave it out, or take "
+            "--fp8-format with --fp8-param-gather"
         )
     profiles = args.pipeline_costs == PROFILE or args.offload_profile
     te_linear.check_quantized(args, args.offload != OFF, profiles, args.post_validation, reruns=False)  # its schedule says that

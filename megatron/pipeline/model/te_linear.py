@@ -29,24 +29,20 @@ OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
 
 
-def check_version(
-    oldest: str = OLDEST,
-    what: str = "splitting the backward of Transformer Engine's layers",
-    instead: str = "take --transformer-impl local",
-) -> None:
-    """Refuse a Transformer Engine that is too old, by default one whose backward cannot be split under DDP.
+def check_version() -> None:
+    """Refuse a Transformer Engine whose backward cannot be split under DDP.
 
     Raises:
-        ValueError: not installed, or older than ``oldest``.
+        ValueError: not installed, or older than ``OLDEST``.
     """
     from packaging.version import Version
 
     version = get_te_version()
-    if version is None or version < Version(oldest):
+    if version is None or version < Version(OLDEST):
         found = "it is not installed" if version is None else f"{version} is installed"
         raise ValueError(
-            f"{what} needs transformer-engine >= {oldest}, and {found}: "
-            f"pip install 'transformer-engine[pytorch]>={oldest}', or {instead}"
+            f"splitting the backward of Transformer Engine's layers needs transformer-engine >= {OLDEST}, and {found}: "
+            f"pip install 'transformer-engine[pytorch]>={OLDEST}', or take --transformer-impl local"
         )
 
 
