@@ -14,7 +14,8 @@ from megatron.pipeline.patches.hooks import Hooks
 __all__ = ["install"]
 
 _CORE = (
-    "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block distrib_optimizer filesystem_async schedules"
+    "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block param_and_grad_buffer distrib_optimizer "
+    "filesystem_async schedules"
 ).split()
 _TRAINING = "core_utils training_arguments training_utils training_initialize training_models training_training".split()
 

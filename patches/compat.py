@@ -67,6 +67,9 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.distributed.finalize_model_grads": {
         "_get_main_grad_attr": Name("the attribute that holds the gradient of a tied weight"),
     },
+    "megatron.core.distributed.param_and_grad_buffer": {
+        "_ParamAndGradBucketGroup.check_grads": Name("reads whether gradients are numbers: once per iteration", required=False),
+    },
     "megatron.core.models.gpt.gpt_layer_specs": {
         "get_gpt_decoder_block_spec": Name("the layers of a stage"),
         "get_gpt_decoder_layer_specs": Name("all layers of the model", "0.16-0.19"),

@@ -88,6 +88,7 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
         "bubble_rate": 0.2,
         "makespan_bubble_rate": 0.2,
         "peak_activation": [4, 4, 4, 4],
+        "message_buffers": 11,
         "lower_bound": 60,
         "gap": 0,
         "makespan_lower_bound": 60,

@@ -138,6 +138,8 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture
     assert main([*flags.split(), "--pipeline-schedule", "zb-h1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"] and told["peak_bytes"] > told["gpu_memory"] == 7 * 2**30
+    a_message = told["message_bytes"] / told["message_buffers"]
+    assert a_message == 16 * 2 * 1024 * 1024 and told["baseline"]["message_buffers"] is None
     assert told["remedies"] and all(remedy["bytes"] <= told["gpu_memory"] for remedy in told["remedies"])
     remedy = told["remedies"][0]
     assert main([*flags.split(), "--pipeline-schedule", "zb-h1", *remedy["flags"].split()]) == 0

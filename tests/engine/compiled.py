@@ -1,7 +1,9 @@
 """Transformer Engine's compiled module in operations of torch: what its linears, norms and optimizer call.
 
 Products are in float32 and rounded once, to what they are added to or stored in, as cuBLAS does. Sums are in the order of torch's
-CPU kernels: the same call gives the same bits. FP8 is that of the recipe Float8CurrentScaling alone.
+CPU kernels: the same call gives the same bits. Numbers in FP8 have a scale for a tensor (``DelayedScaling``,
+``Float8CurrentScaling``) or for a block (``MXFP8BlockScaling``, ``Float8BlockScaling``); a product reads the copy, by rows or by
+columns, that its kernel would, and fails if that is not there. FP4 has no numbers here.
 """
 
 from __future__ import annotations
@@ -44,6 +46,13 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum, metaclass=_Enumeration):
     NVTE_FP8 = 2
 
 
+class Float8BlockScaleTensorFormat(enum.IntEnum):
+    """How the scales of blocks lie: as products want them, or as a gather does."""
+
+    GEMM_READY = 0
+    COMPACT = 1
+
+
 def _tensors_of_three_products(first: str, *others: str) -> type[enum.IntEnum]:
     names = [name.format(number) for number in (1, 2, 3) for name in (first, *others)]
     return enum.IntEnum("Tensors", names, start=0)  # type: ignore[return-value]
@@ -76,6 +85,7 @@ _TORCH = {
     DType.kFloat8E4M3: torch.float8_e4m3fn,
     DType.kFloat8E5M2: torch.float8_e5m2,
 }
+_BIAS = 127  # of the exponent that MXFP8 has for a scale
 
 
 FP8FwdTensors = _tensors_of_three_products("GEMM{}_INPUT", "GEMM{}_WEIGHT", "GEMM{}_OUTPUT")
@@ -194,13 +204,22 @@ def rmsnorm_bwd(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor, _: i
 
 
 def quantize(tensor: Tensor, quantizer: Any, out: Any = None, _unchanged: Tensor | None = None) -> Any:
-    """A tensor in FP8, scaled by its own largest number."""
-    assert type(quantizer).__name__ == "Float8CurrentScalingQuantizer"
+    """A tensor in FP8, as the quantizer's recipe scales it."""
     result = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if out is None else out
+    matrix = tensor.detach().float().reshape(-1, tensor.shape[-1])
+    recipe = type(quantizer).__name__
+    if recipe in ("MXFP8Quantizer", "Float8BlockQuantizer"):
+        _quantize_blocks(matrix, quantizer, result)
+        return result
     kind = _TORCH[DType(int(quantizer.dtype))]
-    largest = tensor.detach().abs().max().float() if tensor.numel() else torch.zeros(())  # an expert may have no tokens
-    scale = torch.finfo(kind).max / largest.clamp(min=1e-12)
-    numbers = (tensor.detach().float() * scale).to(kind).view(torch.uint8)
+    largest = matrix.abs().max() if matrix.numel() else torch.zeros(())  # an expert may have no tokens
+    if recipe == "Float8Quantizer":  # delayed scaling: the scale is of earlier tensors, and this one's largest number is noted
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, largest.to(quantizer.amax.dtype)))
+        scale = quantizer.scale.reshape(())
+    else:
+        assert recipe == "Float8CurrentScalingQuantizer", recipe
+        scale = torch.finfo(kind).max / largest.clamp(min=1e-12)
+    numbers = _cast(matrix * scale, kind)
     result._scale_inv.copy_(1 / scale)
     if result._data is not None:
         result._data.copy_(numbers.view(result._data.shape))
@@ -208,6 +227,44 @@ def quantize(tensor: Tensor, quantizer: Any, out: Any = None, _unchanged: Tensor
         result._transpose.copy_(fp8_transpose(numbers, 0).view(result._transpose.shape))
         result._transpose_invalid = False
     return result
+
+
+def _quantize_blocks(matrix: Tensor, quantizer: Any, result: Any) -> None:
+    """Fill the copies by rows and by columns of a tensor whose blocks have scales."""
+    kind = _TORCH[DType(int(quantizer.dtype))]
+    for columns, data, scales in (
+        (False, result._rowwise_data, result._rowwise_scale_inv),
+        (True, result._columnwise_data, result._columnwise_scale_inv),
+    ):
+        if data is None:
+            continue
+        blocks, each = _blocks(matrix, quantizer, columns)
+        scale = torch.exp2(
+            torch.ceil(torch.log2(blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-12) / torch.finfo(kind).max))
+        )
+        numbers = _cast(blocks / scale, kind).view(matrix.shape)
+        data.copy_((numbers if _is_mx(quantizer) or not columns else numbers.t()).reshape(data.shape))
+        if _is_mx(quantizer):  # a power of two in a byte
+            scale = (torch.log2(scale) + _BIAS).to(torch.uint8)
+        scales.view(-1)[: each[0] * each[1]].copy_(scale.flatten())
+
+
+def _blocks(matrix: Tensor, quantizer: Any, columns: bool) -> tuple[Tensor, tuple[int, int]]:
+    """([blocks, rows of one, blocks, columns of one], numbers of blocks): a scale's block lies along what a product sums over."""
+    size = 32 if _is_mx(quantizer) else quantizer.block_len
+    whole = getattr(quantizer, "block_scaling_dim", 1) == 2 and not _is_mx(quantizer)
+    high, wide = (size if whole or columns else 1), (size if whole or not columns else 1)
+    rows, length = matrix.shape
+    return matrix.reshape(rows // high, high, length // wide, wide), (rows // high, length // wide)
+
+
+def _is_mx(quantizer: Any) -> bool:
+    return type(quantizer).__name__ == "MXFP8Quantizer"
+
+
+def _cast(numbers: Tensor, kind: torch.dtype) -> Tensor:
+    largest = torch.finfo(kind).max
+    return numbers.clamp(-largest, largest).to(kind).view(torch.uint8)
 
 
 def split_quantize(tensor: Tensor, rows: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list[Any]:
@@ -220,19 +277,30 @@ def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, _pinned: bool
 ) -> Any:
     """A tensor in FP8 whose numbers are not set, as ``make_empty`` of earlier releases."""
+    recipe = type(quantizer).__name__
+    options = {"shape": shape, "dtype": dtype, "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "device": device}
+    if recipe in ("MXFP8Quantizer", "Float8BlockQuantizer"):
+        for rows in (True, False):
+            has = quantizer.rowwise_usage if rows else quantizer.columnwise_usage
+            size = shape if rows or _is_mx(quantizer) else quantizer.get_columnwise_shape(tuple(shape))
+            scales = torch.empty(
+                quantizer.get_scale_shape(tuple(shape), not rows), dtype=torch.uint8 if _is_mx(quantizer) else torch.float32
+            )
+            name = "rowwise" if rows else "columnwise"
+            options[f"{name}_data"] = torch.empty(size, dtype=torch.uint8) if has else None
+            options[f"{name}_scale_inv"] = scales if has else None
+        if _is_mx(quantizer):
+            from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
+
+            return MXFP8Tensor(**options, with_gemm_swizzled_scales=False)
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
+
+        return Float8BlockwiseQTensor(**options, is_2D_scaled=quantizer.block_scaling_dim == 2)
     from transformer_engine.pytorch.float8_tensor import Float8Tensor
 
     data = torch.empty(shape, dtype=torch.uint8)
-    return Float8Tensor(
-        shape=shape,
-        dtype=dtype,
-        data=data,
-        fp8_scale_inv=torch.empty(1),
-        fp8_dtype=quantizer.dtype,
-        data_transpose=fp8_transpose(data, 0) if quantizer.columnwise_usage else None,
-        quantizer=quantizer,
-        device=device,
-    )
+    transpose = fp8_transpose(data, 0) if quantizer.columnwise_usage else None
+    return Float8Tensor(**options, data=data, fp8_scale_inv=torch.empty(1), data_transpose=transpose)
 
 
 def bgrad_quantize(gradient: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
@@ -283,17 +351,39 @@ def __getattr__(name: str) -> Any:
     return missing(name)
 
 
-def _matrix(tensor: Any) -> Tensor:
-    """A tensor as rows in float32, dequantized where it is made of numbers in FP8 and a scale."""
+def _matrix(tensor: Any, by_columns: bool = False) -> Tensor:
+    """A tensor as rows in float32, dequantized where it is made of numbers in FP8 and scales.
+
+    Args:
+        by_columns: of the two copies that it may have, the one whose blocks lie along the rows: of a product that sums over them.
+    """
+    if hasattr(tensor, "_rowwise_data"):
+        return _dequantized_blocks(tensor, by_columns)
     if not hasattr(tensor, "_scale_inv"):
         matrix: Tensor = tensor.detach().float().reshape(-1, tensor.shape[-1])
         return matrix
-    rows = tensor._data if tensor._data is not None else tensor._transpose.t().contiguous()
+    rows = tensor._transpose.t().contiguous() if tensor._data is None else tensor._data
     return rows.reshape(-1, rows.shape[-1]).view(_TORCH[DType(int(tensor._fp8_dtype))]).float() * tensor._scale_inv
 
 
-def _product(a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool) -> Tensor:
-    left, right = _matrix(b), _matrix(a)
+def _dequantized_blocks(tensor: Any, by_columns: bool) -> Tensor:
+    quantizer, kind = tensor._quantizer, _TORCH[DType(int(tensor._fp8_dtype))]
+    data, scales = (
+        (tensor._columnwise_data, tensor._columnwise_scale_inv)
+        if by_columns
+        else (tensor._rowwise_data, tensor._rowwise_scale_inv)
+    )
+    assert data is not None, f"no copy by {'columns' if by_columns else 'rows'}"
+    if by_columns and not _is_mx(quantizer):
+        data = data.reshape(data.shape[0], -1).t().contiguous()
+    matrix = data.reshape(-1, data.shape[-1]).view(kind).float()
+    blocks, each = _blocks(matrix, quantizer, by_columns)
+    scale = scales.view(-1)[: each[0] * each[1]].view(each[0], 1, each[1], 1)
+    return (blocks * (torch.exp2(scale.float() - _BIAS) if _is_mx(quantizer) else scale)).view(matrix.shape)
+
+
+def _product(a: Any, transposed_a: bool, b: Any, transposed_b: bool) -> Tensor:
+    left, right = _matrix(b, by_columns=transposed_b), _matrix(a, by_columns=not transposed_a)
     return (left.t() if transposed_b else left) @ (right.t() if transposed_a else right)
 
 

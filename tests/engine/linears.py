@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 from model.backward_orders import run_backwards
 
-HIDDEN, INNER, TOKENS, MICROBATCHES = 32, 64, 16, 3
+HIDDEN, INNER, TOKENS, MICROBATCHES = 128, 256, 256, 3  # multiples of the largest block that a scale of FP8 is for
 ORDERS = ("BW0 BW1 BW2", "B0 B1 W0 B2 W1 W2", "B0 B1 W0 W1 BW2")
 LINEARS = 4
-PLAIN, METERED, OFFLOADED, RECOMPUTED, FP8 = "plain", "metered", "offloaded", "recomputed", "FP8"
+PLAIN, METERED, OFFLOADED, RECOMPUTED = "plain", "metered", "offloaded", "recomputed"
+RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")  # as megatron-core's --fp8-recipe has them
 
 
 class Linears(torch.nn.Module):
@@ -40,7 +42,7 @@ class Linears(torch.nn.Module):
         return whole
 
 
-def build(delayed: bool, bias: bool = True, dtype: torch.dtype = torch.float32, fused: bool = False) -> Any:
+def build(delayed: bool, bias: bool = True, dtype: torch.dtype = torch.float32, fused: bool = False, experts: bool = True) -> Any:
     """Linears under DDP with overlapping reductions and main gradients in float32, split if they delay."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -60,14 +62,19 @@ def build(delayed: bool, bias: bool = True, dtype: torch.dtype = torch.float32, 
     return DistributedDataParallel(config, ddp, module)
 
 
-def gradients(order: str | None, bias: bool, dtype: torch.dtype, saving: str = PLAIN) -> list[list[float]]:
-    """Reduced gradients of all parameters, then of inputs, after two iterations.
+def gradients(
+    order: str | None, bias: bool, dtype: torch.dtype, saving: str = PLAIN, recipe: str | None = None, weights: bool = False
+) -> list[str]:
+    """Digests of the reduced gradients of all parameters, then of those of inputs, after two iterations.
 
     Args:
         order: of the backwards; None: of linears that do not delay, and that add to ``main_grad`` in their products.
-        saving: what happens to what autograd saves; FP8: products are of numbers in FP8.
+        saving: what happens to what autograd saves.
+        recipe: one of ``RECIPES``, by which products are of numbers in FP8.
+        weights: weights are kept in FP8.
     """
-    model = build(order is not None, bias, dtype, fused=order is None)
+    with _weights_of(recipe if weights else None):
+        model = build(order is not None, bias, dtype, fused=order is None)
     torch.manual_seed(torch.distributed.get_rank())
     for _iteration in range(2):  # DDP learns in the first how many gradients to expect
         model.zero_grad_buffer()
@@ -75,27 +82,42 @@ def gradients(order: str | None, bias: bool, dtype: torch.dtype, saving: str = P
         losses = []
         with _saved(model, saving) as (saves, bring_back):
             for number, hidden in enumerate(inputs):
-                rows = [number * 8, TOKENS - number * 8]  # no token for the first expert in the first microbatch
+                rows = [number * 128, TOKENS - number * 128]  # no token for the first expert in the first microbatch
                 with saves():
-                    losses.append(_forward(model, hidden, rows, saving == RECOMPUTED, saving == FP8).float().square().sum())
+                    losses.append(_forward(model, hidden, rows, saving == RECOMPUTED, recipe).float().square().sum())
             bring_back()
             run_backwards(order or "BW0 BW1 BW2", losses, tasks_of_b=LINEARS)
         model.finish_grad_sync()
     parameters: list[Any] = list(model.parameters())
-    return [tensor.flatten().tolist() for tensor in (*(p.main_grad for p in parameters), *(x.grad for x in inputs))]
+    found = [*(p.main_grad for p in parameters), *(x.grad for x in inputs)]
+    assert all(one.isfinite().all() and one.any() for one in found)
+    return [hashlib.sha256(one.float().numpy().tobytes()).hexdigest() for one in found]
 
 
-def _forward(model: Any, hidden: torch.Tensor, rows: list[int], recomputed: bool, fp8: bool) -> torch.Tensor:
+def _forward(model: Any, hidden: torch.Tensor, rows: list[int], recomputed: bool, recipe: str | None) -> torch.Tensor:
+    import transformer_engine.pytorch as te
     from megatron.core.tensor_parallel import checkpoint
 
-    if fp8:
-        import transformer_engine.pytorch as te
-        from transformer_engine.common.recipe import Float8CurrentScaling
+    if recipe is None:
+        result: torch.Tensor = checkpoint(lambda one: model(one, rows), False, hidden) if recomputed else model(hidden, rows)
+        return result
+    with te.fp8_autocast(enabled=True, fp8_recipe=_recipe(recipe)):
+        return te.checkpoint(model, hidden, rows) if recomputed else model(hidden, rows)  # type: ignore[no-any-return]
 
-        with te.fp8_autocast(enabled=True, fp8_recipe=Float8CurrentScaling()):
-            return model(hidden, rows)  # type: ignore[no-any-return]
-    result: torch.Tensor = checkpoint(lambda one: model(one, rows), False, hidden) if recomputed else model(hidden, rows)
-    return result
+
+def _recipe(name: str) -> Any:
+    from transformer_engine.common import recipe
+
+    if name == "delayed":
+        return recipe.DelayedScaling(amax_history_len=2)
+    names = {"tensorwise": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "blockwise": "Float8BlockScaling"}
+    return getattr(recipe, names[name])()
+
+
+def _weights_of(recipe: str | None) -> AbstractContextManager[Any]:
+    import transformer_engine.pytorch as te
+
+    return nullcontext() if recipe is None else te.fp8_model_init(enabled=True, recipe=_recipe(recipe))  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -142,7 +164,7 @@ def counted_bytes() -> tuple[int, int, int]:
     tasks: list[WeightTask] = []
     with meter.observing():
         with meter.saving():
-            loss = model(hidden, [8, 8]).float().square().sum()
+            loss = model(hidden, [128, 128]).float().square().sum()
         of_forward = meter.current
         with deferring(tasks):
             loss.backward()

@@ -35,6 +35,7 @@ def load(folder: Path) -> None:
     """Import Transformer Engine from ``folder``, for this process; megatron-core must not be imported yet."""
     assert "megatron.core" not in sys.modules, "megatron-core looks for Transformer Engine when it is imported"
     os.environ.update(NVTE_PROJECT_BUILDING="1", TORCHDYNAMO_DISABLE="1", NVTE_TORCH_COMPILE="0")
+    os.environ.update(NVTE_UNFUSED_FP8_UPDATE="1")  # scales of delayed scaling in Python
     sys.path.insert(0, str(folder))
     from engine import compiled
 
@@ -70,6 +71,15 @@ def see_the_cpu() -> None:
         ),
     )
     cpu.give_view(view, PACKAGE)
+    vars(sys.modules[f"{PACKAGE}.pytorch.distributed"]).update(
+        _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
+        _set_cuda_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
+    )
+    for name in ("fp8", "quantization"):  # before 2.9, and after it
+        if module := sys.modules.get(f"{PACKAGE}.pytorch.{name}"):
+            for recipe in ("mxfp8", "nvfp4", "fp8_block_scaling"):
+                if hasattr(module, f"check_{recipe}_support"):
+                    setattr(module, f"check_{recipe}_support", lambda: (True, ""))
 
 
 def _say_that_tensors_are_on_a_gpu() -> None:

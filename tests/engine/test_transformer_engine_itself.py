@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from engine import gpt
-from engine.linears import FP8, HIDDEN, INNER, METERED, OFFLOADED, ORDERS, PLAIN, RECOMPUTED, TOKENS, counted_bytes, gradients
+from engine.linears import (
+    HIDDEN,
+    INNER,
+    METERED,
+    OFFLOADED,
+    ORDERS,
+    PLAIN,
+    RECIPES,
+    RECOMPUTED,
+    TOKENS,
+    counted_bytes,
+    gradients,
+)
 from engine.releases import fetched, ranks_with
 from pool import Pool
 
@@ -28,15 +40,26 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.mark.parametrize("saving", [PLAIN, METERED, OFFLOADED, RECOMPUTED, FP8])
+@pytest.mark.parametrize("saving", [PLAIN, METERED, OFFLOADED, RECOMPUTED])
 @pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=["fp32", "bias bf16"])
 def test_equals_a_backward_that_delays_nothing(engine: Pool, bias: bool, dtype: torch.dtype, saving: str) -> None:
-    expected = engine.run(2, gradients, None, bias, dtype, FP8 if saving == FP8 else PLAIN)
-    assert all(any(values) for values in expected[0])
-    if saving == FP8:
-        assert expected != engine.run(2, gradients, None, bias, dtype)
+    expected = engine.run(2, gradients, None, bias, dtype)
     for order in ORDERS:
         assert engine.run(2, gradients, order, bias, dtype, saving) == expected, order
+
+
+_WEIGHTS = "weights in FP8"
+
+
+@pytest.mark.parametrize("saving", [PLAIN, RECOMPUTED, _WEIGHTS])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_fp8_equals_a_backward_that_delays_nothing(engine: Pool, recipe: str, saving: str) -> None:
+    given = (False, torch.bfloat16, RECOMPUTED if saving == RECOMPUTED else PLAIN, recipe, saving == _WEIGHTS)
+    expected = engine.run(2, gradients, None, *given)
+    if saving == PLAIN:
+        assert expected != engine.run(2, gradients, None, False, torch.bfloat16)
+    for order in ORDERS if saving == PLAIN else ORDERS[1:2]:
+        assert engine.run(2, gradients, order, *given) == expected, order
 
 
 def test_counts_what_the_stores_keep_from_b_to_w(engine: Pool) -> None:

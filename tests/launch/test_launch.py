@@ -20,6 +20,7 @@ import pytest
 from launch import launched
 from megatron.core import dist_checkpointing
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
+from packaging.version import Version
 from pool import Pool, forked, free_port
 from releases import reduces_experts_wrong
 
@@ -33,6 +34,7 @@ from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
+from megatron.pipeline.model import te_linear
 from megatron.pipeline.runtime.pipeline import Pipeline
 
 STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
@@ -282,6 +284,9 @@ def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
     args.fp8_recipe = "delayed"
     with pytest.raises(ValueError, match="--fp8-recipe delayed enters it once: give another recipe"):
         check_overlap(args)
+    vars(args).update(fp8=None, fp4="e2m1")
+    with pytest.raises(ValueError, match="do not enter FP4 and would train in --bf16: give --fp8-format, or leave --fp4-form"):
+        check_overlap(args)
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
@@ -349,13 +354,61 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
         ({"fp8": "hybrid", "offload": "full"}, "^--offload with FP8: .* recompute activations"),
         ({"fp4": "e2m1", "pipeline_costs": "profile"}, "^--pipeline-costs profile .* with FP4: .* give --pipeline-costs FILE"),
         ({"fp8": "e4m3", "offload_profile": True}, "^--pipeline-costs profile and --offload-profile with FP8"),
+        (
+            {"fp8": "e4m3", "transformer_impl": "local"},
+            "^--fp8-format e4m3 with --transformer-impl local: .* give --transformer-impl transformer_engine",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "rowwise"},
+            "^--fp8-recipe rowwise: .* not tested .* give --fp8-recipe delayed or tensorwise or mxfp8 or blockwise, or ",
+        ),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "mx"},
+            "^--fp4-recipe mx: .* not tested .* give --fp4-recipe nvfp4, or --pipeline-schedule stock",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "custom"},
+            "^--fp8-recipe custom: .* lose the weight gradients .* give --fp8-recipe delayed or tensorwise",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
+            "^--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, .* leave it out",
+        ),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
+            "^--fp4-param-gather: .* leave it out, or take --fp8-format with --fp8-param-gather",
+        ),
     ],
 )
-def test_what_transformer_engine_does_only_under_its_own_order_is_refused(flags: dict[str, object], words: str) -> None:
+def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
+    flags: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.pipeline.flags.validation import check_new_flags
     from megatron.pipeline.launch.check import check_flags
 
+    monkeypatch.setattr(te_linear, "get_te_version", lambda: Version(te_linear.OLDEST))
+    refused = as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"} | flags)
     with pytest.raises(ValueError, match=words):
-        check_flags(as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1"} | flags))
+        check_flags(refused)
+    if words.startswith("^"):  # numbers in FP8 and FP4: the trainer's own flags are checked alike
+        with pytest.raises(ValueError, match=words):
+            check_new_flags(refused)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])
+def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: str) -> None:
+    from megatron.pipeline.flags.validation_quantized import check_quantized
+    from megatron.pipeline.launch.check import check_plan
+
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
+    args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8)
+    check_quantized(args)
+    words = "^--fp8-recipe delayed with a schedule that runs forwards again .* give --fp8-recipe tensorwise"
+    for again in (False, True):
+        plan = Namespace(schedule=Namespace(reruns=again))
+        pipeline = cast("Pipeline", Namespace(splits=1, name="zb-h1", plan=lambda _, plan=plan: plan))
+        with pytest.raises(ValueError, match=words) if again and recipe == "delayed" else nullcontext():
+            check_plan(args, pipeline, [4])
 
 
 def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(

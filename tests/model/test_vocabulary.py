@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from model.vocabulary_case import HIDDEN, Case
 from pool import Pool
 
+from megatron.pipeline.model.vocabulary import output
 from megatron.pipeline.model.vocabulary.input import EmbeddingShard
 from megatron.pipeline.model.vocabulary.loss import LossSettings
 from megatron.pipeline.shape.shards import Shards
@@ -24,6 +26,15 @@ def check(case: Case, tolerance: float = 1e-5) -> None:
         for value, reference in zip(case.sharded(one_barrier), expected, strict=True):
             assert value.shape == reference.shape
             assert (value - reference).norm() <= tolerance * reference.norm() + 1e-6
+
+
+def test_elementwise_work_on_a_gpu_has_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8192 tokens and 32768 rows beside a cache of 50 MiB, as an H100's: S ran 64 slices of it, of some five kernels each."""
+    monkeypatch.setattr(output.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=50 * 2**20))
+    output._rows_at_once.cache_clear()
+    tokens = output._rows_at_once(32768, torch.device("cuda"))
+    output._rows_at_once.cache_clear()
+    assert 4 * tokens * 32768 <= 2 * 50 * 2**20 and -(-8192 // tokens) == 11
 
 
 @pytest.mark.parametrize(

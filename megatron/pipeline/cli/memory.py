@@ -16,6 +16,7 @@ from typing import Any
 from megatron.pipeline import planning
 from megatron.pipeline.cli.arguments import Commands, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import Role, neutral
@@ -57,6 +58,7 @@ class Prediction:
         layers: of every stage, in the model's order.
         ranks: the memory of every pipeline rank.
         microbatches: of an iteration, which may be more than the schedule has: see ``_fewer_microbatches``.
+        message_buffers: the most messages whose memory a rank needs at a time; None for megatron-core's own schedule.
     """
 
     args: Namespace
@@ -64,6 +66,13 @@ class Prediction:
     layers: list[int]
     ranks: list[RankMemory]
     microbatches: int
+    message_buffers: int | None
+
+    @property
+    def message_bytes(self) -> float | None:
+        """What ``message_buffers`` take."""
+        size = hidden_bytes(Shape.of(self.args)) / self.schedule.splits
+        return None if self.message_buffers is None else self.message_buffers * size
 
     @property
     def fullest(self) -> RankMemory:
@@ -158,11 +167,12 @@ def predicted(
         microbatches = max(microbatch_counts(args))
         if pipeline.is_stock:
             ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
-            schedule = planning.plan("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks=chunks)
+            schedule, messages = planning.plan("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks=chunks), None
         else:
-            schedule = pipeline.plan(microbatches).schedule
+            plan = pipeline.plan(microbatches)
+            schedule, messages = plan.schedule, plan.message_buffers
         layers = [row.count(LayerType.decoder) for row in stage_layers(args, schedule.placement)]
-        return Prediction(args, schedule, layers, predict(args, schedule, layers), whole)
+        return Prediction(args, schedule, layers, predict(args, schedule, layers), whole, messages)
 
 
 def read_flags(flags: list[str], changes: Mapping[str, Any] = MappingProxyType({})) -> Namespace:
@@ -213,6 +223,8 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
         "overhead": OVERHEAD,
+        "message_buffers": prediction.message_buffers,
+        "message_bytes": prediction.message_bytes,
         "peak_bytes": prediction.fullest.total,
         "ranks": [asdict(rank) | {"total": rank.total} for rank in prediction.ranks],
     }

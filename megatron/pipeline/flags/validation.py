@@ -15,6 +15,7 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
 from megatron.pipeline.flags.validation_experts import check_experts, check_overlap, check_prediction
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
+from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.flags.validation_rehearsal import check_rehearsal
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model import te_linear
@@ -59,6 +60,7 @@ def check_new_flags(args: Namespace) -> None:
         te_linear.check_version()
     if args.recompute_fused_backward and not args.recompute_granularity:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
+    check_quantized(args)
     check_vocabulary(args)
     check_offload(args)
     check_rehearsal(args)

@@ -144,6 +144,8 @@ def check_overlap(args: Namespace) -> None:
         "enters FP8 layer by layer, and --fp8-recipe delayed enters it once: give another recipe": (
             getattr(args, "fp8", None) is not None and args.fp8_recipe == "delayed"
         ),
+        "runs megatron-core's plans of layers, which do not enter FP4 and would train in --bf16: give --fp8-format, or leave "
+        "--fp4-format out": bool(getattr(args, "fp4", None)),
         f"does not hand packed sequences on: leave {packed and flag_of(packed)} out": packed is not None,
         f"runs whole layers of one rank, and --vocab-parallel {args.vocab_parallel} takes a part of them to others: leave one of "
         "the two out": args.vocab_parallel != OFF,

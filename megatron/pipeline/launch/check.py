@@ -11,15 +11,15 @@ import torch
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.flags import support
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_overlap, check_prediction, experts_drift
+from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.adapter import has_adapter
 from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.names import OFF, STOCK
-from megatron.pipeline.schedule.core.passes import Kind
+from megatron.pipeline.schedule.core.names import STOCK
 
 
 def check_flags(args: Namespace) -> None:
@@ -45,8 +45,7 @@ def check_flags(args: Namespace) -> None:
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
     _check_settings(args)
-    profiles = args.pipeline_costs == PROFILE or args.offload_profile
-    te_linear.check_quantized(args, args.offload != OFF, profiles, steps_ahead=False)  # refused above for all
+    check_quantized(args)
     args.chunks = chunks_per_rank(args)
 
 
@@ -158,9 +157,8 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
     check_slices(args, pipeline.splits)
     dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
     jitter = getattr(args, "moe_input_jitter_eps", None)
-    recomputes = any(
-        work.kind is Kind.R for count in microbatches for row in pipeline.plan(count).schedule.passes for work in row
-    )
+    recomputes = any(pipeline.plan(count).schedule.reruns for count in microbatches)
+    te_linear.check_quantized(args, offloads=False, counts=False, steps_ahead=False, reruns=recomputes)
     if (dropout or jitter) and (recomputes or pipeline.splits > 1):
         what = "runs forwards again (R)" if recomputes else "runs slices of microbatches"
         drawn = f"jitter of --moe-input-jitter-eps {jitter}" if jitter else "dropout masks"

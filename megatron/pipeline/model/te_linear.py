@@ -62,21 +62,33 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     config.delay_wgrad_compute = True
 
 
-def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bool) -> None:
-    """Refuse FP8 and FP4 together with what takes every tensor for plain memory.
+def quantized_to(settings: Any) -> str | None:
+    """``"fp8"`` or ``"fp4"`` where a TransformerConfig, or Megatron-LM's flags, ask for it."""
+    return next((name for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
+
+
+def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bool, reruns: bool) -> None:
+    """Refuse FP8 and FP4 together with what takes every tensor for plain memory, or every forward for the same as before.
 
     Args:
         settings: a TransformerConfig, or Megatron-LM's flags.
         offloads: activations are copied to host memory by the schedule.
         counts: the bytes that autograd saves are counted.
         steps_ahead: optimizer steps may be taken back.
+        reruns: the schedule runs forwards again, in passes R.
 
     Raises:
         ValueError: says what to use instead.
     """
-    kind = next((name.upper() for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
-    if kind is None:
+    name = quantized_to(settings)
+    if name is None:
         return
+    kind = name.upper()
+    if reruns and name == "fp8" and getattr(settings, "fp8_recipe", None) == "delayed":
+        raise ValueError(
+            "--fp8-recipe delayed with a schedule that runs forwards again (R): their scales would be those of later "
+            "microbatches: give --fp8-recipe tensorwise, mxfp8 or blockwise, or a schedule without R and --recompute-granularity"
+        )
     if offloads:
         raise ValueError(
             f"--offload with {kind}: it would move Transformer Engine's {kind} weights with every microbatch: leave --offload "

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
+from megatron.pipeline.patches import param_and_grad_buffer
 
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
@@ -122,12 +123,13 @@ class Iteration:
                 if result is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
             assert self.recorder is not None
-            with sync, self.recorder.observing():
-                attempt.executor.finish()
-            self.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
-            if not call.forward_only:
-                with self.recorder.finishing():
-                    self._finish_gradients(call, attempt, reduces_late)
+            with param_and_grad_buffer.together():
+                with sync, self.recorder.observing():
+                    attempt.executor.finish()
+                self.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+                if not call.forward_only:
+                    with self.recorder.finishing():
+                        self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
     def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:

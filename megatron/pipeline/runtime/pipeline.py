@@ -124,7 +124,8 @@ class Pipeline(Plans):
             self._agreed.add(plan)
         measured = self.measures and not call.forward_only
         counted = measured and self.counts_bytes
-        te_linear.check_quantized(call.config, plan.schedule.has_copies, counted, steps_ahead=self._resolve is not None)
+        copies, reruns = plan.schedule.has_copies, plan.schedule.reruns
+        te_linear.check_quantized(call.config, copies, counted, steps_ahead=self._resolve is not None, reruns=reruns)
 
         def record() -> Recorder | Unmeasured:
             return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())

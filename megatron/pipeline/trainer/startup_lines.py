@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from megatron.core.transformer.enums import LayerType
 
+from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, predict
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
@@ -20,6 +21,7 @@ from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.names import OFF, counted
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape.balance import heaviest
+from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.shards import Shards
 
 _ONE_QUEUE = (
@@ -119,9 +121,7 @@ def _memory(args: Namespace, pipeline: Pipeline) -> str:
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:
     """A line about the memory of messages."""
-    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1) * pipeline.splits
-    numbers = args.seq_length // shared * args.micro_batch_size * args.hidden_size
-    size = numbers * (2 if args.fp16 or args.bf16 else 4) / 2**20
+    size = hidden_bytes(Shape.of(args)) / pipeline.splits / 2**20
     count = pipeline.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 

@@ -100,6 +100,11 @@ class Schedule:
         """Whether any rank offloads anything."""
         return any(kind.is_copy for row in self.rows for kind in row.kinds)
 
+    @cached_property
+    def reruns(self) -> bool:
+        """Whether any rank runs forwards again, to recompute activations."""
+        return any(Kind.R in row.kinds for row in self.rows)
+
     def forward_only(self) -> Schedule:
         """The same schedule with its forwards alone, for evaluation: dropping passes that they do not need keeps it valid."""
         forwards = tuple(tuple(work for work in passes if work.kind.is_forward) for passes in self.passes)
