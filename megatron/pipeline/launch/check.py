@@ -40,6 +40,11 @@ def check_flags(args: Namespace) -> None:
             "--rehearse-park moves the optimizer's state, which the training loop has: use the pretrain_gpt.py of "
             "megatron.pipeline, or leave --rehearse-park out"
         )
+    if args.rehearse_replicas:
+        raise ValueError(
+            f"--rehearse-replicas {args.rehearse_replicas} makes the world with ranks that are not there, which the script does "
+            "here: use the pretrain_gpt.py of megatron.pipeline, or leave --rehearse-replicas out"
+        )
     if args.pipeline_schedule == STOCK:
         return
     if wrong := wrong_in_megatron_core(args):
