@@ -19,7 +19,7 @@ from megatron.core.timers import Timers
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist import rehearsal_groups
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.device import local_device, this_device
 from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
@@ -138,11 +138,9 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
     Args:
         binds: each to the CPUs next to its GPU.
     """
-    place, shared = int(os.environ.get("LOCAL_RANK", "0")), False
+    device, shared = local_device(args.rehearse)
     if torch.cuda.is_available():
-        devices = torch.cuda.device_count()
-        shared = args.rehearse and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > devices
-        torch.cuda.set_device(place % devices if shared else place)
+        torch.cuda.set_device(device)
         if binds:
             logger.info("%s", numa.bind(this_device()))  # before any host memory is allocated
     else:
