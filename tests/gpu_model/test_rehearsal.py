@@ -10,10 +10,9 @@ from pool import Pool
 from runtime.test_rehearsal_groups import everything
 from training.short_runs import metrics
 
-from megatron.pipeline.dist.device import local_device
-
 from gpu_model import device
 from gpu_model.test_trainer import TWO, races
+from megatron.pipeline.dist.device import local_device
 
 
 def collectives() -> tuple[dict[str, object], list[str]]:

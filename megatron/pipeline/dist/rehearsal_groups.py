@@ -4,7 +4,7 @@ NCCL refuses two ranks on one GPU, so messages and collectives go over gloo, and
 
 A rehearsal may have one rank of every pipeline stage alone (``--rehearse-replicas fake``). The world is then that of the whole
 training, with its numbers of ranks; the first rank of a stage is present, and **stands in** for the others of the stage: what an
-absent rank would send is what its stand-in sends, and nobody adds it up. A group of which one member is present computes and
+absent rank would send is what its stand-in sends, and is not added up. A group of which one member is present computes and
 sends nothing: tensors keep their shapes and their places, and numbers mean nothing. What its collectives would take can be waited
 for: ``HostGroup.price``.
 """
