@@ -2,11 +2,11 @@
 
     python benchmarks/rehearse_llama.py
 
-Rehearses (``--rehearse``) stock interleaved 1F1B, zb-v, v-half and offload in bf16. The model has the width of Llama 3.2 1B and as
-many layers, in multiples of 16, as the free memory of the GPU has room for: all 8 ranks live on it at once. On a CPU it is a small
-model, in float32 unless ``--bf16``, which shows that the benchmark runs. For every schedule: tokens per second with a device for
-each rank, the same for stock at its best from the same measurement, the bubble, and the most that a rank's peak of activations is
-off its plan.
+Rehearses (``--rehearse``) stock interleaved 1F1B, zb-v, v-half and offload in bf16. The model has the width of Llama 3.2 1B and
+as many layers, in multiples of 16, as the free memory of the GPU has room for: all 8 ranks live on it at once. On a CPU it is a
+small model, in float32 unless ``--bf16``, which shows that the benchmark runs. For every schedule: tokens per second with a
+device for each rank, the same for stock at its best from the same measurement, the bubble, and the most that a rank's peak of
+activations is off its plan.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def layers_that_fit(free: float) -> int:
-    """The most layers, a multiple of 16 from 16 to 64, of which all ranks' weights and activations take at most ``free`` bytes."""
+    """The most layers, a multiple of 16 from 16 to 64, whose weights and activations all fit into ``free`` bytes."""
     each = _PARAMETERS * _OF_PARAMETER + _HELD * _OF_ACTIVATIONS
     room = 0.9 * free - RANKS * _CONTEXT - 2 * 32000 * 2048 * _OF_PARAMETER
     return max(16, min(64, int(room / each) // 16 * 16))
