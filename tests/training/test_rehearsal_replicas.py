@@ -16,6 +16,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 
 WHOLE = pytest.mark.whole
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
 
 
@@ -29,6 +30,8 @@ EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
         pytest.param(f"1f1b {EXPERTS} --moe-token-dispatcher-type allgather", 2, marks=WHOLE),
         pytest.param("stock --tensor-model-parallel-size 4", 4, marks=WHOLE),
         pytest.param("zb-h1 --tensor-model-parallel-size 2 --rehearse-park", 2, marks=WHOLE),
+        pytest.param("zb-h2 --tensor-model-parallel-size 2 --post-validation", 2, marks=WHOLE),
+        pytest.param(f"zb-h1 --bf16 {OVERLAPS} --rehearse-replicas fake:4", 4, marks=WHOLE),
         pytest.param(
             "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4 --tensor-model-parallel-size 2",
             2,
