@@ -4,7 +4,7 @@
 # make versions train with every release of megatron-core that the patches are made for; ARGS=--quick: three schedules; ARGS=--tests: and test
 # make test     all tests, or some: make test ARGS=tests/schedule
 # make test-all all tests with all of their random examples, and every schedule in every layout: hours
-# make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 25 minutes; writes the tables of docs/gpu.md
+# make gpu      CUDA tests, sanitizers and benchmarks on this machine's GPU, at most 30 minutes; writes the tables of docs/gpu.md
 # make evidence 2,000 iterations on real text under ten schedules and options, and the page that compares them: 45 minutes
 # make docs     the pages as a site that makes no request elsewhere: build/site/index.html
 # make setup    only what these share: .venv with all that is needed

@@ -28,7 +28,7 @@ import sysconfig
 import time
 import venv
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from enum import StrEnum
 from importlib import metadata
@@ -116,6 +116,7 @@ STEPS = (
     _benchmark("queues.py", 60),
     _benchmark("split_backward.py", 90, *"--hidden 4096 --tokens 4096 --dtype bf16".split()),
     _benchmark("vocabulary_kernels.py", 120),
+    replace(_benchmark("rehearse_llama.py", 330), finds=r"predicted tokens/s: [^\n]+"),
     _benchmark("offload.py", 240, *"--hidden 4096 --seq 4096 8192".split()),
     Step(
         "torch's sanitizer of streams",
@@ -327,7 +328,7 @@ def interpreter() -> str:
 
 def main(arguments: Sequence[str], steps: Sequence[Step] = STEPS) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=25, help="for all steps; the default is 25")
+    parser.add_argument("--minutes", type=float, default=30, help="for all steps; the default is 30")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="some steps, by their names")
     parser.add_argument(
         "--page", type=Path, default=ROOT / "docs/gpu.md", help="has the markers between which tables are written"

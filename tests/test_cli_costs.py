@@ -324,3 +324,19 @@ def test_an_even_split_beyond_the_limit_has_no_length(capsys: pytest.CaptureFixt
 def test_too_few_layers_for_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = refusal(capsys, *"plan --schedule zb-v --pp 4 --microbatches 8 --balance 7".split())
     assert wrong == "mpipe: --balance 7: 8 stages (4 ranks with 2 chunks each) need from 8 to 10000 layers\n"
+
+
+def test_a_rehearsals_costs_plan_and_compare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The fields are those that ``--rehearse`` writes to costs.json, in seconds and bytes."""
+    first = {"forward": 0.0051, "backward": 0.0035, "weight": 0.001, "activation": 2138368.0, "retained": 1277952.0}
+    inner = first | {"forward": 0.0041, "activation": 2136064.0}
+    last = first | {"forward": 0.0063, "backward": 0.0039, "weight": 0.0013, "activation": 2795780.0, "retained": 1671168.0}
+    stages = [one | {"recompute": one["forward"], "checkpoint": 0.0} for one in (first, inner, inner, last)]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"hop": 0.000168, "stages": stages}))
+    planned = run(capsys, f"plan --schedule zb-v --pp 2 --microbatches 4 --costs {path}")
+    work = 4 * max(sum(one[name] for one in pair for name in ("forward", "backward", "weight"))
+                   for pair in ((stages[0], stages[3]), stages[1:3]))  # fmt: skip
+    assert work <= planned["makespan"] < 2 * work
+    compared = run(capsys, f"compare --pp 2 --microbatches 4 --costs {path}")
+    assert {row["schedule"] for row in compared["schedules"]} >= {"1f1b", "zb-h1", "zb-v", "v-half"}

@@ -24,6 +24,7 @@ def test_as_many_processes_as_the_flags_have_ranks(monkeypatch: pytest.MonkeyPat
     assert started[6] == str(ROOT / "pretrain_gpt.py")
     assert started[-3:] == ["--rehearse", "--exit-interval", "5"]
     assert command("--ranks 16 --", SIZES)[5] == "16"
+    assert command("--", SIZES, "--tensor-model-parallel-size 2 --rehearse-replicas fake:8")[5] == "4"
 
 
 def test_a_script_of_megatron_lm_is_launched() -> None:

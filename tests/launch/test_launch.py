@@ -152,6 +152,7 @@ def test_layouts(tmp_path: Path, flags: str) -> None:
     ("flags", "words"),
     [
         ("zb-v --post-validation", "--post-validation takes the optimizer's step within the next iteration"),
+        ("zb-v --rehearse --rehearse-replicas fake", "--rehearse-replicas fake makes the world with ranks that are not there"),
         ("zb-v --rehearse --rehearse-park", "--rehearse-park moves the optimizer's state, which the training loop has"),
         ("zb-w", "unknown schedule 'zb-w'"),
         ("zb-h1 --position-embedding-type rope --hidden-size 36", "rotates pairs of channels, and a head has 9 (--kv-channels"),

@@ -16,6 +16,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
 from megatron.pipeline.runtime.profiling import ITERATIONS
+from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.timeline import Timeline
 
@@ -76,6 +77,18 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     costs = Costs.from_json((tmp_path / "found" / "costs.json").read_text())
     assert costs.hop == 0.001
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
+
+
+@WHOLE
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", [name for name in families.FAMILIES if families.placement(name, 4).replicas == 1])
+def test_every_family_that_trains_rehearses_with_the_numbers_of_training(
+    pool: Pool, tmp_path: Path, name: str, ranks: int
+) -> None:
+    found = rehearsed(pool, tmp_path, ranks, f"{name} --num-layers 8 --pipeline-model-parallel-size {ranks}")
+    assert found["schedule"] == name
+    for rank in found["ranks"]:
+        assert rank["activation_bytes"] == pytest.approx(rank["planned_activation_bytes"], rel=0.02)
 
 
 @pytest.mark.parametrize("hop", ["H100-80GB", "0.001"])

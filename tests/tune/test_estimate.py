@@ -164,7 +164,7 @@ def test_a_measured_layer_counts_in_place_of_the_formula() -> None:
     """Where it is of the same size as a rank has; what ranks wait for comes on top."""
     given = replace(shape(), holding=Holding(tensor=2, sequence_parallel=True))
     links = Links.within(DEVICE)
-    assert layer_size(given) == (3072, 1536, 3072, 6144, False, 2048, 1, 2, True)
+    assert layer_size(given) == (3072, 1536, 3072, 6144, False, 2048, 1, 2, True, "")
     measured = MeasuredLayer(3072, 1536.0, 3072.0, 6144.0, False, 2048, 1, 2, True, 1.0, 2.0, 3.0)
     device = replace(DEVICE, layers=(measured,))
     all_reduce = 2 * DEVICE.within.all_reduce(2 * 2048 * 3072, 2)

@@ -22,9 +22,11 @@ from pool import Pool
 from tune import measured_ranks
 
 from megatron.pipeline.cli import tune_measure
+from megatron.pipeline.cli.arguments import whole_numbers
 from megatron.pipeline.costmodel import activations, device, estimate
 from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit, links, outcome, processes, rank
 from megatron.pipeline.tune.measure.clock import Clock, repeated
@@ -265,6 +267,7 @@ def options(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("-o", "--output")
     parser.add_argument("--gpu")
+    parser.add_argument("--expert", type=whole_numbers)
     tune_measure.add_flags(parser)
     known, flags = parser.parse_known_args(["--measure", *given])
     known.flags = flags
@@ -287,6 +290,64 @@ def test_refusals(given: list[str], expected: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=re.escape(expected)):
         tune_measure.run(options(*given))
+
+
+def stages(*, count: int = 4, weight: float = 2e-3) -> str:
+    """What a rehearsal writes to costs.json, in seconds and bytes."""
+    inner = StageCosts(4e-3, 6e-3, weight, 8e6, 3e6)
+    ends = replace(inner, forward=9e-3, backward=9e-3)
+    return Costs((ends, *[inner] * (count - 2), ends), hop=1e-4).to_json()
+
+
+@pytest.mark.parametrize(
+    ("flags", "more", "words"),
+    [
+        ([], "", ""),
+        (["--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"], "--expert 2", "4 top 2 over 2 x 1"),
+    ],
+)
+def test_a_rehearsal_has_the_times_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Device, flags: list[str], more: str, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    asked = []
+
+    def measures(_: Any, job: Any, *__: Any) -> Measurements:
+        asked.append(job.sizes)
+        return found(links={"within": base.within})
+
+    monkeypatch.setattr(processes, "run", measures)
+    (tmp_path / "costs.json").write_text(stages())
+    path, model = tmp_path / "m.json", [*MODEL, "--num-layers", "8", *flags]
+    given = f"-o {path} --rehearsed {tmp_path}/costs.json --ranks 2 --micro-batch-sizes 2 {more}".split()
+    tune_measure.run(options(*given, *model))
+    assert asked == [()]  # no layer was timed here
+    measured = device.read(str(path))
+    args = tune_measure._model(model)
+    if words:
+        assert estimate.measured_layer(shape(args, Size(1, 2)), measured) is None  # of other experts
+        args.expert_model_parallel_size, args.expert_tensor_parallel_size = 2, 1
+    layer = estimate.measured_layer(shape(args, Size(1, 2)), measured)
+    assert layer is not None and layer.experts == words
+    assert (layer.forward, layer.backward, layer.weight) == (2e-3, 3e-3, 1e-3)  # two layers a stage
+    assert estimate.measured_layer(shape(args, Size(1, 1)), measured) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        (stages(count=2), "", "--rehearsed: 2 stages, and the first and the last have embedding and output layer besides"),
+        (stages(count=3), "", "--rehearsed: 8 layers are not spread evenly over 3 stages: give the model's flags as it was"),
+        (stages(weight=0.0), "", "--rehearsed: F, B and W must each take time, and some take none: rehearse a schedule that"),
+        (stages(), "--tensor 1,2", "--rehearsed is of one size: give one number with --tensor"),
+        (stages(), "--expert 1,2", "--rehearsed is of one size: give one number with --expert"),
+    ],
+)
+def test_rehearsals_that_do_not_say_what_a_layer_takes(tmp_path: Path, text: str, more: str, words: str) -> None:
+    (tmp_path / "costs.json").write_text(text)
+    given = f"-o {tmp_path}/m.json --rehearsed {tmp_path}/costs.json --ranks 2 {more}".split()
+    with pytest.raises(ValueError, match=re.escape(words)):
+        tune_measure.run(options(*given, *MODEL, "--num-layers", "8"))
 
 
 def test_nothing_is_written_to_a_file_that_is_no_device_or_where_a_rank_fails(

@@ -73,8 +73,11 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
 
 
 def _ranks(flags: Sequence[str]) -> int:
-    """The least number of ranks of a training: one replica of the model, or as many as share its experts."""
+    """The least number of ranks of a training: one replica of the model, or as many as share its experts; those of one pipeline
+    where others need not be there."""
     args = parse(flags)
+    if args.rehearse_replicas:
+        return int(args.pipeline_model_parallel_size)
     return prod(getattr(args, name) for name in _SIZES)
 
 

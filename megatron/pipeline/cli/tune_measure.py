@@ -7,18 +7,19 @@ import os
 import shlex
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import whole_numbers
+from megatron.pipeline.cli.arguments import costs_file, whole_numbers
 from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.trainer import atomic
-from megatron.pipeline.tune.measure import fit, outcome, processes, rank
-from megatron.pipeline.tune.measure.rank import Job, Measurements
-from megatron.pipeline.tune.measure.sizes import candidates, dense, layer_flags, shape
+from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed
+from megatron.pipeline.tune.measure.rank import Job, Measurements, Timing
+from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
 from megatron.pipeline.view.table import plain_table
 
 # The flags with which any training is that of a model alone, which every rank has a copy of.
@@ -55,6 +56,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="1,2,4,8",
         help="tensor-parallel sizes: those that do not divide the model are left out (1,2,4,8)",
     )
+    group.add_argument(
+        "--rehearsed",
+        type=costs_file,
+        metavar="FILE",
+        help="costs.json of a rehearsal (mpipe rehearse) of this model: its stages' seconds count, and no layer is timed here; "
+        "--tensor, --expert and --micro-batch-sizes, one number each, are those that it had (1)",
+    )
     group.add_argument("--micro-batch-sizes", type=whole_numbers, metavar="1,2,4", help="samples at once (1,2,4)")
 
 
@@ -80,13 +88,15 @@ def run(options: argparse.Namespace) -> None:
         model, ranks = _model(options.flags), _ranks(options.ranks)
     if ranks == 1 and base is None:
         raise ValueError(outcome.NO_LINKS)
-    args = dense(model)
+    args, known = (model, _rehearsed(options, model)) if options.rehearsed else (dense(model), None)
     if args is not model:
         _say(f"experts are measured as one MLP of the width that a token passes, {args.ffn_hidden_size}")
-    job = Job(args, tuple(candidates(args, options.tensor or _TENSOR, options.micro_batch_sizes or _SAMPLES)))
-    found = _found(job, ranks)
+    sizes = () if known else tuple(candidates(args, options.tensor or _TENSOR, options.micro_batch_sizes or _SAMPLES))
+    found = _found(Job(dense(args), sizes), ranks)
     if found is None:
         return
+    if known:
+        found = replace(found, timings=(known,))
     measured = outcome.make(found, args, base, " ".join(["mpipe", *map(shlex.quote, sys.argv[1:])]))
     kept = outcome.merged(before, measured, path)
     atomic.write_text(path, kept.to_json())
@@ -135,6 +145,25 @@ def _model(flags: list[str]) -> Namespace:
     check_trained(args)
     validate(args, 1)
     return args
+
+
+def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
+    """A layer's times from ``--rehearsed``; sets the ranks of ``model`` that share experts.
+
+    Raises:
+        ValueError: the file does not have them, or the size is not one.
+    """
+    for name in ("tensor", "expert", "micro_batch_sizes"):
+        if len(getattr(options, name) or (1,)) > 1:
+            raise ValueError(f"--rehearsed is of one size: give one number with --{name.replace('_', '-')}")
+    [tensor], [expert], [samples] = (options.tensor or (1,), options.expert or (1,), options.micro_batch_sizes or (1,))
+    candidates(model, (tensor,), (samples,))
+    if model.num_experts:
+        model.expert_model_parallel_size, model.expert_tensor_parallel_size = expert, tensor
+    try:
+        return rehearsed.timing(options.rehearsed, model.num_layers, Size(tensor, samples))
+    except ValueError as error:
+        raise ValueError(f"--rehearsed: {error}") from None
 
 
 def _ranks(wanted: int | None) -> int:

@@ -61,6 +61,7 @@ class MeasuredLayer:
         number: bytes of an activation.
         fused: whether attention is fused.
         forward, backward, weight: seconds of F, B and W.
+        experts: in words, how many there are in the place of the MLP, and who shares them; none for an MLP.
     """
 
     hidden: int
@@ -75,6 +76,7 @@ class MeasuredLayer:
     forward: float
     backward: float
     weight: float
+    experts: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ def _row(what: str, content: object, kind: type[Any]) -> dict[str, Any]:
     known = {field.name: field for field in fields(kind)}
     if not isinstance(content, dict):
         raise ValueError(f"{what}: expected an object with {', '.join(known)}, got {str(content)[:60]}")
-    missing = [name for name in known if name not in content and name not in ("layers", "source")]
+    missing = [name for name in known if name not in content and name not in ("layers", "source", "experts")]
     unknown = [name for name in content if name not in known]
     if missing or unknown:
         raise ValueError(

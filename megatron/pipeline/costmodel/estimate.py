@@ -158,16 +158,17 @@ def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
     """What was measured of a layer of this size, if it was."""
     held = shape.holding
     wanted = layer_size(shape)
-    if held.context > 1 or shape.experts or shape.latent:
+    if held.context > 1 or shape.latent:
         return None
     return next((layer for layer in device.layers if _size(layer) == wanted), None)
 
 
-def layer_size(shape: Shape) -> tuple[float, ...]:
-    """What makes layers alike on one of the ranks that share them: the first fields of ``MeasuredLayer``."""
-    held = shape.holding
+def layer_size(shape: Shape) -> tuple[Any, ...]:
+    """What makes layers alike on one of the ranks that share them: the fields of ``MeasuredLayer`` but its seconds."""
+    held, experts = shape.holding, shape.experts
+    words = f"{experts.count} top {experts.topk} over {experts.parallel} x {experts.tensor}" if experts else ""
     widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
-    return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices)
+    return (shape.hidden, *widths, shape.gated, shape.seq, shape.microbatch, held.number, not held.attention_matrices, words)
 
 
 def embedding_costs(shape: Shape, device: Device) -> StageCosts:
@@ -211,8 +212,8 @@ def shards(shape: Shape, ranks: int) -> Shards:
     return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
 
 
-def _size(layer: MeasuredLayer) -> tuple[float, ...]:
-    return tuple(vars(layer).values())[: len(vars(layer)) - 3]
+def _size(layer: MeasuredLayer) -> tuple[Any, ...]:
+    return tuple(value for name, value in vars(layer).items() if name not in ("forward", "backward", "weight"))
 
 
 def _seconds(device: Device, work: Work) -> Work:

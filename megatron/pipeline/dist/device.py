@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -13,6 +14,13 @@ import torch
 def this_device() -> torch.device:
     """The GPU that this process has set, or the CPU where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def local_device(rehearses: bool) -> tuple[int, bool]:
+    """The number of this rank's GPU, and whether it is other ranks' too: in a rehearsal with more ranks than GPUs."""
+    place, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    shared = rehearses and torch.cuda.is_available() and ranks > torch.cuda.device_count()
+    return (place % torch.cuda.device_count() if shared else place), shared
 
 
 def to_device(numbers: Sequence[float]) -> torch.Tensor:

@@ -159,6 +159,10 @@ _NEW = {
             "tune --measure, whose links then count, 8 GPUs a node. Measured here if not given", str, metavar="SECONDS"),
         add("--rehearse-park",
             "a rank's weights, gradients and optimizer state are in host memory while other ranks have their turns"),
+        add("--rehearse-replicas",
+            "one rank of every stage runs, and stands in for those of tensor, context, expert and data parallelism: their "
+            "collectives take what the links of --rehearse-hop say, and losses mean nothing. :N for N data-parallel replicas, by "
+            "default as few as experts allow", str, metavar="fake[:N]"),
         files("--rehearse-dir", "the rehearsal's numbers, costs and picture go here", str, "runs/rehearsal", metavar="DIR"),
     ],
     "vocabulary layers": [

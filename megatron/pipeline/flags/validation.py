@@ -16,7 +16,7 @@ from megatron.pipeline.flags.validation_experts import check_experts, check_over
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_quantized import check_quantized
-from megatron.pipeline.flags.validation_rehearsal import check_rehearsal
+from megatron.pipeline.flags.validation_rehearsal import check_rehearsal, rehearsed_ranks
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
@@ -35,6 +35,7 @@ def validate(args: Namespace, world_size: int) -> None:
     """
     _check_required(args)
     _check_platform(args)
+    world_size = rehearsed_ranks(args, world_size)
     _check_parallel_sizes(args, world_size)
     _check_model(args)
     check_experts(args, world_size)

@@ -14,6 +14,37 @@ MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for
 
 
+def rehearsed_ranks(args: Namespace, world_size: int) -> int:
+    """The ranks of the training that is rehearsed, of which ``world_size`` are there: all, or with ``--rehearse-replicas`` one
+    of every stage.
+
+    Sets ``rehearse_share``: how many ranks of a stage there are for one that is there.
+
+    Raises:
+        ValueError: the flag is wrong, or another number of ranks was started.
+    """
+    args.rehearse_share = 1
+    if args.rehearse_replicas is None:
+        return world_size
+    word, colon, number = args.rehearse_replicas.partition(":")
+    if word != "fake" or (colon and not (number.isdecimal() and int(number))):
+        raise ValueError(
+            f"--rehearse-replicas {args.rehearse_replicas}: fake, or fake:8 for 8 data-parallel replicas; leave it out to start "
+            "all ranks"
+        )
+    pipeline, shared = args.pipeline_model_parallel_size, args.tensor_model_parallel_size * args.context_parallel_size
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    least = math.lcm(shared, experts) // shared if args.num_experts else 1
+    args.rehearse_share = shared * (int(number) if number else least)
+    if world_size != pipeline:
+        raise ValueError(
+            f"--rehearse-replicas {args.rehearse_replicas} runs one rank for each of the {pipeline} of "
+            f"--pipeline-model-parallel-size, which stands in for {args.rehearse_share}, and {world_size} were started: start "
+            f"{pipeline}, or leave --rehearse-replicas out"
+        )
+    return world_size * args.rehearse_share
+
+
 def check_rehearsal(args: Namespace) -> None:
     """Refuse flags that do not go with ``--rehearse``, and make a number of ``--rehearse-hop``: seconds.
 
@@ -23,8 +54,9 @@ def check_rehearsal(args: Namespace) -> None:
         ValueError: says which, and what to do.
     """
     args.rehearse_links = None
+    vars(args).setdefault("rehearse_share", 1)  # a script's ranks are all there: launch/check.py
     if not args.rehearse:
-        if wrong := given(args, "rehearse_hop", "rehearse_dir", "rehearse_park"):
+        if wrong := given(args, "rehearse_hop", "rehearse_dir", "rehearse_park", "rehearse_replicas"):
             raise ValueError(f"{wrong[0]} is for a rehearsal: add --rehearse, or leave it out")
         return
     if args.pipeline_costs == PROFILE:
@@ -35,6 +67,11 @@ def check_rehearsal(args: Namespace) -> None:
     if args.save:
         raise ValueError(
             f"--rehearse trains a few iterations, and --save {args.save} would keep them: leave --save out, or --rehearse"
+        )
+    if args.rehearse_replicas and args.load:
+        raise ValueError(
+            f"--rehearse-replicas {args.rehearse_replicas} lacks ranks that have their share of the weights in {args.load}, and "
+            "its numbers mean nothing: leave --load out"
         )
     if args.train_iters is not None and args.train_iters < MEASURED:
         raise ValueError(f"--rehearse measures {MEASURED} iterations, and --train-iters is {args.train_iters}: raise it")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from megatron.pipeline.patches import compat
 
+from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
@@ -39,6 +40,16 @@ def check_flags(args: Namespace) -> None:
         raise ValueError(
             "--rehearse-park moves the optimizer's state, which the training loop has: use the pretrain_gpt.py of "
             "megatron.pipeline, or leave --rehearse-park out"
+        )
+    if args.rehearse_replicas:
+        raise ValueError(
+            f"--rehearse-replicas {args.rehearse_replicas} makes the world with ranks that are not there, which the script does "
+            "here: use the pretrain_gpt.py of megatron.pipeline, or leave --rehearse-replicas out"
+        )
+    if local_device(args.rehearse)[1]:
+        raise ValueError(
+            "--rehearse with more ranks than GPUs has process groups of its own, and the script makes its own here: use the "
+            "pretrain_gpt.py of megatron.pipeline, or start as many ranks as there are GPUs"
         )
     if args.pipeline_schedule == STOCK:
         return

@@ -152,7 +152,7 @@ def start_gathering(
     """
     length = max(one.length for one in formats)
     numbers = formats[group.rank()].encode(record, length)
-    device = torch.device("cpu") if torch.distributed.get_backend(group) == "gloo" else this_device()
+    device = this_device() if torch.distributed.get_backend(group) == "nccl" else torch.device("cpu")
     with side_stream(device):
         mine = torch.tensor(numbers, dtype=torch.float64, device=device)
         everyone = [torch.empty_like(mine) for _ in formats]

@@ -135,7 +135,7 @@ class Transport:
         self._dtype = dtype
         self._device = device
         self._batched = posting is Posting.BATCHED
-        self._polls = len(channels.ranks) > 1 and torch.distributed.get_backend(channels.up) != "gloo"
+        self._polls = len(channels.ranks) > 1 and torch.distributed.get_backend(channels.up) == "nccl"
         # Of the pipeline's ranks in the groups.
         self._places = [torch.distributed.get_group_rank(channels.up, rank) for rank in channels.ranks] if channels.up else []
         self._posted: dict[Message, _Receiving] = {}

@@ -18,7 +18,8 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.timers import Timers
 from megatron.pipeline.patches import compat
 
-from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist import rehearsal_groups
+from megatron.pipeline.dist.device import local_device, this_device
 from megatron.pipeline.dist.groups import barrier
 from megatron.pipeline.dist.processes import free_port, let_rank_0_speak
 from megatron.pipeline.flags.arguments import parse
@@ -35,6 +36,7 @@ from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
 from megatron.pipeline.trainer.planning import plan_pipeline
+from megatron.pipeline.trainer.rehearsal import about_absent_ranks, price_absent_ranks
 from megatron.pipeline.trainer.run_log import Log
 from megatron.pipeline.trainer.startup_lines import first_words, plan_in_words
 from megatron.pipeline.trainer.state import Training, build_training, initialize_model_parallel
@@ -99,6 +101,7 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
 
     guarded = guard(situation, args.pipeline_timeout, stuck_seconds=stuck_seconds(args.distributed_timeout_minutes))
     with _megatron_state(args, pipeline.placement), guarded:
+        price_absent_ranks(args)
         pipeline.agree()
         pipeline.install()
         timers = Timers(args.timing_log_level, args.timing_log_option) if args.timing_log_level else None
@@ -107,7 +110,11 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         pipeline.park(training.chunks, training.optimizer, training.config)
         samples = Samples(args, tokenizer, training.chunks)
         with Log(args, _has_loss(pipeline), torch.distributed.get_world_size()) as log:
-            for line in [*first_words(args, pipeline, loaded), *(plan_in_words(args, pipeline) if log.writes else ())]:
+            for line in [
+                *first_words(args, pipeline, loaded),
+                *about_absent_ranks(args),
+                *(plan_in_words(args, pipeline) if log.writes else ()),
+            ]:
                 log.line(line)
             train(args, training, samples, pipeline, log, timers)
             barrier()  # what other ranks write is there
@@ -131,8 +138,9 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
     Args:
         binds: each to the CPUs next to its GPU.
     """
+    device, shared = local_device(args.rehearse)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
         if binds:
             logger.info("%s", numa.bind(this_device()))  # before any host memory is allocated
     else:
@@ -140,9 +148,11 @@ def _world(args: Namespace, rank: int, world_size: int, binds: bool) -> Iterator
     if world_size == 1:  # started without torchrun
         os.environ.setdefault("MASTER_ADDR", "localhost")
         os.environ.setdefault("MASTER_PORT", str(free_port()))
-    torch.distributed.init_process_group(
-        args.distributed_backend, rank=rank, world_size=world_size, timeout=timedelta(minutes=args.distributed_timeout_minutes)
-    )
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if shared or args.rehearse_share > 1:
+        rehearsal_groups.open_world(rank, world_size, timeout, args.rehearse_share)
+    else:
+        torch.distributed.init_process_group(args.distributed_backend, rank=rank, world_size=world_size, timeout=timeout)
     yield
     torch.distributed.destroy_process_group()
 
@@ -171,9 +181,8 @@ def _has_loss(pipeline: Pipeline) -> bool:
     pipeline_rank, _ = pipeline.placement.home(pipeline.placement.last_stage)
     return bool(
         parallel_state.get_pipeline_model_parallel_rank() == pipeline_rank
-        and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_tensor_model_parallel_world_size() - 1
-        and parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        == parallel_state.get_data_parallel_world_size(with_context_parallel=True) - 1
+        and rehearsal_groups.is_last_present(parallel_state.get_tensor_model_parallel_group())
+        and rehearsal_groups.is_last_present(parallel_state.get_data_parallel_group(with_context_parallel=True))
     )
 
 

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
 
+from megatron.pipeline.costmodel.links import Links, collective_seconds
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.model.layout import stage_layers
@@ -37,10 +39,46 @@ def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
     if not args.rehearse:
         return None
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
-    replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args.rehearse_dir)
+    replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args)
     steps = rehearse(pipeline, args.rehearse_hop, of_a_microbatch.__mul__, args.num_layers, replicas, write)
     next(steps)
     return steps
+
+
+def price_absent_ranks(args: Namespace) -> None:
+    """Have collectives within passes take what they would over the links of ``--rehearse-hop``, where no other rank of a group is
+    there. megatron-core's groups must exist.
+
+    Those of data-parallel ranks take no time here: ``_replicas`` has their seconds, less what passes hide.
+    """
+    links: Links | None = args.rehearse_links
+    if args.rehearse_share == 1 or links is None:
+        return
+    slower = max(links.tensor, links.context, key=lambda link: link.seconds(1.0))
+    for group, link, spread in (
+        (parallel_state.get_tensor_model_parallel_group(), links.tensor, None),
+        (parallel_state.get_context_parallel_group(), links.context, None),
+        (parallel_state.get_tensor_and_context_parallel_group(), slower, None),
+        (parallel_state.get_expert_model_parallel_group(), links.experts, links.expert),
+        (parallel_state.get_expert_tensor_parallel_group(), links.tensor, None),
+        (parallel_state.get_expert_tensor_and_model_parallel_group(), links.experts, links.expert),
+    ):
+        if group.size() > 1:
+            group.price = partial(collective_seconds, link=link, spread=spread)
+
+
+def about_absent_ranks(args: Namespace) -> list[str]:
+    """A line that says what a rehearsal without them does not show; none where all are there."""
+    if args.rehearse_share == 1:
+        return []
+    there = args.pipeline_model_parallel_size
+    words = (
+        f" WARNING: --rehearse-replicas fake: {there} of {there * args.rehearse_share} ranks are here, each for "
+        f"{args.rehearse_share}: losses and gradient norms mean nothing, seconds and bytes do"
+    )
+    if args.rehearse_links is None:
+        words += "; collectives with other ranks take no time: --rehearse-hop with a GPU's name or a machine's file adds it"
+    return [words]
 
 
 def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | None:
@@ -61,18 +99,21 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
     return replica_seconds(args, args.rehearse_links, max(counts, key=lambda count: count.total), forward, backward)
 
 
-def _write(directory: str, found: Rehearsal) -> list[str]:
+def _write(args: Namespace, found: Rehearsal) -> list[str]:
     """Write the files on rank 0 of the world; returns lines that say where they are, on every rank."""
-    folder = Path(directory)
+    folder, absent = Path(args.rehearse_dir), about_absent_ranks(args)
     if torch.distributed.get_rank() == 0:
         try:
-            write_text(folder / RESULT, json.dumps(found.fields()))
+            write_text(folder / RESULT, json.dumps(found.fields() | {"ranks_of_a_stage": args.rehearse_share}))
             write_text(folder / COSTS, found.costs.to_json())
             _draw(found, folder / PICTURE)
         except OSError as error:
-            logger.warning("WARNING: the rehearsal could not be written to %s (%s)", directory, error.strerror)
-            return []
-    return [f" {what}: {folder / name}" for what, name in (("numbers", RESULT), ("costs", COSTS), ("picture", PICTURE))]
+            logger.warning("WARNING: the rehearsal could not be written to %s (%s)", args.rehearse_dir, error.strerror)
+            return absent
+    return [
+        *absent,
+        *(f" {what}: {folder / name}" for what, name in (("numbers", RESULT), ("costs", COSTS), ("picture", PICTURE))),
+    ]
 
 
 def _draw(found: Rehearsal, path: Path) -> None:

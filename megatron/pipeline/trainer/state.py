@@ -46,6 +46,8 @@ def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        # For checkpoints alone, and of gloo itself, which waits for ranks that are not there.
+        create_gloo_process_groups=args.rehearse_share == 1,
     )
 
 
@@ -56,7 +58,7 @@ def build_training(args: Namespace, placement: Placement, timers: Timers | None 
     compat.get("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker").clear()
     config = transformer_config(args, placement)
     chunks = build_model(args, config, placement)
-    optimizer = get_megatron_optimizer(optimizer_config(args), chunks)
+    optimizer = get_megatron_optimizer(optimizer_config(args), chunks, use_gloo_process_groups=args.rehearse_share == 1)
     config.timers = timers
     config.grad_scale_func = optimizer.scale_loss
     if args.overlap_grad_reduce:

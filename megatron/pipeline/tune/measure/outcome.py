@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.estimate import layer_size
+from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit
 from megatron.pipeline.tune.measure.rank import Measurements
 from megatron.pipeline.tune.measure.sizes import shape
@@ -65,8 +66,14 @@ def make(found: Measurements, args: Namespace, base: Device | None, command: str
     if not found.timings:
         return bare
     shapes = [(shape(args, timing.size), timing.seconds) for timing in found.timings]
-    layers = [(each, MeasuredLayer(*layer_size(each), *times)) for each, times in shapes]  # type: ignore[arg-type, call-arg]
+    layers = [(each, _measured(each, times)) for each, times in shapes]
     return replace(bare, efficiency=fit.efficiency(bare, layers), layers=tuple(layer for _, layer in layers))
+
+
+def _measured(layer: Shape, times: Work) -> MeasuredLayer:
+    *size, experts = layer_size(layer)
+    forward, backward, weight = times
+    return MeasuredLayer(*size, forward=forward, backward=backward, weight=weight, experts=experts)  # type: ignore[misc]
 
 
 NO_LINKS = "one rank has no links to measure: say whose to take with --gpu NAME, or measure with --ranks 2 or more"

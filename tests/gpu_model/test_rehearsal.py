@@ -1,0 +1,74 @@
+"""Ranks that rehearse on one GPU: what they send goes through host memory, in the order of streams, and numbers stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool
+from runtime.test_rehearsal_groups import everything
+from training.short_runs import metrics
+
+from gpu_model import device
+from gpu_model.test_trainer import TWO, races
+from megatron.pipeline.dist.device import local_device
+
+
+def collectives() -> tuple[dict[str, object], list[str]]:
+    one = device()
+    one.memory.forget()
+    found = everything(1, "cuda")
+    one.memory.sweep()
+    return found, [str(race) for race in one.memory.races]
+
+
+def test_collectives_and_messages_go_through_host_memory(gpus: Pool) -> None:
+    for rank, (found, raced) in enumerate(gpus.run(2, collectives)):
+        assert raced == []
+        for name in ("world", "across"):
+            assert found[name] == {
+                "sum": 1, "max": 1, "broadcast": 1, "gather": [0, 1], "gather in place": [0, 1], "all_gather": [0, 1],
+                "scatter": 1 + 2 * rank, "objects": ["of 0", "of 1"],
+            }  # fmt: skip
+        assert (found["message"], found["exchange"]) == (1 - rank, [0, 1])
+
+
+def shared(flags: str) -> list[str]:
+    """Races of a whole training whose ranks share their GPU."""
+    from training.short_runs import train_for_all
+
+    one = device()
+    one.memory.forget()
+    error = train_for_all(flags)
+    assert not error, error
+    one.memory.sweep()
+    return [str(race) for race in one.memory.races]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "zb-v --vocab-parallel 2",
+        pytest.param("stock", marks=pytest.mark.whole),
+        pytest.param("zb-h1 --bf16", marks=pytest.mark.whole),
+    ],
+)
+def test_a_rehearsal_on_one_gpu_has_the_numbers_of_training(gpus: Pool, data: str, tmp_path: Path, flags: str) -> None:
+    flags = f"{data} {TWO} --pipeline-schedule {flags}"
+    gpus.run(2, races, f"{flags} --metrics {tmp_path}/plain.jsonl")
+    rehearsal = f"--rehearse --rehearse-dir {tmp_path} --metrics {tmp_path}/rehearsed.jsonl"
+    assert gpus.run(2, shared, f"{flags} {rehearsal}") == [[], []]
+    assert metrics(tmp_path / "rehearsed.jsonl") == metrics(tmp_path / "plain.jsonl")
+
+
+def test_ranks_share_gpus_where_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert local_device(True) == (5, False)  # no GPU at all
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert local_device(True) == (1, True)
+    assert local_device(False) == (5, False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert local_device(True) == (5, False)

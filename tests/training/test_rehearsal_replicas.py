@@ -1,0 +1,108 @@
+"""``--rehearse-replicas fake``: one rank of every stage runs, with the share of all that the flags have."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pool import Pool
+from training.short_runs import train_for_all
+
+from megatron.pipeline.costmodel.device import Link, named
+from megatron.pipeline.costmodel.links import Links, collective_seconds
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation import validate
+
+WHOLE = pytest.mark.whole
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [
+        ("zb-v --tensor-model-parallel-size 2 --sequence-parallel", 2),
+        (f"zb-h1 {EXPERTS} --moe-token-dispatcher-type alltoall --rehearse-replicas fake:4 --use-distributed-optimizer", 4),
+        pytest.param("zb-h1 --context-parallel-size 2 --tensor-model-parallel-size 2", 4, marks=WHOLE),
+        pytest.param("v-half --vocab-parallel 2 --tensor-model-parallel-size 2", 2, marks=WHOLE),
+        pytest.param(f"1f1b {EXPERTS} --moe-token-dispatcher-type allgather", 2, marks=WHOLE),
+        pytest.param("stock --tensor-model-parallel-size 4", 4, marks=WHOLE),
+        pytest.param("zb-h1 --tensor-model-parallel-size 2 --rehearse-park", 2, marks=WHOLE),
+        pytest.param("zb-h2 --tensor-model-parallel-size 2 --post-validation", 2, marks=WHOLE),
+        pytest.param(f"zb-h1 --bf16 {OVERLAPS} --rehearse-replicas fake:4", 4, marks=WHOLE),
+        pytest.param(
+            "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4 --tensor-model-parallel-size 2",
+            2,
+            marks=WHOLE,
+        ),
+    ],
+)
+def test_ranks_that_are_not_there_have_their_share(pool: Pool, tmp_path: Path, flags: str, share: int) -> None:
+    given = f"--mock-data --pipeline-schedule {flags} --pipeline-model-parallel-size 2 --rehearse --rehearse-dir {tmp_path}"
+    fake = "" if "--rehearse-replicas" in flags else "--rehearse-replicas fake"
+    gpu, late = named("H100-80GB"), 2e-3
+    machine = tmp_path / "machine.json"
+    machine.write_text(replace(gpu, within=Link(late, gpu.within.bandwidth)).to_json())
+    assert pool.run(2, train_for_all, f"{given} {fake} --rehearse-hop {machine}") == [""] * 2
+    found = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert found["ranks_of_a_stage"] == share
+    assert found["passes_seconds"] > 0 and len(found["ranks"]) == 2
+    assert found["replicas_seconds"] > 0 if "fake:4" in flags else found["replicas_seconds"] == 0
+    if "--tensor-model-parallel-size" in flags:  # F gathers, or sums up, twice in a layer, whatever else it does
+        assert all(row["least_seconds"] >= 2 * late for row in found["passes"] if row["kind"] == "F")
+
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 16 "
+    "--lr 1e-2 --tokenizer-type ByteLevelTokenizer --mock-data --pipeline-model-parallel-size 2 --train-iters 6"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "data", "share"),
+    [
+        ("fake", 1, 1),
+        ("fake:4", 4, 4),
+        ("fake --tensor-model-parallel-size 2", 1, 2),
+        ("fake:2 --tensor-model-parallel-size 2 --context-parallel-size 2", 2, 8),
+        (f"fake --tensor-model-parallel-size 2 --sequence-parallel {EXPERTS} --disable-bias-linear", 2, 4),
+        ("fake --num-experts 4 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 4, 4),
+    ],
+)
+def test_the_flags_say_how_many_ranks_one_stands_for(flags: str, data: int, share: int) -> None:
+    args = parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split())
+    validate(args, 2)
+    assert (args.data_parallel_size, args.rehearse_share) == (data, share)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "words"),
+    [
+        ("--rehearse-replicas fake", 2, "--rehearse-replicas is for a rehearsal: add --rehearse, or leave it out"),
+        ("--rehearse --rehearse-replicas real", 2, "--rehearse-replicas real: fake, or fake:8 for 8 data-parallel replicas"),
+        ("--rehearse --rehearse-replicas fake:0", 2, "--rehearse-replicas fake:0: fake, or fake:8"),
+        ("--rehearse --rehearse-replicas fake", 4, "runs one rank for each of the 2 .*, and 4 were started: start 2, or leave"),
+        ("--rehearse --rehearse-replicas fake --load runs/x", 2, "their share of the weights in runs/x, .* leave --load out"),
+        ("--rehearse --rehearse-replicas fake:2 --rehearse-park", 2, "does not go with 2 data-parallel replicas: leave one"),
+        (
+            "--rehearse --rehearse-replicas fake:3 --num-experts 4 --expert-model-parallel-size 2",
+            2,
+            "6 ranks cannot share experts over 1 x 2 x 2 = 4",
+        ),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: str, ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        validate(parse(f"{FLAGS} {flags}".split()), ranks)
+
+
+def test_collectives_take_what_the_model_of_costs_says() -> None:
+    links = Links.within(named("H100-80GB"))
+    link = links.tensor
+    assert collective_seconds("all_reduce", 1e6, 4, link) == link.all_reduce(1e6, 4)
+    assert collective_seconds("all_gather", 1e6, 4, link) == collective_seconds("reduce_scatter", 1e6, 4, link)
+    assert collective_seconds("all_to_all", 1e6, 4, link, links.expert) == links.expert.all_to_all(1e6, 4)
+    assert collective_seconds("broadcast", 1e6, 4, link) == link.seconds(1e6)
+    assert collective_seconds("barrier", 0, 4, link) == 0
