@@ -86,6 +86,11 @@ def test_several_numbers_of_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "at least 2 chunk(s) per rank, got 1" in data["refused"]["interleaved v=1"]
 
 
+def test_what_no_training_runs_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, f"{COMPARE} --schedules 1f1b,dualpipe,chimera").splitlines()
+    assert lines[-1] == "dualpipe, chimera: planned and simulated alone; a training holds the model once"
+
+
 def test_the_table_is_plain_when_piped(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, f"{COMPARE} --schedules 1f1b,zb-h1,zb-h2 --memory-limit 4").splitlines()
     assert lines[0].split() == "schedule makespan bubble span bubble memory of 1F1B above bound plan s".split()
