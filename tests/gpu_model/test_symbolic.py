@@ -16,8 +16,9 @@ from gpu_model.symbolic import traces
 from gpu_model.trace import Item, Post
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, uniform
+from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Program
@@ -29,12 +30,17 @@ MICROBATCHES = {2: 4, 4: 6, 8: 5}  # by ranks
 
 
 @cache
-def programs(name: str, ranks: int, extra: Vocabulary | Offload | None = None) -> tuple[Program, ...]:
+def planned(name: str, ranks: int, extra: Vocabulary | Offload | None = None) -> tuple[Schedule, Costs]:
     costs = uniform(families.placement(name, ranks), hop=0.05)
     vocabulary, offload = (extra, None) if isinstance(extra, Vocabulary) else (None, extra)
     if vocabulary:
         costs = replace(costs, vocabulary=EQUAL_SHARDS)
-    return lower(planning.plan(name, ranks, MICROBATCHES[ranks], costs, vocabulary=vocabulary, offload=offload), costs)
+    return planning.plan(name, ranks, MICROBATCHES[ranks], costs, vocabulary=vocabulary, offload=offload), costs
+
+
+@cache
+def programs(name: str, ranks: int, extra: Vocabulary | Offload | None = None) -> tuple[Program, ...]:
+    return lower(*planned(name, ranks, extra))
 
 
 def stuck_in(iterations: Sequence[Sequence[Program]], undone: bool = False) -> list[str]:
