@@ -62,16 +62,18 @@ SLEEPS = {"F": 0.04, "B": 0.05, "W": 0.03, "BW": 0.08, "S": 0.012, "T": 0.012, "
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones")
+    parser.add_argument("--only", nargs="+", help="those that begin so")
     parser.add_argument("--rounds", type=int, default=1, help="of both, in turn")
+    parser.add_argument("--rehearsals", action="store_true", help="rehearsals alone: do two of one case say the same?")
     given, rows = parser.parse_args(), []
-    for case in CASES[: given.cases]:
+    for case in [one for one in CASES[: given.cases] if one.startswith(tuple(given.only or [""]))]:
         measured, predicted = [], []
         for _ in range(given.rounds):
-            measured += _measured(case)
+            measured += [] if given.rehearsals else _measured(case)
             predicted.append(_predicted(case))
-        taken, said = median(measured), median(predicted)
-        spread = max(predicted) / min(predicted) - 1
-        rows.append([case, f"{1e3 * taken:.1f}", f"{1e3 * said:.1f}", f"{said / taken:.3f}", f"{spread:.1%}"])
+        said, spread = median(predicted), max(predicted) / min(predicted) - 1
+        taken = [f"{1e3 * median(measured):.1f}", f"{1e3 * said:.1f}", f"{said / median(measured):.3f}"] if measured else []
+        rows.append([case, *(taken or ["-", f"{1e3 * said:.1f}", "-"]), f"{spread:.1%}"])
         print(*rows[-1], sep="  ", flush=True)
     print_table("iterations of 8 microbatches", ["training", "measured ms", "predicted ms", "ratio", "between rounds"], rows)
 

@@ -60,9 +60,8 @@ def open_world(rank: int, ranks: int, timeout: timedelta, ranks_of_stage: int = 
 
 def stand_in(rank: int) -> int:
     """The global rank that is present and does what a rank does: itself where all are present."""
-    if torch.distributed.get_backend() != BACKEND:
-        return rank
-    return rank - rank % _World.ranks_of_stage
+    rehearses = torch.distributed.is_initialized() and torch.distributed.get_backend() == BACKEND
+    return rank - rank % _World.ranks_of_stage if rehearses else rank
 
 
 def is_last_present(group: torch.distributed.ProcessGroup) -> bool:
