@@ -21,9 +21,9 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.planning.request import Request
-from megatron.pipeline.schedule.core.costs import PARTS
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.stage_costs import PARTS
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.transform import recompute

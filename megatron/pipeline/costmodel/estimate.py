@@ -19,9 +19,10 @@ from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.activations import Held
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
-from megatron.pipeline.schedule.core.costs import PARTS, CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.stage_costs import PARTS
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.shape.shards import Shards

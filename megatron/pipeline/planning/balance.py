@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice, product
 
 from megatron.pipeline.planning.planned import Planned, Split
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, combined
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.stage_costs import combined
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.shape.balance import balanced_layers
 

@@ -10,20 +10,19 @@ from operator import attrgetter
 from typing import Any, TypeAlias
 
 from megatron.pipeline.schedule.core.costs import (
-    COST_RANGE,
     EQUAL_SHARDS,
-    PARTS,
     CopyCosts,
     Costs,
     StageCosts,
     VocabularyCosts,
     by_name,
-    is_cost,
     uniform,
     with_equal_copies,
 )
+from megatron.pipeline.schedule.core.costs_fields import COST_RANGE, is_cost
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.stage_costs import PARTS
 
 Numbers: TypeAlias = dict[str, float]
 

@@ -9,11 +9,12 @@ from fractions import Fraction
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from megatron.pipeline.schedule.core.costs import PARTS, Costs, StageCosts
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
+from megatron.pipeline.schedule.core.stage_costs import PARTS
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import simulate

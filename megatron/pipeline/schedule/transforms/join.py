@@ -20,7 +20,7 @@ from megatron.pipeline.schedule.transforms.trials import Trials
 _LEAST = 0.01  # of B and W that BW must save to be tried
 _TRIALS, _EFFORT = 150, 400_000  # the most simulations of the whole schedule, and passes in all of them
 
-_PATTERNS = (2, 4, 8)  # of every so many microbatches one is changed, or all others
+_PATTERNS = (2, 4, 8)  # distances of the microbatches that are changed, or of those that are not
 _At = tuple[int, Pass]  # a rank and its B or BW
 
 

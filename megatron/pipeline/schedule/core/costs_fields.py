@@ -1,0 +1,76 @@
+"""Costs as a person or a program has written them, read and checked: the fields of ``Costs``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, StageCosts, VocabularyCosts
+
+# The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
+COST_RANGE = "0 or between 1e-100 and 1e100"
+_MAY_FOLLOW = ("fused", "movable", *PARTS, "layers")  # from other costs, where they are None
+
+
+def read(data: object) -> dict[str, Any]:
+    """The arguments of ``Costs`` from the object that ``Costs.from_json`` reads.
+
+    Raises:
+        ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
+    """
+    rows = data.get("stages") if isinstance(data, dict) else None
+    known = {"hop", "stages", "vocabulary", "copies"}
+    if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
+        raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
+    stages = []
+    for index, row in enumerate(rows):
+        _check_row(f"stage {index}", row)
+        given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
+        stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
+    hop = data.get("hop", 0.0)
+    _check_number("hop", hop)
+    return {"stages": tuple(stages), "hop": float(hop)} | _shared(data)
+
+
+def is_cost(value: object) -> bool:
+    """Whether what a user gives can be seconds or bytes: a number in ``COST_RANGE``."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or 1e-100 <= value <= 1e100)
+
+
+def _check_row(where: str, row: object) -> None:
+    """That these are the costs of a stage."""
+    allowed = [field.name for field in fields(StageCosts)]
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected the costs of the stage by name, got {row!r}")
+    missing = [name for name in allowed[:3] if name not in row]
+    unknown = [name for name in row if name not in allowed]
+    if missing or unknown:
+        problem = f"missing {', '.join(missing)}" if missing else f"unknown cost {unknown[0]!r}"
+        raise ValueError(f"{where}: {problem}; costs of a stage are {', '.join(allowed)}")
+    parts = [name for name in PARTS if row.get(name) is not None]
+    if parts and len(parts) < len(PARTS):
+        left_out = ", ".join(name for name in PARTS if name not in parts)
+        change = "give all parts of the layers (0 for what there is none of), or none"
+        raise ValueError(f"{where}: {', '.join(parts)} without {left_out}: {change}")
+    for name, value in row.items():
+        if not (value is None and name in _MAY_FOLLOW):
+            _check_number(f"{where}: {name}", value)
+
+
+def _shared(data: dict[str, Any]) -> dict[str, Any]:
+    """The costs that are not of one stage."""
+    costs: dict[str, Any] = {}
+    for what, kind in (("vocabulary", VocabularyCosts), ("copies", CopyCosts)):
+        row, allowed = data.get(what, {}), [field.name for field in fields(kind)]
+        if not isinstance(row, dict) or not row.keys() <= set(allowed):
+            raise ValueError(f"{what}: expected costs by name, of {', '.join(allowed)}, got {row!r}")
+        for name, value in row.items():
+            _check_number(f"{what}: {name}", value)
+        numbers: dict[str, Any] = {name: value if name == "switch" else float(value) for name, value in row.items()}
+        costs[what] = kind(**numbers)
+    return costs
+
+
+def _check_number(name: str, value: object) -> None:
+    if not is_cost(value):
+        raise ValueError(f"{name} must be a number, {COST_RANGE}, got {value!r}")

@@ -1,0 +1,210 @@
+"""What the passes of one stage, the passes of a rank's shard of the vocabulary, and copies cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from megatron.pipeline.schedule.core.braids import Parts
+from megatron.pipeline.schedule.core.passes import Kind
+
+# The parts of a forward, of a backward and of W, whose rest is attention.
+PARTS = ("dispatch", "experts", "combine", "backward_combine", "backward_experts", "backward_dispatch", "weight_experts")
+ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine", "backward_dispatch")}
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """The costs of one stage, for one microbatch, in any unit of time and any unit of memory.
+
+    Attributes:
+        forward, backward, weight: seconds of F, B and W; a fused BW takes ``backward + weight``.
+        activation: what F allocates, held until B ends.
+        retained: how much of that is still held after B, until W ends.
+        fused: seconds of BW; None for ``backward + weight``.
+        recompute: seconds of R, where a schedule has it.
+        checkpoint: what F allocates where R follows; R allocates the rest of ``activation``.
+        movable: how much of ``activation`` can be copied to host memory; None for all. Where R follows, all of ``checkpoint``.
+        dispatch, experts, combine: seconds of the forward in which tokens go to experts, are computed there, and come back; None
+            for a stage whose parts are not known. The rest is attention, and all else.
+        backward_combine, backward_experts, backward_dispatch: the same of the backward, in its order.
+        weight_experts: seconds of W for the experts' weights.
+        layers: of the stage; None for 1. A braid takes those of its two halves in turn.
+    """
+
+    forward: float
+    backward: float
+    weight: float
+    activation: float = 1.0
+    retained: float = 1.0
+    fused: float | None = None
+    recompute: float = 0.0
+    checkpoint: float = 0.0
+    movable: float | None = None
+    dispatch: float | None = None
+    experts: float | None = None
+    combine: float | None = None
+    backward_combine: float | None = None
+    backward_experts: float | None = None
+    backward_dispatch: float | None = None
+    weight_experts: float | None = None
+    layers: float | None = None
+
+    def value(self, name: str) -> float:
+        """A cost by name; where it is None, what follows from the others."""
+        value = getattr(self, name)
+        if value is None:
+            following = {"fused": self.backward + self.weight, "movable": self.activation, "layers": 1.0}
+            return following.get(name, 0.0)
+        return value  # type: ignore[no-any-return]
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of a pass of the stage."""
+        return self.value(kind.row.seconds)
+
+    def allocated(self, kind: Kind, recomputed: bool = False) -> float:
+        """Activation memory that a pass allocates (positive) or frees (negative) by its end.
+
+        Args:
+            recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
+        """
+        row = kind.row
+        allocates, frees = row.allocates, row.frees
+        if recomputed and row.recomputed:
+            allocates, frees = allocates and row.recomputed, frees and row.recomputed
+        return (self.value(allocates) if allocates else 0) - (self.value(frees) if frees else 0)
+
+    def moved(self, recomputed: bool = False) -> float:
+        """How much a copy to host memory takes away from the device, and the copy back brings."""
+        return self.allocated(Kind.H2D, recomputed)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether the parts of its layers are known."""
+        return any(getattr(self, name) is not None for name in PARTS)
+
+    def parts(self, kind: Kind) -> Parts:
+        """The parts of a pass: of F, or of a backward, with the weights' gradients if it computes them.
+
+        A BW that is shorter than B and W, since it computes weights' gradients while it communicates, computes all of them. Only
+        one that takes less than what both compute is known to compute less.
+        """
+        layers = max(1, round(self.value("layers")))
+        if kind.is_forward:
+            dispatch, experts, combine = map(self.value, PARTS[:3])
+            return Parts(self.forward - dispatch - experts - combine, dispatch, experts, combine, layers=layers)
+        combine, experts, dispatch = map(self.value, PARTS[3:6])
+        attention = self.backward - dispatch - experts - combine
+        if not kind.finishes_weights:
+            return Parts(attention, dispatch, experts, combine, layers=layers)
+        fused = self.value("fused")
+        weights = max(0.0, fused - self.backward, min(self.weight, fused - attention - experts))
+        of_experts = weights * self.value("weight_experts") / self.weight if self.weight else 0.0
+        return Parts(attention, dispatch, experts, combine, weights - of_experts, of_experts, layers)
+
+    def lanes(self, kind: Kind) -> tuple[float, float]:
+        """Seconds in which a pass of the stage computes, and in which its layers communicate, whether or not at the same time."""
+        if kind.is_forward or kind.sends_gradient:
+            parts = self.parts(kind)
+            return parts.computing, parts.communicating
+        again = min(self.recompute, sum(map(self.value, ALL_TO_ALL["forward"]))) if kind is Kind.R else 0.0
+        return self.seconds(kind) - again, again
+
+    @property
+    def total(self) -> float:
+        """Seconds of one microbatch: F + B + W."""
+        return self.forward + self.backward + self.weight
+
+    def share(self, parts: int) -> StageCosts:
+        """The costs of one of ``parts`` equal parts."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value / parts for name, value in values.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class VocabularyCosts:
+    """The costs of a rank's shard of the vocabulary, for one microbatch, where it is spread over all ranks.
+
+    Attributes:
+        S, T, IF, IB: seconds of the passes of these names.
+        activation: what S allocates, held until T ends.
+        exchange: seconds of a collective between all ranks; None for those of a hop.
+    """
+
+    S: float = 0.0
+    T: float = 0.0
+    IF: float = 0.0
+    IB: float = 0.0
+    activation: float = 0.0
+    exchange: float | None = None
+
+    def seconds(self, kind: Kind) -> float:
+        """Seconds of a pass of the vocabulary."""
+        return float(getattr(self, kind.row.seconds))
+
+    def allocated(self, kind: Kind) -> float:
+        """Activation memory that a pass allocates (positive) or frees (negative) by its end."""
+        return self.activation * ((kind.row.allocates is not None) - (kind.row.frees is not None))
+
+    @property
+    def total(self) -> float:
+        """Seconds of one microbatch."""
+        return self.S + self.T + self.IF + self.IB
+
+
+@dataclass(frozen=True)
+class CopyCosts:
+    """What copies between a rank's device and host memory cost.
+
+    Attributes:
+        to_host, to_device: seconds for one unit of memory while no other copy runs.
+        both: the share of its speed that a direction keeps while the other one of the same rank is busy.
+        switch: how many neighbouring ranks share one switch between devices and host memory.
+        shared: the share of its speed that each of them keeps while all copy in the same direction.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    to_host: float = 0.0
+    to_device: float = 0.0
+    both: float = 1.0
+    switch: int = 1
+    shared: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("to_host", "to_device"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} of the copies must be a number of at least 0, got {getattr(self, name)}")
+        if type(self.switch) is not int or self.switch < 1:
+            raise ValueError(f"switch of the copies is a number of ranks, at least 1, got {self.switch!r}")
+        for name, least in (("both", 0.5), ("shared", 1 / self.switch)):
+            if not least * (1 - 1e-9) <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} of the copies is a share of a direction's speed, {least:g} (they take turns) to 1 (they do not "
+                    f"disturb each other), got {getattr(self, name)}"
+                )
+
+    @property
+    def slowest(self) -> float:
+        """The share of its speed that a copy keeps while all other copies run."""
+        return self.both * (self.shared if self.switch > 1 else 1.0)
+
+    @property
+    def disturb_each_other(self) -> bool:
+        return self.slowest < 1
+
+
+def combined(combine: Callable[[Sequence[float]], float], stages: Sequence[StageCosts]) -> StageCosts:
+    """A stage whose every cost is made from those of several; what is left to follow in all of them is left to follow."""
+    costs: dict[str, Any] = {}
+    for field in fields(StageCosts):
+        given = any(getattr(stage, field.name) is not None for stage in stages)
+        costs[field.name] = combine([stage.value(field.name) for stage in stages]) if given else None
+    return StageCosts(**costs)
+
+
+def by_name(costs: StageCosts | VocabularyCosts) -> dict[str, Any]:
+    """Costs by name, without those that are left to follow from others."""
+    return {name: value for name, value in asdict(costs).items() if value is not None}
