@@ -88,6 +88,7 @@ def gradients(
             bring_back()
             run_backwards(order or "BW0 BW1 BW2", losses, tasks_of_b=LINEARS)
         model.finish_grad_sync()
+    _forget_scales()
     parameters: list[Any] = list(model.parameters())
     found = [*(p.main_grad for p in parameters), *(x.grad for x in inputs)]
     assert all(one.isfinite().all() and one.any() for one in found)
@@ -112,6 +113,13 @@ def _recipe(name: str) -> Any:
         return recipe.DelayedScaling(amax_history_len=2)
     names = {"tensorwise": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "blockwise": "Float8BlockScaling"}
     return getattr(recipe, names[name])()
+
+
+def _forget_scales() -> None:
+    """Transformer Engine keeps those of delayed scaling for the process, and updates them in each later backward."""
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
 
 
 def _weights_of(recipe: str | None) -> AbstractContextManager[Any]:

@@ -8,11 +8,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from pool import Pool
 from runtime import plans
 from runtime.braids import BraidingExecutor
 
 from gpu_model import device
+from megatron.pipeline.runtime.executor import Executor
 
 RANKS, PIPELINE, MICROBATCHES, ITERATIONS = 4, 2, 4, 2
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -32,8 +34,21 @@ def left_without_a_record(stream: Any, event: Any) -> Iterator[None]:
     yield
 
 
+_within = Executor._send_within_braid
+
+
+def sent_on_the_passes_stream(executor: Executor, work: Any, outputs: Any) -> None:
+    """The output of a braid's forward, which the communication stream has made, before the passes' stream has waited for it."""
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        _within(executor, work, outputs)
+
+
 UPSTREAM = "megatron.core.pipeline_parallel.utils.stream_acquire_context"
-CHANGES = {"no wait": (UPSTREAM, entered_without_waiting), "no record": (UPSTREAM, left_without_a_record)}
+CHANGES = {
+    "no wait": (UPSTREAM, entered_without_waiting),
+    "no record": (UPSTREAM, left_without_a_record),
+    "sent too early": ("megatron.pipeline.runtime.executor.Executor._send_within_braid", sent_on_the_passes_stream),
+}
 
 
 def train(schedule: str, flags: str = "", change: str | None = None, overlaps: bool = True) -> tuple[Any, int, list[str]]:
