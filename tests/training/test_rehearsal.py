@@ -19,6 +19,8 @@ from megatron.pipeline.runtime.profiling import ITERATIONS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.trainer import memory as trainer_memory
+from megatron.pipeline.trainer.program import prepare
 
 OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4"
 
@@ -155,3 +157,15 @@ def test_messages_take_what_links_do(tmp_path: Path, hop: str, seconds: float | 
 
 def test_flags_know_how_many_iterations_are_measured() -> None:
     assert MEASURED == ITERATIONS
+
+
+def test_ranks_that_do_not_fit_together_are_refused_before_any_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much is missing, and what to change."""
+    flags = "--config configs/tiny.yaml --mock-data --pipeline-model-parallel-size 2 --num-layers 4 --rehearse"
+    for schedule in ("zb-h1", "stock"):
+        prepare([*flags.split(), "--pipeline-schedule", schedule], 2)
+    monkeypatch.setattr(trainer_memory, "device_memory", lambda _: 1 << 20)
+    with pytest.raises(
+        ValueError, match=r"all 2 ranks on one machine, .* GiB of this machine, which has 0\.0009766 GiB, .* less: re"
+    ):
+        prepare([*flags.split(), "--pipeline-schedule", "zb-h1"], 2)

@@ -23,6 +23,13 @@ def local_device(rehearses: bool) -> tuple[int, bool]:
     return (place % torch.cuda.device_count() if shared else place), shared
 
 
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def to_device(numbers: Sequence[float]) -> torch.Tensor:
     """Numbers as a float64 tensor on this process's device; on a GPU the host does not wait for the copy."""
     device = this_device()

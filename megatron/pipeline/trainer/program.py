@@ -35,6 +35,7 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
+from megatron.pipeline.trainer.memory import check_rehearsal_fits
 from megatron.pipeline.trainer.planning import plan_pipeline
 from megatron.pipeline.trainer.rehearsal import about_absent_ranks, price_absent_ranks
 from megatron.pipeline.trainer.run_log import Log
@@ -78,6 +79,7 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     pipeline = plan_pipeline(args)
     stage_layers(args, pipeline.placement)
     check_slices(args, pipeline.splits)
+    check_rehearsal_fits(args, pipeline, world_size)
     check_data(args, tokenizer.vocab_size)
     checkpoint.check_release(args, pipeline.placement)
     checkpoint_files.check(args)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB, predict
+from megatron.pipeline.costmodel.memory import GIB
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
@@ -23,6 +23,7 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.shards import Shards
+from megatron.pipeline.trainer.memory import predicted_memory
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes then queue behind copies to and from host memory that have to wait; "
@@ -109,9 +110,7 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
 
 def _memory(args: Namespace, pipeline: Pipeline) -> str:
     """A line about the memory that every rank allocates, so that it is known before a device is full."""
-    schedule = pipeline.plan(max(microbatch_counts(args))).schedule
-    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, schedule.placement)]
-    ranks = predict(args, schedule, layers)
+    ranks = predicted_memory(args, pipeline)
     allocated, activations = (
         " ".join(f"{bytes / GIB:.3g}" for bytes in each)
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])

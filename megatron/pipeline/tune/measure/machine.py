@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.pipeline.dist.device import device_memory
 from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.tune.measure.clock import Clock, seconds
@@ -42,9 +42,7 @@ def host_copies(device: torch.device, host: str) -> tuple[float, float]:
 
 def memory(device: torch.device, ranks: int) -> float:
     """Bytes of the GPU; without one, this machine's share for each of the ranks."""
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / ranks
+    return device_memory(device) / (1 if device.type == "cuda" else ranks)
 
 
 def name(device: torch.device, ranks: int) -> str:
