@@ -133,11 +133,20 @@ def test_megatron_reads_the_layout(counts: tuple[int, ...]) -> None:
     ("name", "layers", "message"),
     [
         ("zb-v", 7, r"--balance 7: 8 stages \(4 ranks with 2 chunks each\) need from 8 to 10000 layers"),
-        ("1f1b", 2, "need from 4 to 10000 layers"),
-        ("1f1b", 10_001, "need from 4 to 10000 layers"),
+        ("1f1b", 1, "need from 3 to 10000 layers"),
+        ("1f1b", 3, "need from 4 to 10000 layers"),
+        ("1f1b", 10_001, "need from 3 to 10000 layers"),
+        ("1f1b", 10**30, "need from 3 to 10000 layers"),
         ("dualpipe", 16, "--balance splits a model that is held once"),
     ],
 )
 def test_what_cannot_be_split(name: str, layers: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Request(name, 4, 8, layers=layers).plan()
+
+
+def test_early_stages_give_layers_in_turn_until_the_split_fits() -> None:
+    """There are more stages than splits that one look tries."""
+    heavy = costs_with({"F": 0.1, "B": 0.1, "activation": 0.5})
+    found = of("1f1b", 14, 28, 56, heavy, limit=12.4)
+    assert found.peak <= 12.4 * (1 + 1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.program import Compute, Message, Send
+from megatron.pipeline.schedule.lower.program import Compute, Message, Send, Wait
 from megatron.pipeline.schedule.transforms.braid import braid
 
 
@@ -96,9 +97,12 @@ def test_what_a_braids_forward_makes_is_sent_while_its_backward_runs() -> None:
 
     transport: Any = Sends(events)
     handlers = Handlers(dict.fromkeys(Kind, run), braid=braided)
-    executor = Executor(program, wiring(program, 0, linear(2)), handlers, transport, Unmeasured())
+    launched: list[int] = []
+    device: Any = SimpleNamespace(catch_up=lambda: None, launched=lambda number, _: launched.append(number))
+    executor = Executor(program, wiring(program, 0, linear(2)), handlers, transport, Unmeasured(), device=device)
     executor.begin()
     executor.finish()
+    assert launched == [number for number, one in enumerate(program, start=1) if isinstance(one, Compute | Wait)]
     at = events.index("F2.0 and FB0.0")
     assert events[at : at + 4] == ["F2.0 and FB0.0", "send activation 2", "end of FB0.0", "W0.0"]
     assert events.count("send activation 2") == 1

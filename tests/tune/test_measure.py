@@ -27,6 +27,7 @@ from megatron.pipeline.costmodel import activations, device, estimate
 from megatron.pipeline.costmodel.device import Device, Link, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.shape.gpt import Shape, Work
 from megatron.pipeline.tune.measure import fit, links, outcome, processes, rank
 from megatron.pipeline.tune.measure.clock import Clock, repeated
@@ -86,7 +87,8 @@ def test_the_efficiency_is_the_median_of_what_layers_ask_for(args: Namespace, ba
     for microbatch, efficiency in ((1, 0.3), (2, 0.4), (4, 0.9)):
         one = shape(args, Size(2, microbatch))
         seconds = estimate.computing_seconds(one, replace(base, efficiency=efficiency))
-        layers.append((one, MeasuredLayer(*estimate.layer_size(one), *seconds)))  # type: ignore[arg-type, call-arg]
+        *size, experts = estimate.layer_size(one)
+        layers.append((one, MeasuredLayer(*size, *seconds, experts)))  # type: ignore[arg-type, call-arg]
     assert fit.efficiency(base, layers) == pytest.approx(0.4)
     fast = [(one, replace(layer, forward=1e-12, backward=1e-12, weight=1e-12)) for one, layer in layers]
     assert fit.efficiency(base, fast) == 1.0
@@ -330,6 +332,14 @@ def test_a_rehearsal_has_the_times_of_layers(
     layer = estimate.measured_layer(shape(args, Size(1, 2)), measured)
     assert layer is not None and layer.experts == words
     assert (layer.forward, layer.backward, layer.weight) == (2e-3, 3e-3, 1e-3)  # two layers a stage
+    if words:  # of which experts have the share that they have by the formulas
+        of_measured, of_formulas = (
+            estimate.estimate(shape(args, Size(1, 2)), linear(4), [2] * 4, gpu).stages[1]
+            for gpu in (measured, replace(measured, layers=()))
+        )
+        assert of_measured.weight == pytest.approx(2e-3 + measured.latency)
+        shares = [each.value("weight_experts") / (each.weight - measured.latency) for each in (of_measured, of_formulas)]
+        assert shares[0] == pytest.approx(shares[1]) and 0 < shares[0] < 1
     assert estimate.measured_layer(shape(args, Size(1, 1)), measured) is None
 
 
@@ -341,6 +351,11 @@ def test_a_rehearsal_has_the_times_of_layers(
         (stages(weight=0.0), "", "--rehearsed: F, B and W must each take time, and some take none: rehearse a schedule that"),
         (stages(), "--tensor 1,2", "--rehearsed is of one size: give one number with --tensor"),
         (stages(), "--expert 1,2", "--rehearsed is of one size: give one number with --expert"),
+        (
+            stages(),
+            "--tensor 2 --num-experts 4 --disable-bias-linear",
+            "--rehearsed with experts and --tensor 2: a costs file does not",
+        ),
     ],
 )
 def test_rehearsals_that_do_not_say_what_a_layer_takes(tmp_path: Path, text: str, more: str, words: str) -> None:

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     request = requested(options)
     with Progress("planning schedules") as progress:
         planned, choice = best(request, progress=progress)
-    data = report(planned) | {"message_buffers": planned.message_buffers}
+    data = report(planned)
     table = ""
     if choice:
         data |= choice_fields(choice)

@@ -38,6 +38,11 @@ def requested(options: Namespace) -> Request:
     costs, vocabulary, offload = cost_flags_of(options), _vocabulary(options), _offload(options)
     if offload is None:
         _check_no_copies(options)
+    if options.balance and options.costs and len(options.costs.stages) < 3:
+        raise ValueError(
+            f"--balance needs --costs of 3 stages or more, to know what the ends of the model take; these are of "
+            f"{len(options.costs.stages)}"
+        )
     jitter = given.get("jitter") or 0.0
     return Request(
         name,

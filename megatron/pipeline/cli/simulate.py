@@ -46,7 +46,7 @@ def simulate_file(options: argparse.Namespace) -> None:
     """How good a schedule is, with the costs it was planned with or with others, offloaded or not."""
     check_output(options)
     planned = read(options.file, changes(options))
-    put(report(planned) | {"message_buffers": planned.message_buffers}, planned.timeline, options)
+    put(report(planned), planned.timeline, options)
 
 
 def verify_file(options: argparse.Namespace) -> None:

@@ -52,7 +52,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         split, value = data["balance"], data[f"expected_{kind}" if "jitter" in data else kind]
         even = "of the even split, which does not fit into the limit"
         if split["even"] is not None:
-            even = f"{kind} of the even split; this one is {1 - value / split['even']:z.1%} shorter"
+            shorter = 1 - value / split["even"] if split["even"] else 0.0
+            even = f"{kind} of the even split; this one is {shorter:z.1%} shorter"
         rows.append(("even", "-" if split["even"] is None else f"{split['even']:g}", even))
         layers = f"by stage {' '.join(map(str, split['layers']))}; --pipeline-model-parallel-layout '{split['layout']}'"
         add("layers", sum(split["layers"]), layers)

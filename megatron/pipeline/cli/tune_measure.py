@@ -158,8 +158,12 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
             raise ValueError(f"--rehearsed is of one size: give one number with --{name.replace('_', '-')}")
     [tensor], [expert], [samples] = (options.tensor or (1,), options.expert or (1,), options.micro_batch_sizes or (1,))
     candidates(model, (tensor,), (samples,))
-    if model.num_experts:
-        model.expert_model_parallel_size, model.expert_tensor_parallel_size = expert, tensor
+    if model.num_experts and tensor > 1:
+        raise ValueError(
+            f"--rehearsed with experts and --tensor {tensor}: a costs file does not say whether the experts were cut, too: "
+            "rehearse one tensor-parallel rank"
+        )
+    model.expert_model_parallel_size = expert if model.num_experts else 1
     try:
         return rehearsed.timing(options.rehearsed, model.num_layers, Size(tensor, samples))
     except ValueError as error:

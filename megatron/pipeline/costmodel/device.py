@@ -61,7 +61,7 @@ class MeasuredLayer:
         number: bytes of an activation.
         fused: whether attention is fused.
         forward, backward, weight: seconds of F, B and W.
-        experts: in words, how many there are in the place of the MLP, and who shares them; none for an MLP.
+        experts: in words, how many there are in the place of the MLP, and who shares them; empty for an MLP.
     """
 
     hidden: int

@@ -117,7 +117,8 @@ def saved_seconds(shape: Shape, device: Device, links: Links) -> float:
 def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
     """Seconds of those parts of a layer's passes that take turns with another microbatch's in a braid, by ``PARTS``.
 
-    None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass.
+    None where no ranks share experts. The rest of each pass is attention, the router, and experts that all tokens pass. Where the
+    layer was measured, what experts compute is as large a share of each pass as by the formulas.
     """
     if not (shape.experts and shape.experts.parallel > 1 and shape.experts.share):
         return {}
@@ -125,6 +126,10 @@ def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
     forward, backward = map(device.moving, traffic.expert_traffic(shape))
     products = _seconds(device, gpt.expert_work(shape).times(shape.holding.of_cut_layers))
     computing = products.plus(Work(forward, backward, 0.0))
+    if measured := measured_layer(shape, device):
+        own = (measured.forward, measured.backward, measured.weight)
+        shares = zip(computing, own, computing_seconds(shape, device), strict=True)
+        computing = Work(*(part * seconds / whole for part, seconds, whole in shares))
     seconds = (exchange, computing.forward, exchange, exchange, computing.backward, exchange, computing.weight)
     return dict(zip(PARTS, seconds, strict=True))
 

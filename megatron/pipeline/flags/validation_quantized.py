@@ -40,7 +40,7 @@ def check_quantized(args: Namespace) -> None:
     if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise ValueError(
             "--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, which W fills late: leave it out "
-            "(--fp8-param-gather then has memory of its own)"
+            "(weights that are gathered then take memory of their own, as megatron-core warns)"
         )
     if getattr(args, "fp4_param_gather", False):
         raise ValueError(

@@ -27,6 +27,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.dist.groups import barrier
+from megatron.pipeline.dist.rehearsal_groups import stand_in
 from megatron.pipeline.health.heartbeat import Heartbeat
 from megatron.pipeline.health.progress import RanksSeen, Situation, diagnose, name_rank
 
@@ -131,7 +132,7 @@ class Watchdog:
         """Ranks without a sign of life for this long. If this rank is among them, it is the store's keeper that is lost."""
         silent = self._seen.silent(seconds)
         if self._rank not in silent:
-            return silent
+            return {rank for rank in silent if stand_in(rank) == rank}  # others of a rehearsal are not there
         return set() if self._heartbeat.keeper is None else {self._heartbeat.keeper}
 
     def _blame(self, error: BaseException) -> str | None:

@@ -44,6 +44,7 @@ from megatron.pipeline.launch.check import (
 from megatron.pipeline.launch.progress import Progress, is_last_rank
 from megatron.pipeline.launch.versions import Versions
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.model.adapter import GPT, adapter_of
 from megatron.pipeline.model.boundary import BoundaryModules
 from megatron.pipeline.model.build import LowPrecision
 from megatron.pipeline.model.layout import PlacementLayout, stage_layers
@@ -69,6 +70,7 @@ class Run:
         self._printed: list[str] = []
         self.pipeline: Pipeline | None = None
         self._ours = Namespace()  # the flags as our own program has them
+        self._knows_memory = True  # the formulas are for megatron-core's GPT, in 16 or 32 bits
         self._cut: PlacementLayout | None = None
         self._progress: Progress | None = None
 
@@ -173,6 +175,7 @@ class Run:
             models.append(provider(*groups, pre_process=stage.first, post_process=stage.last, **given))
             with _refusing():
                 check_model(models[-1], pipeline)
+            self._knows_memory &= adapter_of(models[-1]) is GPT and not models[-1].config.fp8
             if len(models) == len(stages):
                 self._complete(models, stages)
             return models[-1]
@@ -224,7 +227,12 @@ class Run:
         pipeline, ours = self.pipeline, self._ours
         assert pipeline is not None, "flags are validated before training"
         if is_last_rank():
-            print(f" {self._versions.in_words}\n schedule {pipeline.name}", *plan_in_words(ours, pipeline), sep="\n", flush=True)
+            print(
+                f" {self._versions.in_words}\n schedule {pipeline.name}",
+                *plan_in_words(ours, pipeline, self._knows_memory),
+                sep="\n",
+                flush=True,
+            )
         guard: AbstractContextManager[object] = nullcontext()
         if not pipeline.is_stock:  # upstream's own schedules do not say where they are
             guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck_seconds(ours.distributed_timeout_minutes))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice, product
+from itertools import accumulate, islice, product, zip_longest
 
 from megatron.pipeline.planning.planned import Planned, Split
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -81,6 +81,26 @@ def finer(placement: Placement) -> int:
     return max(placement.chunks, -(-3 // placement.ranks))
 
 
+def check_layers(layers: int, placement: Placement, least: int | None = None) -> None:
+    """Refuse numbers of layers that cannot be split.
+
+    Args:
+        least: layers that the stages need; by default one each, without the ends.
+
+    Raises:
+        ValueError: says how many can, or that the placement holds the model several times.
+    """
+    if placement.replicas > 1:
+        raise ValueError("--balance splits a model that is held once: leave it out, or take a schedule that holds one copy")
+    stages = placement.last_stage + 1
+    least = max(3, stages - 2 if least is None else least)
+    if not least <= layers <= MOST_LAYERS:
+        raise ValueError(
+            f"--balance {layers}: {stages} stages ({placement.ranks} ranks with {placement.chunks} chunks each) need from "
+            f"{least} to {MOST_LAYERS} layers"
+        )
+
+
 def balanced(placement: Placement, model: Model, microbatches: int, plan: Callable[[Costs], Planned]) -> Planned:
     """The plan of the best split that a descent finds; never longer than those of the even split and of the lightest ranks.
 
@@ -94,15 +114,9 @@ def balanced(placement: Placement, model: Model, microbatches: int, plan: Callab
         LimitTooLow: no split that was tried fits into the memory limit.
         ValueError: there are fewer layers than stages that need one, or the placement holds the model several times.
     """
-    if placement.replicas > 1:
-        raise ValueError("--balance splits a model that is held once: leave it out, or take a schedule that holds one copy")
     stages, layers = placement.last_stage + 1, len(model.layers)
     least = [model.least(stage, placement) for stage in range(stages)]
-    if layers < max(3, sum(least)) or layers > MOST_LAYERS:
-        raise ValueError(
-            f"--balance {layers}: {stages} stages ({placement.ranks} ranks with {placement.chunks} chunks each) need from "
-            f"{max(3, sum(least))} to {MOST_LAYERS} layers"
-        )
+    check_layers(layers, placement, sum(least))
     tried: dict[tuple[int, ...], _Tried] = {}
 
     def attempt(counts: tuple[int, ...]) -> _Tried:
@@ -160,7 +174,8 @@ def _moves(best: _Tried, placement: Placement, model: Model, least: Sequence[int
     """
     stages = range(placement.last_stage + 1)
     if isinstance(best.plan, LimitTooLow):
-        yield from _moved(best.counts, stages, stages[::-1], least)
+        each = [_moved(best.counts, [giver], stages[::-1], least) for giver in stages]
+        yield from (counts for turn in zip_longest(*each) for counts in turn if counts)
         return
     problem, found = best.plan.problem, []
     for counts in _moved(best.counts, *_ends(placement, _work(problem.costs, placement)), least):

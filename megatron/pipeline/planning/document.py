@@ -38,6 +38,11 @@ _OF_EACH = (
 
 def report(planned: Planned) -> dict[str, Any]:
     """What ``--json`` prints of a schedule; ``read`` reads it."""
+    return _report(planned) | {"message_buffers": planned.message_buffers}
+
+
+def _report(planned: Planned) -> dict[str, Any]:
+    """All of that but what takes lowering the schedule."""
     schedule, problem, timeline = planned.schedule, planned.problem, planned.timeline
     copies = schedule.has_copies or problem.offload is not None
     bounds = {goal: own_bound(schedule, replace(problem, objective=goal)) for goal in Objective}
@@ -70,7 +75,7 @@ def report(planned: Planned) -> dict[str, Any]:
 
 def row(planned: Planned) -> dict[str, Any]:
     """The fields of one schedule in the JSON of several."""
-    fields = report(planned)
+    fields = _report(planned)
     return {name: fields[name] for name in _OF_EACH if name in fields} | {"label": str(planned.variant), "memory": planned.peak}
 
 

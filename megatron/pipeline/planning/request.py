@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from megatron.pipeline.planning.balance import Model, balanced, finer
+from megatron.pipeline.planning.balance import Model, balanced, check_layers, finer
 from megatron.pipeline.planning.compose import kept_limits, solve
 from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
@@ -160,6 +160,7 @@ class Request:
         """The schedule of the split of the layers that makes it shortest."""
         begin = time.perf_counter()
         placement = replace(self, layers=None).problem().placement
+        check_layers(layers, placement)
         model = Model.of(self._costs(interleaved(placement.ranks, finer(placement))), layers)
         planned = balanced(placement, model, self.microbatches, lambda costs: replace(self, layers=None, costs=costs).plan())
         return replace(planned, seconds=time.perf_counter() - begin)

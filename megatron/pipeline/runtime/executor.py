@@ -170,6 +170,7 @@ class Executor:
         while self._left:
             operation = self._left.popleft()
             self._at(operation)
+            number = self.begun  # a braid goes on while sends behind it begin
             if starts_posted(operation):
                 transport.start()
             match operation:
@@ -202,7 +203,7 @@ class Executor:
                 case Validate():
                     return
             if self._device and isinstance(operation, (Compute, Wait)):
-                self._device.launched(self.begun, isinstance(operation, Compute))
+                self._device.launched(number, isinstance(operation, Compute))
 
     def _note(self, operation: Operation) -> None:
         """Record what is held where the schedule has a copy: at its start, or at its end."""

@@ -54,7 +54,7 @@ def price_absent_ranks(args: Namespace) -> None:
     links: Links | None = args.rehearse_links
     if args.rehearse_share == 1 or links is None:
         return
-    slower = max(links.tensor, links.context, key=lambda link: link.seconds(1.0))
+    slower = min(links.tensor, links.context, key=lambda link: link.bandwidth)
     for group, link, spread in (
         (parallel_state.get_tensor_model_parallel_group(), links.tensor, None),
         (parallel_state.get_context_parallel_group(), links.context, None),
@@ -95,7 +95,7 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
     counts = parameters(Shape.of(args), placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
     stages = [[costs.stages[stage] for stage in row] for row in placement.stages]
     forward = min(sum(stage.forward for stage in row) for row in stages)
-    backward = min(sum(stage.backward + stage.weight for stage in row) for row in stages)
+    backward = min(sum(stage.value("fused") for stage in row) for row in stages)
     return replica_seconds(args, args.rehearse_links, max(counts, key=lambda count: count.total), forward, backward)
 
 

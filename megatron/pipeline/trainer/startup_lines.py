@@ -54,10 +54,16 @@ def first_words(args: Namespace, pipeline: Pipeline, loaded: Path | None) -> lis
     return [words, *missing]
 
 
-def plan_in_words(args: Namespace, pipeline: Pipeline) -> list[str]:
-    """Lines about the split of the model, the plan of the largest iteration, and what limits it."""
+def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True) -> list[str]:
+    """Lines about the split of the model, the plan of the largest iteration, and what limits it.
+
+    Args:
+        knows_memory: whether the formulas of memory are for a model like this.
+    """
     lines = [*pipeline.notes, _plan(args, pipeline)]
-    if not pipeline.is_stock and getattr(args, "padded_vocab_size", None):  # a script of the user's may have no tokenizer
+    if (
+        knows_memory and not pipeline.is_stock and getattr(args, "padded_vocab_size", None)
+    ):  # a script of the user's may have no tokenizer
         lines.append(_memory(args, pipeline))
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
         lines.append(_messages(args, pipeline))

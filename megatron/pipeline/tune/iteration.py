@@ -7,6 +7,7 @@ comes between two pipelines: the sum of gradients over data-parallel ranks, the 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
@@ -26,8 +27,9 @@ from megatron.pipeline.costmodel.memory import (
 from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import OFF
+from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
@@ -186,7 +188,9 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     # W runs with B where that recomputes its inputs: see ``memory.recomputed``.
     fuses = args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block"
     split, links = not (family.fused or fuses), links_of(cluster, args)
-    return estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
+    costs = estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
+    # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
+    return costs if _fuses(candidate) else replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
 
 
 def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
@@ -201,7 +205,7 @@ def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedM
         tied = links.hop.all_reduce(gradient_bytes(args) * size, 2)
     work = costs.stages
     rows = candidate.placement.stages
-    backward = min(sum(work[stage].backward + work[stage].weight for stage in row) for row in rows)
+    backward = min(sum(work[stage].value("fused") for stage in row) for row in rows)
     forward = min(sum(work[stage].forward for stage in row) for row in rows)
     return step + tied + replica_seconds(args, links, largest, forward, backward)
 
@@ -280,9 +284,6 @@ def _least_peaks(candidate: Candidate, costs: Costs) -> Sequence[float]:
 
 
 def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float | None) -> Problem:
-    """What is planned. A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone."""
-    if not _fuses(candidate):
-        costs = replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
     return Request(
         candidate.variant.name,
         candidate.placement.ranks,
@@ -310,28 +311,24 @@ def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
 
 def _work(candidate: Candidate, costs: Costs) -> list[float]:
     """Seconds that every rank computes in an iteration, without the vocabulary's passes."""
-    fuses = _fuses(candidate)
     again = Shape.of(candidate.args).holding.recomputes
-
-    def seconds(stage: StageCosts) -> float:
-        backward = stage.value("fused") if fuses else stage.backward + stage.weight
-        return stage.forward + backward + stage.recompute * again
-
-    rows = candidate.placement.stages
-    return [candidate.microbatches * sum(seconds(costs.stages[stage]) for stage in row) for row in rows]
+    seconds = [stage.forward + stage.value("fused") + stage.recompute * again for stage in costs.stages]
+    return [candidate.microbatches * sum(seconds[stage] for stage in row) for row in candidate.placement.stages]
 
 
 def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Schedule, pipeline: float, between: float) -> Parts:
     shape, count = Shape.of(candidate.args), candidate.microbatches
     behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]
     vocabulary = count * costs.vocabulary.total
-    work = [seconds + vocabulary - less for seconds, less in zip(_work(candidate, costs), behind, strict=True)]
     alone = layer_seconds(shape, cluster.device, Links.within(cluster.device.with_links(1e30)))
     links = links_of(cluster, candidate.args)
     shared = layer_seconds(shape, cluster.device, links).total
-    hidden = saved_seconds(shape, cluster.device, links) if _fuses(candidate) else 0.0
     layers = sum(candidate.layers) / candidate.placement.ranks
-    messages = count * layers * (shared - hidden - alone.total) - fmean(behind)
+    hides = count * layers * saved_seconds(shape, cluster.device, links)
+    backwards = Counter(work.kind for row in schedule.passes for work in row if work.kind in (Kind.B, Kind.BW))
+    split = backwards[Kind.B] / (backwards.total() or 1)  # of the backwards, which hide nothing
+    messages = count * layers * (shared - alone.total) - (1 - split) * hides - fmean(behind)
+    work = [seconds + vocabulary + split * hides - less for seconds, less in zip(_work(candidate, costs), behind, strict=True)]
     again = 0.0
     if shape.holding.recomputes:
         again = count * fmean(sum(costs.stages[stage].recompute for stage in row) for row in candidate.placement.stages)

@@ -30,7 +30,7 @@ def saves(stage: StageCosts) -> bool:
 
 
 def join(schedule: Schedule, problem: Problem) -> Schedule:
-    """The same order, with a B and the W that follows it as BW wherever that makes the schedule no longer."""
+    """The same order, with a B and the W that follows it as BW where trials find that shorter."""
     pairs = (
         (rank, first)
         for rank, row in enumerate(schedule.passes)
@@ -42,7 +42,7 @@ def join(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def split(schedule: Schedule, problem: Problem) -> Schedule:
-    """The same order, with a BW as B, from which the gradient leaves at once, and W, wherever that makes it no longer."""
+    """The same order, with a BW as B, from which the gradient leaves at once, and W, where trials find that shorter."""
     fused = ((rank, work) for rank, row in enumerate(schedule.passes) for work in row if work.kind is Kind.BW)
     return _tried(schedule, problem, fused, _split)
 
