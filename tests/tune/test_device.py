@@ -21,7 +21,7 @@ def told(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_comes_with_the_package_says_where_it_is_from() -> None:
-    assert shipped() == ["A100-80GB", "H100-80GB"]
+    assert shipped() == ["A100-40GB", "A100-80GB", "B200", "H100-80GB", "H200"]
     for name in shipped():
         device = named(name)
         assert device.name == name and Device.from_json(device.to_json()) == device
@@ -89,7 +89,7 @@ def test_what_is_no_file_of_a_gpu(text: str, tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_told_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match=r"unknown GPU 'A100'; known are A100-80GB, H100-80GB, .*did you mean A100-80GB"):
+    with pytest.raises(ValueError, match=r"unknown GPU 'A100'; known are A100-40GB, .*did you mean A100-40GB or A100-80GB"):
         read("A100")
 
 

@@ -466,3 +466,18 @@ def test_a_measurement_on_gpus(tmp_path: Path, flags: str) -> None:
     measured = device.read(str(path))
     assert measured.peak == device.named("A100-80GB").peak
     assert len(measured.layers) == 1 and measured.to_host > 1e8
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_the_makers_numbers_are_found_by_the_name_that_cuda_gives(name: str, kind: str | None) -> None:
+    found = outcome.known(name)
+    assert (found and found.name) == kind

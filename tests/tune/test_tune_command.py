@@ -125,9 +125,12 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (BATCH, "give --gpus N and --gpu NAME; known GPUs are A100-80GB, H100-80GB and files of --measure"),
+        (
+            BATCH,
+            "give --gpus N and --gpu NAME; known GPUs are A100-40GB, A100-80GB, B200, H100-80GB, H200 and files of --measure",
+        ),
         ([*BATCH, "--gpus", "4"], "give --gpu NAME; known GPUs are"),
-        ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-80GB"),
+        ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-40GB or A100-80GB"),
         ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),
         ([*BATCH, "--gpus", "12", "--gpu", "A100-80GB"], "12 GPUs are not whole nodes of 8: change --gpus or --gpus-per-node"),
         ([*BATCH, "--gpus", "0", "--gpu", "A100-80GB"], "--gpus: expected a whole number of at least 1, got '0'"),

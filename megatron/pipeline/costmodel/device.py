@@ -182,7 +182,7 @@ def named(name: str) -> Device:
         ValueError: there is none of this name.
     """
     if name not in shipped():
-        near = difflib.get_close_matches(name, shipped(), cutoff=0.3)
+        near = [one for one in shipped() if one.startswith(name)] or difflib.get_close_matches(name, shipped(), cutoff=0.3)
         meant = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(
             f"unknown GPU {name!r}; known are {', '.join(shipped())}, and files that mpipe tune --measure has written{meant}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from dataclasses import replace
 from datetime import date
@@ -80,8 +81,9 @@ NO_LINKS = "one rank has no links to measure: say whose to take with --gpu NAME,
 
 
 def known(name: str) -> Device | None:
-    """The shipped device of a GPU that CUDA calls so, such as A100-80GB of NVIDIA A100-SXM4-80GB."""
-    kinds = [kind for kind in device.shipped() if all(part in name for part in kind.split("-"))]
+    """The shipped device of a GPU that CUDA calls so, such as A100-80GB of NVIDIA A100-SXM4-80GB; a GH200 is no H200."""
+    words = set(re.split(r"[\s-]+", name))
+    kinds = [kind for kind in device.shipped() if set(kind.split("-")) <= words]
     return device.named(kinds[0]) if kinds else None
 
 
