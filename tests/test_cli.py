@@ -430,3 +430,10 @@ sys.exit(main({command.split()!r}))
 def python(program: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    assert main(f"plan --schedule 1f1b --pp 2 --microbatches 2 -o {tmp_path}/full.json".split()) == 2
+    assert capsys.readouterr().err == f"mpipe: cannot write {tmp_path}/full.json: No space left on device\n"

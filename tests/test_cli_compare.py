@@ -159,7 +159,7 @@ def test_refusals_with_one_reason_are_one_line(tmp_path: Path, capsys: pytest.Ca
     assert lines == ["  dualpipe, chimera: needs an even number of ranks, at least 2, got 3", f"wrote {plot}"]
     assert "a rank (in the costs file's unit) -->" in plot.read_text()
     few = refusal(capsys, f"{size} --schedules dualpipe,chimera")
-    assert few == "mpipe: no schedule fits: needs an even number of ranks, at least 2, got 3\n"
+    assert few == "mpipe: no schedule is possible: needs an even number of ranks, at least 2, got 3\n"
 
 
 def test_compare_recomputes_and_fuses_as_plan_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,6 +251,8 @@ def test_stages(text: str, stages: set[int]) -> None:
             "--cost F.dispatch=0.1,layers=4",
             "F.dispatch without F.experts, F.combine, B.combine, B.experts, B.dispatch, W.ex",
         ),
+        ("--cost layers=1.5", "layers=1.5: give a whole number of layers per rank, from 1 to 1000"),
+        ("--cost layers=1000000000", "layers=1e+09: give a whole number of layers per rank, from 1 to 1000"),
         ("--cost F.dispatch=0.9,F.combine=0.9", "F.dispatch + F.combine = 1.8 is more than F = 1, whose parts they are"),
         ("--cost B=2,B.experts=2.5", "B.experts = 2.5 is more than B = 2, whose part it is"),
         ("--first-stage BW=1", "unknown cost 'BW'; allowed are F, B, W, activation"),
@@ -323,7 +325,7 @@ def test_an_even_split_beyond_the_limit_has_no_length(capsys: pytest.CaptureFixt
 
 def test_too_few_layers_for_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = refusal(capsys, *"plan --schedule zb-v --pp 4 --microbatches 8 --balance 7".split())
-    assert wrong == "mpipe: --balance 7: 8 stages (4 ranks with 2 chunks each) need from 8 to 10000 layers\n"
+    assert wrong == "mpipe: --balance 7: 8 stages (4 ranks with 2 chunks each) need at least 8 layers\n"
 
 
 def test_a_rehearsals_costs_plan_and_compare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -132,11 +132,11 @@ def test_megatron_reads_the_layout(counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("name", "layers", "message"),
     [
-        ("zb-v", 7, r"--balance 7: 8 stages \(4 ranks with 2 chunks each\) need from 8 to 10000 layers"),
-        ("1f1b", 1, "need from 3 to 10000 layers"),
-        ("1f1b", 3, "need from 4 to 10000 layers"),
-        ("1f1b", 10_001, "need from 3 to 10000 layers"),
-        ("1f1b", 10**30, "need from 3 to 10000 layers"),
+        ("zb-v", 7, r"--balance 7: 8 stages \(4 ranks with 2 chunks each\) need at least 8 layers"),
+        ("1f1b", 1, "need at least 3 layers"),
+        ("1f1b", 3, "need at least 4 layers"),
+        ("1f1b", 10_001, "give at most 10000 layers"),
+        ("1f1b", 10**30, "give at most 10000 layers"),
         ("dualpipe", 16, "--balance splits a model that is held once"),
     ],
 )

@@ -70,4 +70,4 @@ def test_the_same_reason_is_given_once() -> None:
     ]
     many = [Refusal(Variant(f"a{number}"), "is too long") for number in range(7)]
     assert folded(many, COSTS_UNIT, None) == ["a0, a1, a2, a3, a4, a5 and 1 more: is too long"]
-    assert str(nothing_fits(many, COSTS_UNIT, None)) == "no schedule fits: is too long"
+    assert str(nothing_fits(many, COSTS_UNIT, None)) == "no schedule is possible: is too long"

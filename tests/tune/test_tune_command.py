@@ -129,6 +129,7 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
             BATCH,
             "give --gpus N and --gpu NAME; known GPUs are A100-40GB, A100-80GB, B200, H100-80GB, H200 and files of --measure",
         ),
+        ([*BATCH, *FOUR, "--rehearsed", "configs/none.json"], "configs/none.json"),
         ([*BATCH, "--gpus", "4"], "give --gpu NAME; known GPUs are"),
         ([*BATCH, "--gpus", "4", "--gpu", "A100"], "unknown GPU 'A100'; known are .* did you mean A100-40GB or A100-80GB"),
         ([*BATCH, "--gpus", "4", "--gpu", "none.json"], "none.json: No such file or directory"),

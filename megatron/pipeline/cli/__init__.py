@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in _OWN_FLAGS:
         return int(import_module(f"{__name__}.{arguments[0]}").main(arguments[1:]))
-    code = 0
+    code, options = 0, None
     try:
         with without_collecting():
             options = parse(arguments)
@@ -56,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader, such as ``head``, has seen enough. Nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        return complain(f"{error.strerror}: {error.filename}" if error.filename else f"cannot write: {error.strerror}")
+        path = getattr(options, "output", None)  # a full disk does not say where it is
+        where = f"cannot write {path}" if path else "cannot write"
+        words = f"{error.strerror}: {error.filename}" if error.filename else f"{where}: {error.strerror}"
+        return complain(words)
     except ModuleNotFoundError as error:
         return complain(missing(error))
     except ValueError as error:

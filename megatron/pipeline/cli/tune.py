@@ -93,6 +93,8 @@ def run(options: argparse.Namespace) -> None:
     if options.measure:
         tune_measure.run(options)
         return
+    if options.rehearsed:
+        raise ValueError("--rehearsed is for --measure -o FILE, which makes a file for --gpu of it: add --measure")
     directory = Path(options.output or "runs/tune")
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"-o {directory} is a file: give a directory, which gets best.yaml and all else")

@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=costs_file,
         metavar="FILE",
         help="costs.json of a rehearsal (mpipe rehearse) of this model: its stages' seconds count, and no layer is timed here; "
-        "--tensor, --expert and --micro-batch-sizes, one number each, are those that it had (1)",
+        "--tensor, --expert and --micro-batch-sizes, one number each, are those that it had (those of the model's flags)",
     )
     group.add_argument("--micro-batch-sizes", type=whole_numbers, metavar="1,2,4", help="samples at once (1,2,4)")
 
@@ -156,7 +156,12 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
     for name in ("tensor", "expert", "micro_batch_sizes"):
         if len(getattr(options, name) or (1,)) > 1:
             raise ValueError(f"--rehearsed is of one size: give one number with --{name.replace('_', '-')}")
-    [tensor], [expert], [samples] = (options.tensor or (1,), options.expert or (1,), options.micro_batch_sizes or (1,))
+    own = read_flags(options.flags)  # those of the rehearsal, sizes included
+    [tensor] = options.tensor or (own.tensor_model_parallel_size,)
+    [expert] = options.expert or (own.expert_model_parallel_size,)
+    [samples] = options.micro_batch_sizes or (own.micro_batch_size or 1,)
+    if expert > 1 and not model.num_experts:
+        raise ValueError(f"--expert {expert} is for a model with --num-experts: leave it out")
     candidates(model, (tensor,), (samples,))
     if model.num_experts and tensor > 1:
         raise ValueError(

@@ -81,24 +81,22 @@ def finer(placement: Placement) -> int:
     return max(placement.chunks, -(-3 // placement.ranks))
 
 
-def check_layers(layers: int, placement: Placement, least: int | None = None) -> None:
+def check_layers(layers: int, placement: Placement, least: int = 3) -> None:
     """Refuse numbers of layers that cannot be split.
 
     Args:
-        least: layers that the stages need; by default one each, without the ends.
+        least: layers that the stages need, where that is known.
 
     Raises:
         ValueError: says how many can, or that the placement holds the model several times.
     """
     if placement.replicas > 1:
         raise ValueError("--balance splits a model that is held once: leave it out, or take a schedule that holds one copy")
-    stages = placement.last_stage + 1
-    least = max(3, stages - 2 if least is None else least)
-    if not least <= layers <= MOST_LAYERS:
-        raise ValueError(
-            f"--balance {layers}: {stages} stages ({placement.ranks} ranks with {placement.chunks} chunks each) need from "
-            f"{least} to {MOST_LAYERS} layers"
-        )
+    if layers > MOST_LAYERS:
+        raise ValueError(f"--balance {layers}: give at most {MOST_LAYERS} layers")
+    if layers < max(3, least):
+        stages = f"{placement.last_stage + 1} stages ({placement.ranks} ranks with {placement.chunks} chunks each)"
+        raise ValueError(f"--balance {layers}: {stages} need at least {max(3, least)} layers")
 
 
 def balanced(placement: Placement, model: Model, microbatches: int, plan: Callable[[Costs], Planned]) -> Planned:

@@ -134,6 +134,7 @@ def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
     return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
 
 
+_MOST_LAYERS = 1000  # of a rank: a braid is computed layer by layer
 # What layers of experts do where costs do not say: the shares of F and of B in which they dispatch, compute experts, and combine,
 # and the share of W that is of experts.
 _DISPATCH, _EXPERTS, _COMBINE, _EXPERT_WEIGHTS = 0.1, 0.4, 0.1, 0.5
@@ -212,6 +213,9 @@ def _check_parts(cost: Numbers) -> None:
         if together > whole * (1 + 1e-9):
             whose = "whose parts they are" if len(parts) > 1 else "whose part it is"
             raise ValueError(f"{' + '.join(parts)} = {together:g} is more than {name} = {whole:g}, {whose}")
+    layers = cost.get("layers", 1)
+    if not (layers == int(layers) and 1 <= layers <= _MOST_LAYERS):
+        raise ValueError(f"layers={layers:g}: give a whole number of layers per rank, from 1 to {_MOST_LAYERS}")
     names = [name for name in _PART_FIELDS if name != "layers"]
     given, missing = ([name for name in names if (name in cost) is has] for has in (True, False))
     if given and missing:

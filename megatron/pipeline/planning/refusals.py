@@ -100,4 +100,4 @@ def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) ->
             least,
         )
     reasons = {refusal.short(unit, limit) for refusal in refused}
-    return ValueError(f"no schedule fits: {'; '.join(reasons if len(reasons) == 1 else folded(refused, unit, limit))}")
+    return ValueError(f"no schedule is possible: {'; '.join(reasons if len(reasons) == 1 else folded(refused, unit, limit))}")

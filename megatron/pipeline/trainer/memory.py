@@ -51,5 +51,5 @@ def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -
         raise ValueError(
             f"--rehearse has all {world_size} ranks on one machine, where their weights, gradients, optimizer states and "
             f"activations take about {needed / GIB:.4g} GiB of {what}, which has {memory / GIB:.4g} GiB, "
-            f"{(needed - memory) / GIB:.3g} GiB less: {park}rehearse fewer --num-layers or a smaller --micro-batch-size"
+            f"{(needed - memory) / GIB:.4g} GiB less: {park}rehearse fewer --num-layers or a smaller --micro-batch-size"
         )
