@@ -40,9 +40,15 @@ def test_a_script_of_megatron_lm_is_launched() -> None:
         ("", "which training? mpipe rehearse -- FLAGS"),
         ("--", "which training? mpipe rehearse -- FLAGS"),
         ("-- --mock-dat", "unknown flag --mock-dat; did you mean --mock-data?"),
+        (f"-- {SIZES} --rehearse-hop -1", "--rehearse-hop -1: a message takes 0 seconds or more"),
+        (f"-- {SIZES} --rehearse-replicas fake:3", "a global batch of 32 samples is 2.66667 microbatches"),
+        (f"-- {SIZES} --num-layers 4096 --hidden-size 8192", "--rehearse has all 4 ranks on one machine"),
     ],
 )
-def test_what_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], arguments: str, words: str) -> None:
+def test_what_is_wrong_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, words: str
+) -> None:
+    monkeypatch.chdir(ROOT)
     assert main(["rehearse", *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

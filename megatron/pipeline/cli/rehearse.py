@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from math import prod
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
+from megatron.pipeline.cli.memory import quietly
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import add_flags
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     """Start the ranks; returns 2 after one line on stderr that says what is wrong. Does not return where all is well."""
     try:
         command = torchrun(arguments)
+        _check(*command[5:])
     except ValueError as error:
         return complain(f"{NAME}: {error}")
     os.execve(sys.executable, command, {"OMP_NUM_THREADS": "1", **os.environ})
@@ -70,6 +72,19 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
     program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(script())]
     ends = [] if any(token.startswith("--exit-interval") for token in flags) else ["--exit-interval", str(MEASURED)]
     return [*start, *program, *flags, "--rehearse", *ends]
+
+
+def _check(ranks: str, program: str, *flags: str) -> None:
+    """Refuse what our own script would, without its processes, which end with many lines of torchrun's.
+
+    Raises:
+        ValueError: what is wrong, and what to change.
+    """
+    if program == str(script()):
+        with quietly():
+            from megatron.pipeline.trainer.program import prepare
+
+            prepare(flags, int(ranks))
 
 
 def _ranks(flags: Sequence[str]) -> int:
