@@ -34,18 +34,6 @@ def test_collectives_and_messages_go_through_host_memory(gpus: Pool) -> None:
         assert (found["message"], found["exchange"]) == (1 - rank, [0, 1])
 
 
-def shared(flags: str) -> list[str]:
-    """Races of a whole training whose ranks share their GPU."""
-    from training.short_runs import train_for_all
-
-    one = device()
-    one.memory.forget()
-    error = train_for_all(flags)
-    assert not error, error
-    one.memory.sweep()
-    return [str(race) for race in one.memory.races]
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -58,7 +46,7 @@ def test_a_rehearsal_on_one_gpu_has_the_numbers_of_training(gpus: Pool, data: st
     flags = f"{data} {TWO} --pipeline-schedule {flags}"
     gpus.run(2, races, f"{flags} --metrics {tmp_path}/plain.jsonl")
     rehearsal = f"--rehearse --rehearse-dir {tmp_path} --metrics {tmp_path}/rehearsed.jsonl"
-    assert gpus.run(2, shared, f"{flags} {rehearsal}") == [[], []]
+    assert gpus.run(2, races, f"{flags} {rehearsal}", "train_for_all") == [[], []]
     assert metrics(tmp_path / "rehearsed.jsonl") == metrics(tmp_path / "plain.jsonl")
 
 

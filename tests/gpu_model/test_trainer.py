@@ -26,13 +26,17 @@ RUNS = {
 }
 
 
-def races(flags: str) -> list[str]:
-    """Of a whole training."""
-    from training.short_runs import train
+def races(flags: str, train: str = "train") -> list[str]:
+    """Of a whole training.
+
+    Args:
+        train: how, by name: a function of ``short_runs``.
+    """
+    from training import short_runs
 
     one = device()
     one.memory.forget()
-    error = train(flags)
+    error = getattr(short_runs, train)(flags)
     assert not error, error
     one.memory.sweep()
     return [str(race) for race in one.memory.races]

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.pipeline import planning
 from megatron.pipeline.cli.arguments import Commands, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.activations import hidden_bytes
@@ -142,11 +141,11 @@ def predicted(
     """
     with quietly():
         # Planning for training brings torch along, which no other command needs.
-        from megatron.core.transformer.enums import LayerType
 
         from megatron.pipeline.flags.config import microbatch_counts
         from megatron.pipeline.flags.validation import validate
-        from megatron.pipeline.model.layout import stage_layers
+        from megatron.pipeline.model.layout import decoder_layers
+        from megatron.pipeline.trainer.memory import largest_iteration
         from megatron.pipeline.trainer.planning import plan_pipeline
         from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
 
@@ -164,14 +163,9 @@ def predicted(
         args.vocab_size = build_tokenizer(args).vocab_size
         args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
         pipeline = plan_pipeline(args, measure=False, evaluates=False)
-        microbatches = max(microbatch_counts(args))
-        if pipeline.is_stock:
-            ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
-            schedule, messages = planning.plan("interleaved" if chunks > 1 else "1f1b", ranks, microbatches, chunks=chunks), None
-        else:
-            plan = pipeline.plan(microbatches)
-            schedule, messages = plan.schedule, plan.message_buffers
-        layers = [row.count(LayerType.decoder) for row in stage_layers(args, schedule.placement)]
+        schedule = largest_iteration(args, pipeline)
+        messages = None if pipeline.is_stock else pipeline.plan(schedule.microbatches).message_buffers
+        layers = decoder_layers(args, schedule.placement)
         return Prediction(args, schedule, layers, predict(args, schedule, layers), whole, messages)
 
 

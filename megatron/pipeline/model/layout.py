@@ -39,6 +39,11 @@ class PlacementLayout(PipelineParallelLayerLayout):
         return sum(stage.count(layer_type) for stage in before)
 
 
+def decoder_layers(args: Namespace, placement: Placement) -> list[int]:
+    """Transformer layers of every stage, in the model's order; raises what ``stage_layers`` does."""
+    return [stage.count(LayerType.decoder) for stage in stage_layers(args, placement)]
+
+
 def stage_layers(args: Namespace, placement: Placement, adapter: ModelAdapter = GPT) -> tuple[tuple[LayerType, ...], ...]:
     """What every stage of the model consists of, in the model's order, from Megatron-LM's flags.
 

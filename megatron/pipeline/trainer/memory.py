@@ -5,26 +5,28 @@ from __future__ import annotations
 from argparse import Namespace
 
 import torch
-from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline import planning
 from megatron.pipeline.costmodel.memory import GIB, RankMemory, predict
 from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
-from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.schedule import Schedule
+
+
+def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
+    """The schedule of the most microbatches; where it is megatron-core's own, as our families have it."""
+    microbatches, placement = max(microbatch_counts(args)), pipeline.placement
+    if pipeline.is_stock:
+        name = "interleaved" if placement.chunks > 1 else "1f1b"
+        return planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks)
+    return pipeline.plan(microbatches).schedule
 
 
 def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:
     """What every pipeline rank needs."""
-    microbatches, placement = max(microbatch_counts(args)), pipeline.placement
-    if pipeline.is_stock:
-        name = "interleaved" if placement.chunks > 1 else "1f1b"
-        schedule = planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks)
-    else:
-        schedule = pipeline.plan(microbatches).schedule
-    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, placement)]
-    return predict(args, schedule, layers)
+    return predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement))
 
 
 def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -> None:

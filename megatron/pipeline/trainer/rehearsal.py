@@ -10,12 +10,11 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.costmodel.links import Links, collective_seconds
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.replicas import replica_seconds
-from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.model.layout import decoder_layers
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import Steps
 from megatron.pipeline.runtime.rehearsal import Rehearsal, rehearse
@@ -90,7 +89,7 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
         return 0.0
     if args.rehearse_links is None:
         return None
-    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, placement)]
+    layers = decoder_layers(args, placement)
     vocabulary = None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel)
     counts = parameters(Shape.of(args), placement, layers, vocabulary, not args.untie_embeddings_and_output_weights)
     stages = [[costs.stages[stage] for stage in row] for row in placement.stages]

@@ -7,14 +7,13 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
-from megatron.core.transformer.enums import LayerType
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
-from megatron.pipeline.model.layout import last_stage_in_layers, stage_layers
+from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.kinds import Flow
@@ -82,7 +81,7 @@ _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braid
 
 
 def _plan(args: Namespace, pipeline: Pipeline) -> str:
-    layers = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
+    layers = decoder_layers(args, pipeline.placement)
     words = f" layers of the model's {counted(len(layers), 'stage')}: {' '.join(map(str, layers))}"
     if args.vocab_parallel != OFF:
         words += f"; {_shards(args)}"

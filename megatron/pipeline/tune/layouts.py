@@ -191,13 +191,12 @@ class Layouts:
                 self.refused[str(error)] += 1
 
     def _candidate(self, variant: Variant, changes: Mapping[str, Any]) -> Candidate:
-        from megatron.core.transformer.enums import LayerType
 
-        from megatron.pipeline.model.layout import stage_layers
+        from megatron.pipeline.model.layout import decoder_layers
 
         args = self.changed(changes)
         placement = families.placement(variant.name, args.pipeline_model_parallel_size, variant.chunks)
-        layers = tuple(row.count(LayerType.decoder) for row in stage_layers(args, placement))
+        layers = tuple(decoder_layers(args, placement))
         candidate = Candidate(args, changes, variant, layers)
         if variant.name == "interleaved" and candidate.microbatches % placement.ranks:
             raise ValueError(f"interleaved needs microbatches that are a multiple of {placement.ranks} ranks")
