@@ -41,14 +41,15 @@ _MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "
     "--train-iters 3 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 255"
 )
-# What needs more than planning does, and the package that it names first.
-_NEEDING = {
-    f"memory {_MODEL}": "megatron-core",
-    f"tune {_MODEL} --gpus 2 --gpu A100-80GB": "megatron-core",
-    "tune --measure --ranks 1 -o device.json": "torch",
-    f"launch {ROOT / 'pretrain_gpt.py'}": "megatron-core",
-    f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}": "torch",
-}
+# What trains or measures.
+_NEEDING = (
+    f"memory {_MODEL}",
+    f"tune {_MODEL} --gpus 2 --gpu A100-80GB",
+    "tune --measure --ranks 1 -o device.json",
+    f"launch {ROOT / 'pretrain_gpt.py'}",
+    f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}",
+    f"rehearse -- {_MODEL}",
+)
 # All modules, but those that start a program.
 _IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -117,11 +118,14 @@ def check_planner(folder: Path, wheel: Path) -> str:
         _run([mpipe, name, "--help"], folder)
     for command in _PLANS:
         _run([mpipe, *command.split()], folder)
-    for command, package in _NEEDING.items():
+    line = (
+        r"mpipe: .*this needs the packages torch and megatron-core, which are not installed: "
+        r"pip install 'torch.*' 'megatron-core.*'\n"
+    )
+    for command in _NEEDING:
         done = subprocess.run([mpipe, *command.split()], cwd=folder, env=_alone(), capture_output=True, text=True, check=False)
-        line = rf"mpipe: .*this needs the package {package}, which is not installed: pip install '{package}.*'\n"
         if done.returncode != 2 or done.stdout or not re.fullmatch(line, done.stderr):
-            raise Failed(f"mpipe {command} without {package}: exit code {done.returncode}, {done.stdout}{done.stderr}")
+            raise Failed(f"mpipe {command} without them: exit code {done.returncode}, {done.stdout}{done.stderr}")
     _serve(mpipe, folder)
     return f"planned with {', '.join(PLANNER)} alone: {names}"
 

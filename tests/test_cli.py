@@ -394,18 +394,22 @@ MODEL = (
 )
 
 
+TRAINS = "packages torch and megatron-core, which are not installed: pip install 'torch.*' 'megatron-core.*'"
+
+
 @pytest.mark.parametrize(
-    ("command", "package"),
+    ("command", "needed"),
     [
-        ("memory --num-layers 2", "megatron-core"),
-        (f"tune {MODEL} --gpus 2 --gpu A100-80GB", "megatron-core"),
-        ("tune --measure --ranks 1 -o device.json", "torch"),
-        (f"launch {ROOT / 'pretrain_gpt.py'}", "megatron-core"),
-        (f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}", "torch"),
-        ("serve --no-browser --port 0", "uvicorn"),
+        ("memory --num-layers 2", TRAINS),
+        (f"tune {MODEL} --gpus 2 --gpu A100-80GB", TRAINS),
+        ("tune --measure --ranks 1 -o device.json", TRAINS),
+        (f"launch {ROOT / 'pretrain_gpt.py'}", TRAINS),
+        (f"launch --nproc-per-node 2 {ROOT / 'pretrain_gpt.py'}", TRAINS),
+        (f"rehearse -- {MODEL}", TRAINS),
+        ("serve --no-browser --port 0", "package uvicorn, which is not installed: pip install 'uvicorn.*'"),
     ],
 )
-def test_what_is_not_installed_is_named_in_one_line(tmp_path: Path, command: str, package: str) -> None:
+def test_what_is_not_installed_is_named_in_one_line(tmp_path: Path, command: str, needed: str) -> None:
     program = f"""
 import importlib.util, os, sys
 missing = ("torch", "megatron.core", "uvicorn")
@@ -422,9 +426,7 @@ sys.exit(main({command.split()!r}))
 """
     done = python(program)
     assert done.returncode == 2 and done.stdout == ""
-    assert re.fullmatch(
-        rf"mpipe: .*needs the package {package}, which is not installed: pip install '{package}.*'\n", done.stderr
-    )
+    assert re.fullmatch(rf"mpipe: .*this needs the {needed}\n", done.stderr)
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ from megatron.pipeline import __version__
 
 OWN = "megatron-pipeline"
 _NAMES = {"megatron.core": "megatron-core", "yaml": "PyYAML"}  # of packages, by what Python imports, where these differ
+_TRAINING = ("torch", "megatron.core")
 
 
 class Version(argparse.Action):
@@ -40,14 +41,18 @@ class Completion(argparse.Action):
 def missing(error: ModuleNotFoundError) -> str:
     """What to install where an import failed.
 
+    What trains is named together, by whichever of it was imported first.
+
     Raises:
         ModuleNotFoundError: the error itself, where what is missing is part of a package that is here.
     """
     module = error.name if error.name in _NAMES else (error.name or "").partition(".")[0]
     if not module or importlib.util.find_spec(module) is not None:
         raise error
-    package = _NAMES.get(module, module)
-    return f"this needs the package {package}, which is not installed: pip install '{_required(package)}'"
+    absent = [each for each in _TRAINING if importlib.util.find_spec(each) is None] if module in _TRAINING else [module]
+    packages = [_NAMES.get(each, each) for each in absent]
+    needed = f"package {packages[0]}, which is" if len(packages) == 1 else f"packages {' and '.join(packages)}, which are"
+    return f"this needs the {needed} not installed: pip install {' '.join(repr(_required(each)) for each in packages)}"
 
 
 def _installed(package: str) -> str | None:

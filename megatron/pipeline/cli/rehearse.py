@@ -14,6 +14,7 @@ from math import prod
 
 from megatron.pipeline.cli.arguments import Commands, Parser, complain
 from megatron.pipeline.cli.memory import quietly
+from megatron.pipeline.cli.packages import missing
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import add_flags
@@ -66,7 +67,7 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
     if not flags:
         raise ValueError("which training? mpipe rehearse -- FLAGS of pretrain_gpt.py")
     if importlib.util.find_spec("torch") is None:
-        raise ValueError("this needs the package torch, which is not installed: pip install torch")
+        raise ValueError(missing(ModuleNotFoundError(name="torch")))
     ranks = own.ranks or (_ranks_of_script(flags) if target else _ranks(flags))
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(script())]
