@@ -267,16 +267,16 @@ def _layout(result: Result) -> str:
 def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> str:
     title = (
         f"{contents['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
-        f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens an iteration\n"
-        f"{contents['planned']} trainings planned, {contents['slower']} known to be slower; {contents['misfits']} do not fit"
+        f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens per iteration\n"
+        f"{contents['planned']} trainings planned, {contents['slower']} skipped as slower; {contents['misfits']} do not fit"
     )
     if contents["left_out"]:
         why = (
-            "--seconds was over: another run may find others"
+            "--seconds ended the search: another run may find others"
             if contents["stopped"]
-            else "--work was used up: more of it plans them"
+            else "--work was used up: raise it to plan them"
         )
-        title += f"; {contents['left_out']} were left out when {why}"
+        title += f"; {contents['left_out']} were skipped when {why}"
     best, under = ours.best(), stock.best(3)
     parts = [title, _table(best)]
     if under:
@@ -305,7 +305,7 @@ def _not_interleaved(stock: Candidate) -> str:
 
 
 def _cluster_name(cluster: Cluster) -> str:
-    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} a node"
+    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} per node"
 
 
 def _table(results: list[Result]) -> str:
