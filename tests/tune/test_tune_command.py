@@ -155,7 +155,7 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
         ),
         (
             [*BATCH, *FOUR, "--work", "1", "--pipeline", "4", "--schedules", "v-auto", "--processes", "1"],
-            r"nothing that fits was found with --work 1, and \d+ trainings are left: give more, or leave fewer to try with",
+            r"nothing that fits was found with --work 1, and \d+ trainings were not planned: raise it, or restrict the search",
         ),
         (
             [*BATCH, *"--gpus 8 --gpu A100-80GB --pipeline 8 --num-layers 4 --tensor 1".split()],

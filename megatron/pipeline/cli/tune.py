@@ -137,8 +137,8 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         if not ours.results and ours.left_out:
             limit = f"--seconds {options.seconds}" if ours.stopped else f"--work {options.work}"
             raise ValueError(
-                f"nothing that fits was found with {limit}, and {ours.left_out} trainings are left: give more, "
-                "or leave fewer to try with --tensor, --pipeline, --micro-batch-sizes and --schedules"
+                f"nothing that fits was found with {limit}, and {ours.left_out} trainings were not planned: raise it, "
+                "or restrict the search with --tensor, --pipeline, --micro-batch-sizes and --schedules"
             )
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
