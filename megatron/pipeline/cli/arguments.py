@@ -135,8 +135,8 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         "--objective",
         choices=[str(objective) for objective in Objective],
         default=default,
-        help=f"what is to be short: the makespan, from the first pass of all ranks to the last of all (default{own}), or the "
-        "span, the longest of any rank from its first pass to its last, which is what an iteration takes with --post-validation",
+        help=f"what to minimise: the makespan, from the first pass on any rank to the last (default{own}), or the span, the "
+        "longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
     )
     case = "the expected span and makespan are printed, and families that search plan for"
     flags.add_argument(

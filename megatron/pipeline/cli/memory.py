@@ -263,7 +263,7 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
         parts.append(
             f"does not fit into {size}: the fullest rank needs {fullest:.1f} GiB. "
             + (
-                f"What would, by its fullest rank:\n{would}"
+                f"What would fit, and the fullest rank's memory:\n{would}"
                 if would
                 else "No flag that saves memory would help: take more ranks."
             )
