@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from statistics import median
 
 import pytest
+import torch
+from pool import Pool
 
 from megatron.pipeline import planning
-from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.record.cost_profile import agree, measured_costs
 from megatron.pipeline.record.recorder import Record
 from megatron.pipeline.record.report import Report
+from megatron.pipeline.runtime.ping import ping_all
 from megatron.pipeline.runtime.profiling import in_words
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
@@ -45,4 +49,19 @@ def test_what_was_measured_inin_words() -> None:
     dense = Costs((stage, stage), 1e-4)
     assert in_words(dense) == "F 2, B 3, W 1 ms per stage, hop 0.1 ms; F holds 1 MiB, of which 0.5 until W"
     spread = replace(dense, vocabulary=VocabularyCosts(4e-4, 3e-4, 2e-4, 1e-4))
-    assert in_words(spread) == f"{in_words(dense)}; of the vocabulary S 0.4, T 0.3, IF 0.2, IB 0.1 ms per rank"
+    assert in_words(spread) == f"{in_words(dense)}; of the vocabulary S 0.4, T 0.3, IF 0.2, IB 0.1 ms per rank, collective 0.1 ms"
+    spread = replace(spread, vocabulary=replace(spread.vocabulary, exchange=5e-4))
+    assert in_words(spread).endswith("collective 0.5 ms")
+
+
+def collectives() -> tuple[list[float], float | None]:
+    """What this rank measures of a collective, and what all ranks agree on."""
+    seconds = ping_all(torch.distributed.new_group(), torch.zeros(4))
+    costs = agree(Costs((StageCosts(1.0, 1.0, 1.0),) * 2), [], seconds)
+    return seconds, costs.vocabulary.exchange
+
+
+def test_a_collective_of_the_vocabulary_is_measured_and_agreed_on(pool: Pool) -> None:
+    (first, agreed), (second, same) = pool.run(2, collectives)
+    assert len(first) == 5 and min(first) > 0 and not second
+    assert agreed == same == median(first)

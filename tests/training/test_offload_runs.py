@@ -89,8 +89,8 @@ def profiled(flags: str) -> list[str]:
     lines: list[str] = []
     real = cost_profile.agree
 
-    def agreed(costs: Costs, hops: Any) -> Costs:
-        found = real(costs, hops)
+    def agreed(costs: Costs, *seconds: Any) -> Costs:
+        found = real(costs, *seconds)
         stages = tuple(replace(stage, forward=0.1, backward=0.1, weight=0.1, fused=None) for stage in found.stages)
         return replace(found, stages=stages)
 

@@ -77,7 +77,7 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     assert found["hop_seconds"] == 0.001
     assert found["stock"]["schedule"] in ("1f1b", "interleaved v=2")
     costs, of = origin.read((tmp_path / "found" / "costs.json").read_text())
-    assert costs.hop == 0.001
+    assert costs.hop == 0.001 and costs.vocabulary.exchange is None
     assert of["hidden_size"] == 32 and of["numbers"] == ("bf16" if "--bf16" in flags else "fp32")
     assert of["collectives"] == "run"
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -101,14 +102,17 @@ def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts
     )
 
 
-def agree(costs: Costs, hops: Sequence[float]) -> Costs:
-    """One number for every stage and for the hop: medians over all ranks that measured it. Collective over the world."""
-    everyone: list[tuple[Costs, Sequence[float]]] = [(costs, hops)] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, (costs, hops))
-    stages = zip(*(one.stages for one, _ in everyone), strict=True)
-    all_hops = [seconds for _, measured in everyone for seconds in measured]
-    shards = _median(one.vocabulary for one, _ in everyone)
-    return Costs(tuple(map(_median, stages)), statistics.median(all_hops) if all_hops else 0.0, shards, costs.copies)
+def agree(costs: Costs, hops: Sequence[float], exchanges: Sequence[float] = ()) -> Costs:
+    """One number for every stage, for the hop and for the vocabulary's collective: medians over all ranks that measured it.
+    Collective over the world."""
+    mine = (costs, hops, exchanges)
+    everyone = [mine] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    measured, *samples = zip(*everyone, strict=True)
+    stages = zip(*(one.stages for one in measured), strict=True)
+    hop, exchange = (statistics.median(found) if (found := [*itertools.chain(*each)]) else None for each in samples)
+    shards = replace(_median(one.vocabulary for one in measured), exchange=exchange)
+    return Costs(tuple(map(_median, stages)), hop or 0.0, shards, costs.copies)
 
 
 def _median(costs: Iterable[_Kind]) -> _Kind:

@@ -1,4 +1,4 @@
-"""How long a message takes between two ranks of a pipeline, measured between iterations."""
+"""How long a message between two ranks of a pipeline takes, and a collective of all of them, measured between iterations."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ def ping(transport: Transport, rank: int, placement: Placement) -> list[float]:
         elif rank == high:
             _answer(transport, low)
     return seconds
+
+
+def ping_all(group: torch.distributed.ProcessGroup, tensor: torch.Tensor) -> list[float]:
+    """Seconds of a collective of the spread vocabulary, measured by the first rank; empty on the others. Collective over the
+    group; between iterations.
+
+    The sum of all ranks' tensors goes to the first rank and comes back: these two carry hidden states in every microbatch.
+
+    Args:
+        group: the ranks of a pipeline, that of the vocabulary's collectives.
+        tensor: as large as hidden states are; overwritten.
+    """
+    first = torch.distributed.get_process_group_ranks(group)[0]
+    seconds = []
+    for _ in range(1 + _PINGS):
+        began = _now()
+        torch.distributed.reduce(tensor, first, group=group)
+        torch.distributed.broadcast(tensor, first, group=group)
+        seconds.append((_now() - began) / 2)
+    return seconds[1:] if torch.distributed.get_rank() == first else []
 
 
 def _ask(transport: Transport, peer: int) -> list[float]:

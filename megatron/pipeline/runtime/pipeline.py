@@ -84,6 +84,11 @@ class Pipeline(Plans):
         """What carried the messages of the last iteration; None before the first, and under megatron-core's own schedule."""
         return self._iteration.executor.transport if self._iteration and self._iteration.executor else None
 
+    @property
+    def vocabulary_groups(self) -> Groups | None:
+        """Those of the last iteration's collectives of a spread vocabulary; None without them."""
+        return self._iteration.groups if self._iteration else None
+
     @cached_property
     def offloading(self) -> Offloading:
         """This rank's copy streams and host memory."""

@@ -7,15 +7,17 @@ from collections.abc import Generator
 from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
+import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.record import cost_profile
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.offload import probe
-from megatron.pipeline.runtime.ping import ping
+from megatron.pipeline.runtime.ping import ping, ping_all
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS
+from megatron.pipeline.schedule.lower.program import Flow
 
 __all__ = ["Profile", "profiled"]
 
@@ -53,11 +55,14 @@ def profiled(pipeline: Pipeline) -> Generator[list[str], Report, Profile]:
 
 
 def _costs(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
-    """What the ranks agree that passes and hops cost. Collective over the world."""
+    """What the ranks agree that passes, hops and the vocabulary's collectives cost. Collective over the world."""
     mine = cost_profile.measured_costs(timed, counted)
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    hops = ping(pipeline.transport, rank, pipeline.placement) if pipeline.transport else []
-    costs = cost_profile.agree(mine, hops)
+    transport, groups = pipeline.transport, pipeline.vocabulary_groups
+    hops = ping(transport, rank, pipeline.placement) if transport else []
+    hidden = transport.blank(Flow.ACTIVATION)[0] if transport else None
+    exchanges = ping_all(groups.pipeline, torch.zeros_like(hidden)) if groups and hidden is not None else []
+    costs = cost_profile.agree(mine, hops, exchanges)
     if not pipeline.offloads:
         return costs
     copies = probe.measure(pipeline.offloading, socket.gethostname(), rank, pipeline.placement.ranks)
@@ -78,7 +83,9 @@ def in_words(costs: Costs) -> str:
     words = f"{', '.join(parts)} ms per stage, hop {1e3 * costs.hop:.3g} ms; F holds {held} MiB, of which {kept} until W"
     words += _copies_in_words(costs)
     shares = [f"{kind} {1e3 * costs.vocabulary.seconds(kind):.4g}" for kind in VOCABULARY_KINDS]
-    return f"{words}; of the vocabulary {', '.join(shares)} ms per rank" if costs.vocabulary.total else words
+    if not costs.vocabulary.total:
+        return words
+    return f"{words}; of the vocabulary {', '.join(shares)} ms per rank, collective {1e3 * costs.exchange:.3g} ms"
 
 
 def _copies_in_words(costs: Costs) -> str:

@@ -145,6 +145,7 @@ class Rehearsal:
 def rehearse(
     pipeline: Pipeline,
     hop: float | None,
+    exchange: float | None,
     tokens_of: Callable[[int], int],
     layers: int,
     replicas: Callable[[Costs], float | None],
@@ -153,7 +154,8 @@ def rehearse(
     """Measure a pipeline that runs its passes in turns, and say what a device for every rank would make of it.
 
     Args:
-        hop: seconds of a message between neighbouring ranks; None to measure it here.
+        hop: seconds of a message between neighbouring ranks; None to measure it here, and a collective of the vocabulary.
+        exchange: with ``hop``, those of a collective of the vocabulary; None for as many.
         tokens_of: from a number of microbatches to the tokens of an iteration.
         layers: of the model.
         replicas: from measured costs to what data-parallel replicas add, as in ``Rehearsal``.
@@ -162,7 +164,7 @@ def rehearse(
     with pipeline.optimizer_steps() as steps:
         costs, timed = yield from profiled(pipeline)
     report = timed[-1]
-    own = costs if hop is None else replace(costs, hop=hop)
+    own = costs if hop is None else replace(costs, hop=hop, vocabulary=replace(costs.vocabulary, exchange=exchange))
     schedule = report.schedule
     found = Rehearsal(
         report,

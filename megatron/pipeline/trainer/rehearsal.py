@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.links import Links, collective_seconds
 from megatron.pipeline.costmodel.origin import described
 from megatron.pipeline.costmodel.parameters import parameters
@@ -40,9 +41,17 @@ def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
         return None
     of_a_microbatch = args.micro_batch_size * args.data_parallel_size * args.seq_length
     replicas, write = partial(_replicas, args, pipeline.placement), partial(_write, args)
-    steps = rehearse(pipeline, args.rehearse_hop, of_a_microbatch.__mul__, args.num_layers, replicas, write)
+    steps = rehearse(pipeline, args.rehearse_hop, _exchange(args), of_a_microbatch.__mul__, args.num_layers, replicas, write)
     next(steps)
     return steps
+
+
+def _exchange(args: Namespace) -> float | None:
+    """Seconds of a collective of the vocabulary over the links of ``--rehearse-hop``; None where it names none."""
+    links: Links | None = args.rehearse_links
+    if links is None or args.vocab_parallel == OFF:
+        return None
+    return links.hop.all_gather(hidden_bytes(Shape.of(args)), args.pipeline_model_parallel_size)
 
 
 def price_absent_ranks(args: Namespace) -> None:
