@@ -213,6 +213,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "tp": args.tensor_model_parallel_size,
         "cp": args.context_parallel_size,
         "dp": args.data_parallel_size,
+        "vocab_parallel": args.vocab_parallel,
         "microbatches": prediction.microbatches,
         "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,

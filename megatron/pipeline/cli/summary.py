@@ -157,8 +157,11 @@ def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Names
         print(content)
 
 
-def check_output(options: argparse.Namespace) -> None:
+def check_output(options: argparse.Namespace, drawn: bool = False) -> None:
     """Refuse to ``put`` a report into a file that is named as if it were something else, before any work is done.
+
+    Args:
+        drawn: whether ``mpipe draw`` and ``mpipe export`` read the report.
 
     Raises:
         ValueError: the file is not named .json or .txt, or its directory is not there.
@@ -166,10 +169,8 @@ def check_output(options: argparse.Namespace) -> None:
     path = options.output
     _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
-        raise ValueError(
-            f"cannot write {path}: the file name must end in .json or .txt; from a .json file, mpipe export writes .csv and "
-            ".trace.json, and mpipe draw writes .png, .svg and .html"
-        )
+        others = "; from a .json file, mpipe export writes .csv and .trace.json, and mpipe draw writes .png, .svg and .html"
+        raise ValueError(f"cannot write {path}: the file name must end in .json or .txt{others if drawn else ''}")
 
 
 def check_suffix(path: str | None, suffixes: Sequence[str]) -> str | None:
