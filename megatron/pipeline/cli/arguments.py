@@ -68,16 +68,16 @@ def cost_flags() -> Parser:
         type=numbers(*TIMES),
         metavar="F=..,B=..,W=..,comm=..[,BW=..][,R=..][,D2H=..,H2D=..][,PART=..,layers=..]",
         help="one rank's share of one microbatch and one message (comm), in any unit of time (default: 1,1,1,0, or the file's); "
-        "BW is the fused backward (default: B + W), R what recomputing takes (default: F), D2H and H2D what copying its "
-        "activations to host memory and back takes (default: half of F + B + W each); PART: what the layers of a rank spend of "
-        "these in all-to-alls and experts: all of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts",
+        "BW is the fused backward (default: B + W), R recomputation (default: F), D2H and H2D the copies of its activations to "
+        "host memory and back (default: half of F + B + W each); PART: the shares of all-to-alls and experts in these, all or "
+        "none of F.dispatch, F.experts, F.combine, B.combine, B.experts, B.dispatch, W.experts",
     )
     flags.add_argument(
         "--activation",
         type=numbers(*MEMORY),
         metavar="B=..,W=..[,R=..]",
-        help="what F allocates, what of it remains after B until W (default: all of it, or the file's), and what F keeps where "
-        "R follows (default: 0)",
+        help="memory that F allocates, the part that remains from B to W (default: all of it, or the file's), and what F keeps "
+        "where R follows (default: 0)",
     )
     for name, part in (("first", "embedding"), ("last", "output layer")):
         flags.add_argument(
@@ -90,18 +90,18 @@ def cost_flags() -> Parser:
         "--vocab-cost",
         type=numbers(*SPREAD),
         metavar="S=..,T=..[,IF=..][,IB=..][,activation=..][,exchange=..]",
-        help="one rank's share of the vocabulary where --vocab-parallel spreads it: what the output layer's S and T and the "
-        "embedding's IF and IB take, what S allocates until T, in microbatches, and what a collective takes (of each "
-        "where it is left out: S=0.5, T=0.5, a message for a collective, 0 for the others; or the file's). The stages then "
-        "have neither embedding nor output layer: no --first-stage or --last-stage for these",
+        help="one rank's share of the vocabulary with --vocab-parallel: time of the output layer's S and T and the embedding's "
+        "IF and IB, memory of S until T in microbatches, and time of a collective (default: S=0.5, T=0.5, a message for a "
+        "collective, 0 for the others; or the file's). --first-stage and --last-stage must then not contain embedding and "
+        "output layer",
     )
     flags.add_argument(
         "--copy",
         type=numbers(*SHARED),
         metavar="both=..[,switch=..,shared=..]",
-        help="what share of its speed a copy keeps while the other direction of its rank is busy, between 0.5 and 1; how many "
-        "neighbouring ranks share one switch on the way to host memory, and what share each keeps while all of them copy in one "
-        "direction (default: 1,1,1: copies do not disturb each other; or the file's)",
+        help="share of its speed that a copy keeps while its rank copies in the other direction, too, between 0.5 and 1; number "
+        "of neighbouring ranks that share one switch to host memory, and the share of speed that each keeps while all copy in "
+        "one direction (default: 1,1,1: copies do not slow each other; or the file's)",
     )
     flags.add_argument(
         "--costs",
@@ -110,7 +110,7 @@ def cost_flags() -> Parser:
         help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
         '"weight": .., "activation": ..}, ..]}; --memory-limit is then in the unit of its activations',
     )
-    flags.add_argument("--memory-limit", type=limit, metavar="X", help="most activations a rank may hold, in microbatches")
+    flags.add_argument("--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches")
     return flags
 
 
@@ -118,7 +118,7 @@ def size_flags() -> Parser:
     """The shape of the pipeline."""
     flags = Parser(add_help=False)
     flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
-    flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches of an iteration")
+    flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches per iteration")
     return flags
 
 
@@ -143,7 +143,7 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         "--jitter",
         type=jitters if several else jitter,
         metavar="X,.." if several else "X",
-        help="how much pass times vary: their standard deviation as a share of the mean, such as 0.1; "
+        help="variation of pass times: standard deviation as a share of the mean, such as 0.1; "
         + (f"{case} the first of them" if several else f"{case} that"),
     )
     return flags
@@ -155,14 +155,14 @@ def offload_flags() -> Parser:
     flags.add_argument(
         "--offload",
         choices=["off", *map(str, Offload)],
-        help="copy activations to host memory and back while ranks compute: at most half of them, those that are kept longest "
-        "(selective), or all that pays (full)",
+        help="copy activations to host memory and back while ranks compute: at most half of them, the longest-lived (selective), "
+        "or all whose copies pay (full)",
     )
     flags.add_argument(
         "--host-memory-limit",
         type=limit,
         metavar="X",
-        help="with --offload: most activations of a rank in host memory, in microbatches (default: any number)",
+        help="with --offload: limit of a rank's activations in host memory, in microbatches (default: none)",
     )
     return flags
 
@@ -182,17 +182,17 @@ def pass_flags() -> Parser:
         choices=["off", "on"],
         nargs="?",
         const="on",
-        help="run a forward and a backward of other microbatches as one, where that makes the schedule shorter: the all-to-alls "
-        "of one behind the other's computation; --cost says how long parts of layers take (F.dispatch=..,F.experts=.., "
-        "F.combine=.., the same of B, W.experts=.., layers=..)",
+        help="run a forward and another microbatch's backward as one unit where that shortens the schedule: the computation of "
+        "one hides the all-to-alls of the other; --cost has the parts of layers (F.dispatch=..,F.experts=..,F.combine=.., the "
+        "same of B, W.experts=.., layers=..)",
     )
     flags.add_argument("--fuse", type=Stages, metavar="STAGES", help="stages that run B and W as one pass: all, or 0,3-5")
     flags.add_argument(
         "--balance",
         type=positive_int,
         metavar="LAYERS",
-        help="split a model of that many layers over the stages so that the schedule is short, by moving one layer after the "
-        "other; costs are of an even split",
+        help="plan the number of each stage's layers, of LAYERS in the model, by moving one layer at a time; costs are those of "
+        "an even split",
     )
     return flags
 

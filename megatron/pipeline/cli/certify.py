@@ -21,7 +21,7 @@ _SIZES = ("pp", "microbatches", "chunks")
 
 
 def add(commands: Commands) -> None:
-    help = "say for each transport whether a schedule from anywhere hangs, and where"
+    help = "say for each transport whether a schedule hangs, and where"
     listed = "; ".join(f"{each.name}: {each.meaning}" for each in TRANSPORTS.values())
     parser = commands.add_parser(
         "certify",

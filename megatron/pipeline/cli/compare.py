@@ -56,9 +56,8 @@ def add(commands: Commands) -> None:
         help=help,
         description=help,
         epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
-        "without: memory where nothing is copied; host: memory there; moved: the share of all activations that goes there. "
-        "Where --cost has the parts of layers, or with --overlap-experts, exposed: the share of all-to-alls that no computation "
-        "hides.",
+        "without: memory without copies; host: memory there; moved: the share of all activations that is copied. With parts of "
+        "layers in --cost, or --overlap-experts, exposed: the share of all-to-alls that no computation hides.",
         parents=parents,
         examples=[
             "mpipe compare --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",

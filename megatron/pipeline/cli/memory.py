@@ -79,7 +79,7 @@ class Prediction:
 
 
 def add(commands: Commands) -> None:
-    help = "say what every rank of a training needs of its GPU's memory"
+    help = "predict the GPU memory of every rank of a training"
     note = "All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. " + NOTE
     report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
     parser = commands.add_parser(
@@ -94,7 +94,7 @@ def add(commands: Commands) -> None:
         ],
     )
     parser.add_argument(
-        "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="of a GPU as on its label, in GB that are GiB (80)"
+        "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="memory on a GPU's label, in GB that are GiB (80)"
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (default: 1)")

@@ -34,13 +34,13 @@ def add(commands: Commands) -> None:
         "--schedule",
         required=True,
         metavar="NAME",
-        help=f"{', '.join(families.FAMILIES)}; or auto: plan all of them and take the shortest, of those within 0.1 %% of it "
-        "the one that holds least",
+        help=f"{', '.join(families.FAMILIES)}; or auto: plan all and take the shortest, within 0.1 %% of it "
+        "the one with the least memory",
     )
     bounds = (
-        "The lower bound is that of every order of F, B, W or BW on the same placement that holds no more memory on a rank than "
-        "the schedule does on its fullest. For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, whose backward is always BW, it "
-        "says what they lose by that."
+        "The lower bound holds for every order of F, B, W or BW on the same placement within the memory of the schedule's "
+        "fullest rank. For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, which fuse every backward, the distance shows what "
+        "splitting could gain."
     )
     parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
     parser = commands.add_parser(

@@ -22,7 +22,7 @@ from megatron.pipeline.flags.validation_rehearsal import MEASURED
 from megatron.pipeline.tune.trial import script
 
 NAME = "rehearse"
-_HELP = "run a pipeline's ranks in turns on this machine's device, and say how long devices of their own would take"
+_HELP = "run all ranks on this machine, one pass at a time, and predict the iteration with a device per rank"
 _EPILOG = f"""\
 FLAGS are those of a training: of this repository's pretrain_gpt.py, or of a SCRIPT of Megatron-LM's, which then runs under
 mpipe launch. {MEASURED} iterations run; nothing is saved. --rehearse-hop SECONDS is what a message takes where you will train."""

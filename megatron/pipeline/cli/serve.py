@@ -12,7 +12,7 @@ from megatron.pipeline.planning.request import Request
 
 
 def add(commands: Commands) -> None:
-    help = "open a page in the browser to try schedules, costs and limits on"
+    help = "open a page in the browser to try schedules, costs and limits"
     parser = commands.add_parser(
         "serve", help=help, description=help, examples=["mpipe serve", "mpipe serve --port 0 --workers 4 --no-browser"]
     )

@@ -33,9 +33,9 @@ from megatron.pipeline.view.plots import Training, draw_throughput
 from megatron.pipeline.view.table import plain_table
 
 NOTE = f"""\
-Tokens of all GPUs in a second. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
+Tokens per second of all GPUs. MFU: operations of the model, without recomputation. GiB of the fullest GPU: weights, gradients
 and optimizer; activations; temporaries and {OVERHEAD / GIB:g} GiB for CUDA and NCCL. Lost to: the largest part of an iteration
-that does not compute: bubble (in which the rank with most to do waits), unequal stages, messages of ranks that share layers,
+that does not compute: bubble (idle time of the busiest rank), unequal stages, messages of ranks that share layers,
 recomputation, or the step (gradients, optimizer and weights between two pipelines); "memory" where more of it would be faster."""
 # docs/model.md has both figures.
 TRUST = """\

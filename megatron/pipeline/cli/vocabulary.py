@@ -36,7 +36,7 @@ MFU: operations of the model's matrix products, without recomputation, over what
 Time: products at {efficiency:g} of {peak:g} TFLOP/s, all other kernels at as much of {bandwidth:g} GB/s, {latency:g} ms to begin
 a pass, messages and collectives at {link:g} GB/s; with 1 and 2, layers take {slower:.0%} longer during these (docs/model.md).
 Memory: {state:g} bytes a parameter, and activations in 16 bits with fused attention.
-off: layers spread evenly. redistribution: so that the heaviest rank is as light as can be; in brackets the last stage's."""
+off: layers spread evenly. redistribution: so that the heaviest rank is lightest; in brackets the layers of the last stage."""
 
 
 def add(commands: Commands) -> None:
