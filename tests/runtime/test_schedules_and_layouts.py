@@ -83,7 +83,12 @@ def test_every_schedule_and_setting(pool: Pool, row: int, schedule: str) -> None
 
 @pytest.mark.parametrize(
     ("schedule", "pp", "microbatches"),
-    [pytest.param("zb-h2", "4", "4", marks=pytest.mark.whole), ("gis", "2", "3"), ("zb-v", "4", "4"), ("seq-1f1b", "2", "2")],
+    [
+        ("gis", "2", "3"),
+        ("zb-v", "2", "3"),
+        ("seq-1f1b", "2", "2"),
+        *(pytest.param(schedule, "4", "4", marks=pytest.mark.whole) for schedule in ("zb-h2", "zb-v")),
+    ],
 )
 def test_twenty_iterations(pool: Pool, schedule: str, pp: str, microbatches: str) -> None:
     """Of every placement, and of slices."""
@@ -103,7 +108,7 @@ def test_whole_matrix(pool: Pool, schedule: str, row: int, microbatches: str) ->
     check(pool, schedule, ROWS[row] | {"microbatches": microbatches}, iterations=10)
 
 
-@pytest.mark.parametrize(("pp", "layers", "iterations"), [pytest.param(2, 4, 20, marks=pytest.mark.whole), (4, 8, 4)])
+@pytest.mark.parametrize(("pp", "layers", "iterations"), [pytest.param(2, 4, 20, marks=pytest.mark.whole), (4, 8, 2)])
 def test_interleaved_equals_megatrons_own(pool: Pool, pp: int, layers: int, iterations: int) -> None:
     """The same placement, so clipping included: and a schedule that groups microbatches differently."""
     flags = ("--num-layers", str(layers), "--num-virtual-stages-per-pipeline-rank", "2", "--overlap-grad-reduce")
@@ -121,4 +126,4 @@ def test_recomputed_passes(pool: Pool, tmp_path: Any) -> None:
     path = tmp_path / "recomputed.json"
     assert main(f"plan --schedule zb-v --pp 2 --microbatches 5 --recompute all --json -o {path}".split()) == 0
     row = PLAIN | {"dropout": "0.1"}
-    check(pool, f"file:{path}", row, 5)
+    check(pool, f"file:{path}", row, 3)
