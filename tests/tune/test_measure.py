@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from pool import Pool
-from tune import measured_ranks
+from tune import forked_ranks, measured_ranks
 
 from megatron.pipeline.cli import tune_measure
 from megatron.pipeline.cli.arguments import whole_numbers
@@ -423,6 +423,7 @@ def test_a_layer_is_cut_and_split_as_in_training(pool: Pool, extra: str) -> None
 
 
 def test_a_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forked_ranks.use(monkeypatch)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     path = tmp_path / "m.json"
     tune_measure.run(options("-o", str(path), *MODEL, "--ranks", "2", "--tensor", "1,2", "--micro-batch-sizes", "1"))
