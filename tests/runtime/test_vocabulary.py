@@ -39,7 +39,7 @@ def assert_near_stock(
         (4, 1, "zb-h1", 2),
         (4, 3, "1f1b", 2),
         (2, 2, "1f1b", 2),
-        (2, 3, "zb-h1", 12),
+        (2, 3, "zb-h1", 20),
         pytest.param(4, 4, "zb-h1", 20, marks=WHOLE),
         *[pytest.param(pp, m, name, 3, marks=WHOLE) for pp in (2, 4) for m in (1, 2, 3, 8) for name in ("1f1b", "zb-h1")],
     ],
