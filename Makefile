@@ -33,6 +33,8 @@ DATA_PATH ?= data/stdlib_text_document
 venv := .venv/bin/python
 ready := .venv/.ready
 export OMP_NUM_THREADS := 1
+# Compiled modules are kept: tests and torchrun start hundreds of processes that import them.
+export PYTHONDONTWRITEBYTECODE :=
 export PIP_NO_INPUT := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-PRELOADED = ("torch", "numba", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.dist_checkpointing")
+PRELOADED = ("torch", "megatron.core.models.gpt", "megatron.core.optimizer", "megatron.core.dist_checkpointing", "preloaded")
 
 
 class RankFailed(AssertionError):
@@ -35,7 +35,7 @@ class RankFailed(AssertionError):
 
 
 def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
-    """A process that calls a function and that has torch and megatron-core imported from its first moment on."""
+    """A process that calls a function and that has torch, megatron-core and the planner imported from its first moment on."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     process = context.Process(target=function, args=args, daemon=False)

@@ -102,21 +102,48 @@ def test_a_provider_that_ignores_its_arguments_is_refused(pool: Pool) -> None:
         pool.run(2, example_runs.megatron_bridge, "zb-v", False)
 
 
-@pytest.mark.slow
-def test_checkpoint_across_schedules(pool: Pool, data: str, tmp_path: Path) -> None:
-    script = EXAMPLES / "checkpoint_across_schedules.sh"
-    environment = {
-        **os.environ,
-        "DATA_PATH": data.split()[1],
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }
+SCRIPT = EXAMPLES / "checkpoint_across_schedules.sh"
+
+
+def run_script(output: Path, data: str, before: str = "") -> str:
+    """What the example prints, with a directory before all others in its PATH."""
+    path = [before, str(Path(sys.executable).parent), os.environ["PATH"]]
     done = subprocess.run(
-        [str(script), str(tmp_path / "ours")], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [str(SCRIPT), str(output)],
+        env={**os.environ, "DATA_PATH": data.split()[1], "PATH": os.pathsep.join(filter(None, path))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    [flags] = re.findall(r"^model=\((.*?)^\)", script.read_text(), re.M | re.S)
-    flags = f"{shlex.join(shlex.split(flags))} {data} --pipeline-schedule stock --metrics {tmp_path}/stock.jsonl"
+    return done.stdout
+
+
+def assert_losses_are_stocks(pool: Pool, data: str, output: Path, stock: Path) -> None:
+    [flags] = re.findall(r"^model=\((.*?)^\)", SCRIPT.read_text(), re.M | re.S)
+    flags = f"{shlex.join(shlex.split(flags))} {data} --pipeline-schedule stock --metrics {stock}"
     assert pool.run(2, short_runs.train, flags) == ["", ""]
-    ours, stock = (short_runs.metrics(tmp_path / name) for name in ("ours/metrics.jsonl", "stock.jsonl"))
-    assert [(iteration, loss) for iteration, loss, _ in ours] == [(iteration, loss) for iteration, loss, _ in stock]
+    ours, expected = short_runs.metrics(output / "metrics.jsonl"), short_runs.metrics(stock)
+    assert [(iteration, loss) for iteration, loss, _ in ours] == [(iteration, loss) for iteration, loss, _ in expected]
     assert [iteration for iteration, _, _ in ours] == [1, 2, 3, 4, 5, 6]
+
+
+def test_checkpoint_across_schedules(pool: Pool, data: str, tmp_path: Path) -> None:
+    """The script's commands, on the pool's ranks in place of torchrun's."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$*"\n')
+    (tmp_path / "python").chmod(0o755)
+    output = tmp_path / "ours"
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 pretrain_gpt.py "
+    commands = run_script(output, data, before=str(tmp_path)).splitlines()
+    assert len(commands) == 3 and all(command.startswith(launcher) for command in commands)
+    for command in commands:
+        assert pool.run(2, short_runs.train, command.removeprefix(launcher)) == ["", ""]
+    assert_losses_are_stocks(pool, data, output, tmp_path / "stock.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.whole
+def test_checkpoint_across_schedules_under_torchrun(pool: Pool, data: str, tmp_path: Path) -> None:
+    run_script(tmp_path / "ours", data)
+    assert_losses_are_stocks(pool, data, tmp_path / "ours", tmp_path / "stock.jsonl")

@@ -65,7 +65,7 @@ def train(schedule: str, flags: str = "", change: str | None = None, overlaps: b
 @pytest.mark.parametrize(
     ("schedule", "flags"),
     [
-        ("zb-h1", ""),
+        pytest.param("zb-h1", "", marks=pytest.mark.whole),
         pytest.param("dualpipe-v", "", marks=pytest.mark.whole),
         ("dualpipe-v", "--num-experts 2"),
         pytest.param("zb-v", "--num-experts 2", marks=pytest.mark.whole),
@@ -80,6 +80,8 @@ def test_no_stream_is_ahead_in_a_braid(gpus: Pool, schedule: str, flags: str) ->
     assert [steps for steps, _, _ in found] == [steps for steps, _, _ in alone]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [pytest.param(name, marks=pytest.mark.whole) if name == "no record" else name for name in CHANGES]
+)
 def test_what_upstream_waits_for_matters(gpus: Pool, change: str) -> None:
     assert any(races for _, _, races in gpus.run(RANKS, train, "zb-h1", change=change))

@@ -140,7 +140,7 @@ def host_waits(directory: str, flags: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-schedule zb-h1",
+        pytest.param("--pipeline-schedule zb-h1", marks=pytest.mark.whole),
         "--pipeline-schedule zb-v --vocab-parallel 2 --untie-embeddings-and-output-weights",
         "--pipeline-schedule zb-v --offload full --offload-min-size 0.1KiB",
         "--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0",

@@ -1,12 +1,51 @@
-"""One rank of a script that test_launch.py launches: a process that was forked with torch and pip's megatron-core imported."""
+"""Launches scripts for tests: every rank is a process that was forked with torch and pip's megatron-core imported."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 
+from pool import forked, free_port
+
 from megatron.pipeline.dist import processes
+
+STAND_IN = Path(__file__).parent / "stand_in" / "pretrain_gpt.py"
+OWN = Path(__file__).parents[2] / "pretrain_gpt.py"
+SIZES = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 "
+    "--global-batch-size 16 --lr 1e-2 --vocab-size 61 --attention-dropout 0 --hidden-dropout 0 "
+)
+
+Steps = list[tuple[float, float]]
+
+
+def launch(directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "") -> Steps:
+    """Losses and gradient norms of a run that must end well."""
+    codes, output, metrics = run(directory, script, flags, ranks, before)
+    assert codes == [0] * ranks, output
+    return metrics
+
+
+def run(
+    directory: Path, script: Path, flags: str, ranks: int, before: str = "", started: int | None = None
+) -> tuple[list[int | None], str, Steps]:
+    """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms."""
+    directory.mkdir(parents=True, exist_ok=True)
+    port, output, metrics = free_port(), directory / "output", directory / "metrics.jsonl"
+    arguments = [*flags.split(), "--pipeline-model-parallel-size", "2", "--metrics", str(metrics)]
+    function = own if script == OWN else rank
+    if script != OWN:
+        arguments = [*before.split(), str(script), *arguments]
+    processes = [forked(function, number, ranks, port, output, arguments) for number in range(started or ranks)]
+    for process in processes:
+        process.join(timeout=120)
+        process.kill()
+        process.join()
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    steps = [(step["loss"], step["grad_norm"]) for step in map(json.loads, lines)]
+    return [process.exitcode for process in processes], output.read_text(), steps
 
 
 def rank(number: int, ranks: int, port: int, output: Path, arguments: list[str]) -> None:

@@ -32,11 +32,11 @@ def test_clipping_on_every_stage(pool: Pool, data: str, pp: int) -> None:
     check(pool, pp, flags, everywhere(pp, LARGE, 1.0), undone=pp)
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.whole), 4])
+@pytest.mark.parametrize("pp", [1, 2, pytest.param(4, marks=pytest.mark.whole)])
 def test_overflow_on_every_stage(pool: Pool, data: str, pp: int) -> None:
     """Infinities, NaNs and gradients to clip, with a loss scale that falls and rises."""
     flags = (
-        f"{data} --pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h2 --train-iters 15 "
+        f"{data} --pipeline-model-parallel-size {pp} --global-batch-size 12 --pipeline-schedule zb-h2 --train-iters {3 + 3 * pp} "
         "--fp16 --initial-loss-scale 256 --hysteresis 1 --loss-scale-window 2"
     )
     check(pool, pp, flags, everywhere(pp, INF, NAN, LARGE), undone=3 * pp)
@@ -55,23 +55,31 @@ def whole(flags: str) -> object:
 @pytest.mark.parametrize(
     "flags",
     [
+        f"{TWO} --pipeline-schedule zb-h2 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd --rampup-batch-size 4 4 60 "
+        "--pipeline-p2p batched",
+        f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--use-distributed-optimizer --disable-bias-linear",
+        f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights",
+        f"{TWO} --pipeline-schedule seq-1f1b --position-embedding-type rope",
+        f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
+        f"--overlap-param-gather {FP16}",
+        f"{TWO} --pipeline-schedule v-min --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched",
         whole(f"{TWO} --pipeline-schedule zb-h1"),
         whole(f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer {FP16}"),
         whole(f"{TWO} --pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {FP16}"),
         whole(f"{TWO} --pipeline-schedule v-half --tensor-model-parallel-size 2 --sequence-parallel"),
-        f"{TWO} --pipeline-schedule zb-h1 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd",
+        whole(f"{TWO} --pipeline-schedule zb-h1 --bf16 --accumulate-allreduce-grads-in-fp32 --optimizer sgd"),
         whole(f"{TWO} --pipeline-schedule 1f1b --num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 {FP16}"),
-        f"{TWO} --pipeline-schedule zb-v --num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-        "--use-distributed-optimizer --disable-bias-linear",
-        f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss",
+        whole(f"{FOUR} --pipeline-schedule interleaved --num-layers 8 --calculate-per-token-loss"),
         whole(f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --hidden-dropout 0.1 --attention-dropout 0.1 {FP16}"),
-        f"{FOUR} --pipeline-schedule seq-1f1b --position-embedding-type rope",
-        f"{FOUR} --pipeline-schedule v-min --num-layers 8 --recompute-granularity full --recompute-method uniform "
-        "--recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights",
-        f"{FOUR} --pipeline-schedule zb-h2 --rampup-batch-size 4 4 60 --pipeline-p2p batched",
-        f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
-        f"--overlap-param-gather {FP16}",
-        f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched",
+        whole(f"{FOUR} --pipeline-schedule seq-1f1b --position-embedding-type rope"),
+        whole(
+            f"{FOUR} --pipeline-schedule v-min --num-layers 8 --recompute-granularity full --recompute-method uniform "
+            "--recompute-num-layers 1 --hidden-dropout 0.1 --untie-embeddings-and-output-weights"
+        ),
+        whole(f"{FOUR} --pipeline-schedule zb-h2 --rampup-batch-size 4 4 60 --pipeline-p2p batched"),
+        whole(f"{FOUR} --pipeline-schedule zb-v --num-layers 8 --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched"),
     ],
 )
 def test_layouts_and_schedules(pool: Pool, data: str, flags: str) -> None:

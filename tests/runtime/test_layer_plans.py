@@ -31,7 +31,8 @@ OPTIONS = (
     "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
     "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
 )
-MICROBATCHES = 5
+TOGETHER = [" ".join(OPTIONS[one] for one in some) for some in ((0, 4, 5), (1, 3, 8), (2, 6), (7, 10), (9, 11))]
+MICROBATCHES, ITERATIONS = 5, 2
 
 _stock: dict[Any, Any] = {}
 
@@ -40,13 +41,14 @@ def stock(pool: Pool, ranks: int, *given: Any) -> Any:
     """What megatron-core's own 1F1B trains without plans, once for all schedules."""
     case = (ranks, *given)
     if case not in _stock:
-        _stock[case] = pool.run(ranks, plans.train, "stock", *given)
+        _stock[case] = pool.run(ranks, plans.train, "stock", *given, iterations=ITERATIONS)
     return _stock[case]
 
 
 def check(pool: Pool, schedule: str, ranks: int, pp: int, microbatches: int = MICROBATCHES, flags: str = "") -> None:
     expected = stock(pool, ranks, pp, microbatches, flags)
-    found = pool.run(ranks, plans.train, schedule, pp, microbatches, f"{plans.OVERLAP} {flags}", braided=True)
+    overlapped = f"{plans.OVERLAP} {flags}"
+    found = pool.run(ranks, plans.train, schedule, pp, microbatches, overlapped, iterations=ITERATIONS, braided=True)
     assert plans.losses(found) == plans.losses(expected)
     assert len({loss for losses in plans.losses(found) for loss in losses}) > 1, "the loss changes"
     assert plans.merged(found) == plans.merged(expected)
@@ -58,7 +60,13 @@ def test_schedules(pool: Pool, schedule: str) -> None:
     check(pool, schedule, ranks=4, pp=2, microbatches=6)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("zb-v", marks=pytest.mark.whole)])
+@pytest.mark.parametrize("flags", TOGETHER)
+def test_options_together(pool: Pool, flags: str) -> None:
+    check(pool, "zb-h1", ranks=4, pp=2, flags=flags)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize("flags", OPTIONS)
 def test_options(pool: Pool, flags: str, schedule: str) -> None:
     check(pool, schedule, ranks=4, pp=2, flags=flags)
@@ -76,7 +84,7 @@ def test_four_pipeline_ranks(pool: Pool, schedule: str) -> None:
 )
 def test_megatrons_own_order(pool: Pool, ranks: int, pp: int, flags: str) -> None:
     """Its combined 1F1B, on CPUs."""
-    overlapped = pool.run(ranks, plans.train, "stock", pp, 4, f"{plans.OVERLAP} {flags}")
+    overlapped = pool.run(ranks, plans.train, "stock", pp, 4, f"{plans.OVERLAP} {flags}", iterations=ITERATIONS)
     assert overlapped == stock(pool, ranks, pp, 4, flags)
 
 

@@ -106,7 +106,7 @@ def written(schedule: str, pp: int, microbatches: int, vocabulary: str | None, d
 def check(pool: Pool, directory: Path, schedule: str, pp: int, microbatches: int, how: str, flags: str = "", **more: Any) -> None:
     """Without and with offload, the same."""
     tp, cp = (2 if f"--{kind}-parallel-size 2" in flags else 1 for kind in ("tensor-model", "context"))
-    sizes = {"pp": pp, "tp": tp, "cp": cp, "microbatches": microbatches, "iterations": 3, **more}
+    sizes = {"pp": pp, "tp": tp, "cp": cp, "microbatches": microbatches, "iterations": 2, **more}
     ranks = 4 if "-parallel-size" in flags or "-optimizer" in flags else pp
     plain, moving = schedule, schedule
     if how == ALL:

@@ -9,6 +9,8 @@ from typing import Any
 
 from megatron.pipeline.tune.measure.rank import Tell
 
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()
+
 
 def act(job: dict[int, str], tell: Tell) -> str:
     """Does what the job says of this rank."""

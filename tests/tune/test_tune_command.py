@@ -202,7 +202,7 @@ def test_measured_searched_and_verified_on_this_machine(
     """The three commands in a row, with two ranks."""
     forked_ranks.use(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    model = ["--config", str(TINY), "--global-batch-size", "8"]
+    model = ["--config", str(TINY), *"--global-batch-size 8 --num-layers 4 --hidden-size 64 --seq-length 64".split()]
     machine, directory = tmp_path / "machine.json", tmp_path / "tuned"
 
     def run(*arguments: str) -> str:

@@ -11,6 +11,7 @@ import platform
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import metadata
 
 import torch
@@ -77,6 +78,7 @@ def _versions() -> dict[str, str]:
     return {name: _version(name) for name in _PACKAGES} | {"megatron-core": core, "Python": platform.python_version()}
 
 
+@cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

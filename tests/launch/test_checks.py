@@ -1,0 +1,263 @@
+"""What ``mpipe launch`` checks and says before a script runs: flags, versions, and what Megatron-LM does only by itself."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from pathlib import Path
+from typing import cast
+
+import pytest
+from launch.launched import STAND_IN
+from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
+from packaging.version import Version
+from releases import reduces_experts_wrong
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.dist import processes
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.flags import add_new_flags
+from megatron.pipeline.flags.validation_experts import check_overlap
+from megatron.pipeline.launch import script
+from megatron.pipeline.launch.run import Run
+from megatron.pipeline.launch.versions import Versions, version_in
+from megatron.pipeline.model import te_linear
+from megatron.pipeline.runtime.pipeline import Pipeline
+
+SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+
+
+def as_read(**given: object) -> Namespace:
+    """What a launched script's parser leaves of no flags of ours, then ``given``."""
+    parser = ArgumentParser(allow_abbrev=False)
+    add_new_flags(parser)
+    return Namespace(**vars(parser.parse_args([])) | given)
+
+
+@pytest.mark.parametrize(
+    ("core", "training", "words"),
+    [
+        (
+            "env/site-packages/megatron/core",
+            "env/site-packages/megatron/training",
+            "from pip, env/site-packages/megatron/training",
+        ),
+        ("Megatron-LM/megatron/core", "Megatron-LM/megatron/training", "of the checkout, Megatron-LM/megatron/training"),
+        ("env/site-packages/megatron/core", "LM/megatron/training", "in env/site-packages/megatron/core, LM/megatron/training"),
+    ],
+)
+def test_where_upstream_comes_from_is_said(core: str, training: str, words: str) -> None:
+    assert Versions("0.19.2", Path(core), Path(training), None).in_words == f"megatron-core 0.19.2 {words}"
+
+
+@reduces_experts_wrong
+def test_under_stock_what_megatron_core_trains_wrongly_is_a_warning(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    sizes = {"num_experts": 2, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1}
+    run = Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1"))
+    for parts in (1, 2, None):
+        args = as_read(pipeline_schedule="stock", expert_tensor_parallel_size=parts, **sizes)
+        run.validate(lambda given: given, args)
+        assert ("WARNING: --expert-tensor-parallel-size 1" in capsys.readouterr().out) == (parts == 1)
+
+
+def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
+    plans = "--overlap-moe-expert-parallel-comm --num-experts 2 --expert-model-parallel-size 2 --bf16 --num-layers 2"
+    args = parse([*plans.split(), "--moe-token-dispatcher-type", "alltoall"])
+    vars(args).update(fp8="e4m3", fp8_recipe="tensorwise")  # Megatron-LM's
+    check_overlap(args)
+    args.fp8_recipe = "delayed"
+    with pytest.raises(ValueError, match="--fp8-recipe delayed enters it once: give another recipe"):
+        check_overlap(args)
+    vars(args).update(fp8=None, fp4="e2m1")
+    with pytest.raises(ValueError, match="do not enter FP4 and would train in --bf16: give --fp8-format, or leave --fp4-form"):
+        check_overlap(args)
+
+
+def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
+    from megatron.pipeline.launch.check import check_flags, untested
+
+    given = {"pipeline_schedule": "zb-h1", "optimizer": "muon", "fp8": "hybrid", "sft": False} | SIZES_OF_RANKS
+    warned = untested(as_read(**given))
+    assert len(warned) == 1
+    assert warned[0].startswith(
+        "WARNING: not tested with --pipeline-schedule zb-h1: FP8, optimizers: Muon, Lion, SOAP (mpipe sup"
+    )
+    assert untested(as_read(**given | {"pipeline_schedule": "stock"})) == []
+    with pytest.raises(
+        ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage belongs to megatron-core's own in"
+    ):
+        check_flags(as_read(**given, microbatch_group_size_per_vp_stage=2))
+
+
+@pytest.mark.parametrize(
+    ("flag", "becomes", "words"),
+    [
+        ("external_cuda_graph", {"cuda_graph_impl": "transformer_engine"}, "--external-cuda-graph (CUDA graphs) relies on"),
+        ("tensor_parallel_num_weight_shards", {"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards shards"),
+        ("x", {"expert_gtp_weight_remat_size": 2}, "--expert-tensor-parallel-num-weight-shards shards"),
+    ],
+)
+def test_what_upstream_makes_of_a_flag_is_refused_as_well(
+    capsys: pytest.CaptureFixture[str], flag: str, becomes: dict[str, object], words: str
+) -> None:
+    sizes = SIZES_OF_RANKS | {"use_distributed_optimizer": False, "pipeline_model_parallel_size": 2}
+    chunks = dict.fromkeys(("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"))
+    chunks |= {"pipeline_model_parallel_layout": None}
+    run = Run(Versions("0.19.2", Path("core"), Path("training"), "0.19.2"))
+    args = as_read(pipeline_schedule="zb-h1", save=None, **{flag: 2}, **sizes, **chunks)
+    with pytest.raises(SystemExit):
+        run.validate(lambda given: given.__dict__.update(becomes), args)
+    assert f"mpipe launch: {words}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({}, None),
+        ({"hidden_dropout": 0.1}, "draw other dropout masks: give --att"),
+        ({"moe_input_jitter_eps": 0.1}, "other jitter"),
+    ],
+)
+def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: dict[str, float], words: str | None) -> None:
+    from megatron.pipeline.launch.check import check_plan
+
+    args = {"seq_length": 16, "sequence_parallel": False, "context_parallel_size": 1, "transformer_impl": "local"}
+    given = Namespace(**args | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | flags)
+    with nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        check_plan(given, cast("Pipeline", Namespace(splits=2, name="seq-1f1b")), [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap leaves inputs .* take --pipeline-schedule stock"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 .* take --pipeline-schedule stock"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp .* take --pipeline-schedule stock"),
+        ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \(CUDA graphs\) .* take --pipeline-schedule stock"),
+        ({"external_cuda_graph": True}, r"--external-cuda-graph \(CUDA graphs\) .* take --pipeline-schedule stock"),
+        ({"fp8": "hybrid", "offload": "full"}, "^--offload with FP8: .* recompute activations"),
+        ({"fp4": "e2m1", "pipeline_costs": "profile"}, "^--pipeline-costs profile .* with FP4: .* give --pipeline-costs FILE"),
+        ({"fp8": "e4m3", "offload_profile": True}, "^--pipeline-costs profile and --offload-profile with FP8"),
+        (
+            {"fp8": "e4m3", "transformer_impl": "local"},
+            "^--fp8-format e4m3 with --transformer-impl local: .* give --transformer-impl transformer_engine",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "rowwise"},
+            "^--fp8-recipe rowwise: .* not tested .* give --fp8-recipe delayed or tensorwise or mxfp8 or blockwise, or ",
+        ),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "mx"},
+            "^--fp4-recipe mx: .* not tested .* give --fp4-recipe nvfp4, or --pipeline-schedule stock",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "custom"},
+            "^--fp8-recipe custom: .* lose the weight gradients .* give --fp8-recipe delayed or tensorwise",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True},
+            "^--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, .* leave it out",
+        ),
+        (
+            {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": True},
+            "^--fp4-param-gather: .* leave it out, or take --fp8-format with --fp8-param-gather",
+        ),
+    ],
+)
+def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
+    flags: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.pipeline.flags.validation import check_new_flags
+    from megatron.pipeline.launch.check import check_flags
+
+    monkeypatch.setattr(te_linear, "get_te_version", lambda: Version(te_linear.OLDEST))
+    refused = as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"} | flags)
+    with pytest.raises(ValueError, match=words):
+        check_flags(refused)
+    if words.startswith("^"):  # numbers in FP8 and FP4: the trainer's own flags are checked alike
+        with pytest.raises(ValueError, match=words):
+            check_new_flags(refused)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])
+def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: str) -> None:
+    from megatron.pipeline.flags.validation_quantized import check_quantized
+    from megatron.pipeline.launch.check import check_plan
+
+    fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
+    args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8)
+    check_quantized(args)
+    words = "^--fp8-recipe delayed with a schedule that runs forwards again .* give --fp8-recipe tensorwise"
+    for again in (False, True):
+        plan = Namespace(schedule=Namespace(reruns=again))
+        pipeline = cast("Pipeline", Namespace(splits=1, name="zb-h1", plan=lambda _, plan=plan: plan))
+        with pytest.raises(ValueError, match=words) if again and recipe == "delayed" else nullcontext():
+            check_plan(args, pipeline, [4])
+
+
+def test_a_yaml_file_of_megatron_lm_is_refused_before_it_replaces_our_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    parser = ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--yaml-cfg")
+    Run(Versions("0.16.1", Path("core"), Path("training"), "0.16.1")).add_flags(parser)
+    assert parser.parse_args([]).yaml_cfg is None
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--yaml-cfg", "flags.yaml"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "mpipe launch: --yaml-cfg replaces all flags, ours too: give flags, or a --config file of flags\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "which script?"),
+        (["nowhere/pretrain_gpt.py"], "there is no script nowhere/pretrain_gpt.py"),
+        (["--core", "mine", str(STAND_IN)], "invalid choice: 'mine'"),
+    ],
+)
+def test_no_script(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(["launch", *arguments])
+    except SystemExit as end:
+        code = end.code  # type: ignore[assignment]
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_state_that_was_saved_wrong_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        raise SavedWrongError("the state is not that of its weights")
+
+    monkeypatch.setattr(script, "prepare", lambda *_: load)
+    assert main(["launch", str(STAND_IN)]) == 2
+    assert capsys.readouterr().err == "mpipe: launch: the state is not that of its weights\n"
+
+
+def test_torchruns_options_are_for_whom_torchrun_has_not_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
+    monkeypatch.setenv("RANK", "3")
+    assert main(["launch", "--nproc-per-node", "4", str(STAND_IN)]) == 2
+    assert "which has started this process already (RANK is 3)" in capsys.readouterr().err
+    assert slept == [10], "until then torchrun has ended this rank, if rank 0 ends with the same error"
+
+
+def test_versions_that_differ_are_named(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 17\nPATCH = 1\nPRE_RELEASE = 'rc2'\n")
+    assert version_in(tmp_path / "core") == "0.17.1rc2"
+    assert version_in(tmp_path) is None
+    different = Versions("0.16.1", Path("/pip/core"), tmp_path / "training", "0.17.1rc2").difference
+    assert different and "training belongs to megatron-core 0.17.1rc2, and 0.16.1 runs: take the checkout's own" in different
+    assert Versions("0.16.1", tmp_path / "core", tmp_path / "training", "0.16.0").difference is None

@@ -1,0 +1,428 @@
+"""What is planned for several hundred problems stays what it was: digests of schedules, programs and times, in ``golden.json``.
+
+A change that should leave plans alone leaves this file alone. One that is meant to change them writes it anew, from the
+repository's root, and the commit shows which cases changed:
+
+    .venv/bin/python -m tests.schedule.golden --write
+
+Every case has three digests, so that a difference says whether the order of the passes changed, the programs that it is lowered
+to, or only the times and the memory. A refusal has the name of its exception, without its message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.pipeline import planning
+from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.passes import Offload, Pass, Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.lower import lower
+from megatron.pipeline.schedule.lower.program import Compute
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+
+GOLDEN = Path(__file__).with_name("golden.json")
+STOCK = "stock"  # megatron-core's own schedules: no family, and nothing is planned but where its stages are
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem, in words that do not depend on the planner's types. The defaults are left out of its key."""
+
+    family: str
+    ranks: int
+    microbatches: int
+    chunks: int | None = None
+    splits: int | None = None
+    group: int | None = None
+    costs: str = "equal"
+    limit: str = "none"
+    vocabulary: str = "off"
+    offload: str = "off"
+    host: str = "any"
+    copies: str = "slow"
+    recompute: str = "no"
+    fused: str = "no"
+    objective: str = "span"
+    jitter: float = 0.0
+    evaluation: bool = False
+
+    @property
+    def key(self) -> str:
+        named = (field for field in fields(self)[3:] if getattr(self, field.name) != field.default)
+        words = (f"{field.name}={getattr(self, field.name)}" for field in named)
+        return " ".join((f"{self.family} p{self.ranks} m{self.microbatches}", *words))
+
+
+# All calls into the planner are in these four functions.
+
+
+def make_schedule(case: Case) -> tuple[Schedule, Costs]:
+    """The schedule of a case, and the costs that it was planned for.
+
+    Raises:
+        ValueError: it is refused.
+    """
+    if case.family == STOCK:
+        from megatron.pipeline.runtime.pipeline import Pipeline  # imports torch
+
+        pipeline = Pipeline(planning.Request(STOCK, case.ranks, case.microbatches, chunks=case.chunks))
+        pipeline.check(case.microbatches)
+        return Schedule(STOCK, pipeline.placement, case.microbatches, ((),) * case.ranks), make_costs(case, pipeline.placement)
+    placement = families.placement(case.family, case.ranks, case.chunks)
+    costs = make_costs(case, placement)
+    stages = range(case.ranks * placement.chunks)
+    microbatch = max(sum(costs.stages[stage].activation for stage in row) for row in placement.stages) / placement.replicas
+    schedule = planning.plan(
+        case.family,
+        case.ranks,
+        case.microbatches,
+        costs,
+        case.chunks,
+        _limit(case, microbatch),
+        objective=case.objective,
+        recompute=_CHOSEN[case.recompute](stages),
+        fused=_CHOSEN[case.fused](stages),
+        splits=case.splits,
+        group=case.group,
+        jitter=case.jitter,
+        vocabulary=None if case.vocabulary == "off" else Vocabulary(case.vocabulary),
+        offload=None if case.offload == "off" else Offload(case.offload),
+        host_limit={"any": None, "some": 1.3 * microbatch, "none": 1e-3 * microbatch}[case.host],
+    )
+    return schedule.forward_only() if case.evaluation else schedule, costs
+
+
+def make_costs(case: Case, placement: Placement) -> Costs:
+    """The costs of a case, for a placement."""
+    vocabulary = VocabularyCosts()
+    if case.vocabulary != "off":
+        exchange = None if case.costs in ("equal", "hops") else 0.15
+        vocabulary = VocabularyCosts(S=0.45, T=0.4, IF=0.05, IB=0.1, activation=0.3, exchange=exchange)
+    count = case.ranks * placement.chunks
+    stages = tuple(_stage(case, stage, count, placement.chunks_per_replica) for stage in range(count))
+    hop = {"hops": 0.3, "mixed": 0.12, "free": 0.0}.get(case.costs, 0.0)
+    return Costs(stages, hop, vocabulary, _COPIES[case.copies] if case.offload != "off" else CopyCosts())
+
+
+def programs(schedule: Schedule, costs: Costs) -> Iterator[str]:
+    """Every rank's program, one line for each operation."""
+    for rank, program in enumerate(lower(schedule, costs)):
+        yield f"rank {rank}"
+        for operation in program:
+            yield canonical(operation)
+
+
+def times(schedule: Schedule, costs: Costs) -> Iterator[str]:
+    """When every pass and every copy starts, how long it all takes, and what every rank holds at most."""
+    timeline = simulate(schedule, costs)
+    for what, table in (("rank", timeline.ranks), ("copies of rank", timeline.copies)):
+        for rank, row in enumerate(table):
+            yield f"{what} {rank}"
+            for work, start, end in row:
+                yield f"{work} {_number(start)}" if what == "rank" else f"{work} {_number(start)} {_number(end)}"
+    yield f"span {_number(timeline.span)} makespan {_number(timeline.makespan)}"
+    yield from ("peak", *map(_number, activation_peaks(schedule, costs)))
+
+
+def orders(schedule: Schedule) -> Iterator[str]:
+    """The placement, and every rank's passes in their order."""
+    placement = schedule.placement
+    yield f"replicas {placement.replicas} splits {schedule.splits} vocabulary {canonical(schedule.vocabulary)}"
+    for rank, (stages, passes) in enumerate(zip(placement.stages, schedule.passes, strict=True)):
+        yield f"rank {rank} stages {' '.join(map(str, stages))}"
+        yield " ".join(map(str, passes))
+
+
+def canonical(value: object) -> str:
+    """An operation, or a part of one, as text: the same wherever its class is defined, and however that one prints itself."""
+    match value:
+        case Pass():
+            return str(value)
+        case Compute(work, None):  # one that is not braided: as it was before there were braids
+            return f"Compute ({work})"
+        case Enum():
+            return str(value.value)
+        case None | bool() | int() | str():
+            return str(value)
+        case float():
+            return _number(value)
+        case tuple():
+            parts: Iterable[object] = value
+        case _ if is_dataclass(value):
+            parts = [getattr(value, field.name) for field in fields(value)]
+        case _:
+            raise TypeError(f"no text for {type(value).__name__}: say here what it is")
+    return " ".join((type(value).__name__, *(f"({canonical(part)})" for part in parts)))
+
+
+def _number(value: float) -> str:
+    return f"{float(value) + 0.0:.9g}"  # + 0.0: no -0
+
+
+class Digests(NamedTuple):
+    """What is kept of a case; for a refusal each is the exception's name."""
+
+    plan: str
+    program: str
+    times: str
+
+
+def digests(case: Case) -> Digests:
+    try:
+        schedule, costs = make_schedule(case)
+    except ValueError as error:
+        return Digests(*[type(error).__name__] * 3)
+    return Digests(*(_digest(lines) for lines in (orders(schedule), programs(schedule, costs), times(schedule, costs))))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    try:
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    except ValueError as error:
+        return type(error).__name__
+
+
+def _first(stages: Sequence[int]) -> Sequence[int]:
+    return stages[: (len(stages) + 1) // 2]
+
+
+_CHOSEN = {
+    "no": lambda stages: (),
+    "all": lambda stages: stages,
+    "odd": lambda stages: stages[1::2],
+    "half": _first,
+    "last": lambda stages: stages[-1:],
+}
+
+_COPIES = {
+    "slow": CopyCosts(to_host=1.4, to_device=1.6),
+    "fast": CopyCosts(to_host=0.4, to_device=0.3),
+    "free": CopyCosts(),
+    "turns": CopyCosts(to_host=0.6, to_device=0.5, both=0.5),
+    "switch": CopyCosts(to_host=0.5, to_device=0.5, both=0.8, switch=2, shared=0.6),
+}
+
+
+def _stage(case: Case, stage: int, count: int, parts: int) -> StageCosts:
+    """The costs of one of ``count`` stages, of which a microbatch goes through ``parts`` on every rank."""
+    forward, backward, weight, activation, retained = {
+        "equal": (1.0, 1.0, 1.0, 1.0, 1.0),
+        "hops": (1.0, 1.2, 0.9, 1.0, 1.0),
+        "uneven": (1.0 + 0.13 * (stage * 7 % 5), 1.1 + 0.17 * (stage * 3 % 4), 0.8 + 0.11 * (stage % 3), 1.0, 1.0),
+        "shares": (1.0, 1.3, 0.7, 1.0, 0.35),
+        "ends": (1.0, 1.05, 0.95, 1.0, 0.6),
+        "mixed": (0.9 + 0.07 * (stage % 4), 1.2 - 0.06 * (stage % 3), 0.85, 1.0 + 0.2 * (stage % 2), 0.4 + 0.1 * (stage % 3)),
+        "free": (1.0, 0.0 if stage % 3 == 1 else 1.0, 0.0 if stage % 3 else 0.5, 0.0 if stage % 4 == 3 else 1.0, 0.0),
+    }[case.costs]
+    if case.costs in ("ends", "mixed") and stage == 0:
+        forward, weight, activation = forward + 0.2, weight + 0.25, activation + 0.1
+    if case.costs in ("ends", "mixed") and stage == count - 1:
+        forward, backward, weight, activation = forward + 0.45, backward + 0.4, weight + 0.35, activation + 0.5
+    fused = 0.95 * (backward + weight) if case.costs == "mixed" else None
+    movable = 0.8 * activation if case.costs in ("shares", "mixed") else None
+    return StageCosts(
+        forward / parts,
+        backward / parts,
+        weight / parts,
+        activation / parts,
+        retained / parts,
+        None if fused is None else fused / parts,
+        0.9 * forward / parts,
+        0.1 * activation / parts,
+        None if movable is None else movable / parts,
+    )
+
+
+def _limit(case: Case, microbatch: float) -> float | tuple[float, ...] | None:
+    """The memory limit of a case."""
+    spread = 0.0 if case.vocabulary == "off" else 2 * microbatch + 1
+    few, many = max(1.2, 0.45 * case.ranks), 1.5 * case.ranks + 1
+    match case.limit:
+        case "none":
+            return None
+        case "low":
+            return 0.6 * microbatch
+        case "tight":
+            return few * microbatch + spread
+        case "loose":
+            return many * microbatch + spread
+        case _:
+            return tuple((few + 0.7 * (rank * 5 % 3)) * microbatch + spread for rank in range(case.ranks))
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What a family takes, written down here so that the cases do not depend on how the registry says it."""
+
+    chunks: tuple[int | None, ...] = (None,)
+    splits: tuple[int | None, ...] = (None,)
+    grouped: bool = False
+    even: bool = False
+    searches: bool = False
+    spreads: bool = True  # the vocabulary
+    limits: tuple[str, ...] = ("loose", "loose", "loose", "tight", "low")
+
+
+_ANY = ("tight", "tight", "loose", "uneven", "uneven", "low")  # for families that plan for a limit
+SHAPES = {
+    "1f1b": _Shapes(),
+    "interleaved": _Shapes(chunks=(None, 2, 3, 4)),
+    "gis": _Shapes(chunks=(None, 2, 3), grouped=True),
+    "gis-h": _Shapes(chunks=(None, 2, 3), grouped=True),
+    "seq-1f1b": _Shapes(splits=(None, 1, 2, 3, 4), spreads=False),
+    "zb-h1": _Shapes(),
+    "zb-h2": _Shapes(),
+    "zb-auto": _Shapes(chunks=(None, None, 2, 3), searches=True, limits=_ANY),
+    "1f1b-v": _Shapes(searches=True),
+    "zb-v": _Shapes(searches=True),
+    "v-half": _Shapes(searches=True),
+    "v-min": _Shapes(searches=True),
+    "v-auto": _Shapes(chunks=(None, None, 2, 3), searches=True, limits=_ANY),
+    "dualpipe-v": _Shapes(),
+    "dualpipe": _Shapes(even=True, spreads=False),
+    "chimera": _Shapes(even=True, spreads=False),
+}
+_OF_ONE, _OF_ONE_THAT_SEARCHES = 52, 34  # cases of a family that are drawn
+_PART = 6  # every so many-th case is run by default
+_COSTS = ("equal", "uneven", "hops", "shares", "ends", "mixed", "mixed", "free")
+
+
+def _drawn(family: str, shapes: _Shapes) -> Iterator[Case]:
+    """Endless cases of a family, always the same ones."""
+    draw = random.Random(f"golden {family}")
+    while True:
+        ranks = draw.choice((2, 4, 6, 8) if shapes.even else (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))
+        most = max(4, min(2 * ranks + 3, 9)) if shapes.searches else 2 * ranks + 5
+        spreads = ranks > 1 and shapes.spreads and draw.random() < 0.3
+        offloads = draw.random() < 0.3
+        yield Case(
+            family,
+            ranks,
+            microbatches=draw.randint(1, most) if draw.random() < 0.5 else draw.randint(ranks, max(ranks, most)),
+            chunks=draw.choice(shapes.chunks),
+            splits=draw.choice(shapes.splits),
+            group=draw.randint(-(-ranks // 2), ranks) if shapes.grouped and draw.random() < 0.3 else None,
+            costs=draw.choice(_COSTS),
+            limit=draw.choice(shapes.limits) if draw.random() < 0.5 else "none",
+            vocabulary=draw.choice(("1", "2", "interlaced")) if spreads else "off",
+            offload=draw.choice(("selective", "full", "full")) if offloads else "off",
+            host=draw.choice(("any", "any", "any", "some", "some", "none")) if offloads else "any",
+            copies=draw.choice(list(_COPIES)) if offloads else "slow",
+            recompute=draw.choice(("all", "odd", "half", "last")) if draw.random() < 0.25 else "no",
+            fused=draw.choice(("all", "odd", "half", "last")) if draw.random() < 0.25 else "no",
+            objective=draw.choice(("span", "makespan")),
+            jitter=0.05 if shapes.searches and draw.random() < 0.06 else 0.0,
+            evaluation=draw.random() < 0.12,
+        )
+
+
+_CHOSEN_BY_HAND = (
+    *(Case(name, 16, 64, costs="mixed") for name in ("gis", "v-half", "zb-auto")),
+    *(Case(name, 16, 64, costs="hops") for name in ("v-auto", "zb-v")),
+    Case("v-auto", 16, 64, costs="ends", limit="tight", objective="makespan"),
+    Case("zb-auto", 16, 64, costs="ends", limit="tight", objective="makespan"),
+    Case("zb-auto", 8, 48, chunks=2, costs="hops"),
+    Case("v-auto", 16, 64, limit="tight", vocabulary="1"),
+    Case("zb-auto", 8, 32, costs="uneven", limit="tight", offload="full", copies="fast"),
+    Case("1f1b", 16, 64, costs="mixed", vocabulary="2", offload="full", copies="switch"),
+    Case("interleaved", 16, 64, chunks=4, costs="ends"),
+    # What is refused whatever it costs.
+    Case("1f1b", 4, 8, chunks=2),
+    Case("interleaved", 4, 8, chunks=1),
+    Case("v-half", 4, 8, chunks=3),
+    Case("chimera", 3, 8),
+    Case("dualpipe", 1, 8),
+    Case("dualpipe", 4, 8, vocabulary="1"),
+    Case("seq-1f1b", 4, 8, splits=2, vocabulary="1"),
+    Case("seq-1f1b", 4, 8, splits=2, offload="full"),
+    Case("1f1b", 4, 8, splits=2),
+    Case("zb-h1", 4, 8, group=2),
+    Case("gis", 4, 8, group=1),
+    Case("gis-h", 4, 8, group=5),
+    Case("1f1b", 1, 8, vocabulary="1"),
+    Case("1f1b", 4, 0),
+    Case("1f1b", 0, 4),
+    Case("1f1b", 4, 8, host="some"),
+    Case("no-such-schedule", 4, 8),
+    *(Case(STOCK, ranks, 2 * ranks, chunks) for ranks in (1, 2, 4, 8) for chunks in (None, 1, 2, 3)),
+    *(Case(STOCK, 4, microbatches, chunks) for microbatches in (3, 6) for chunks in (None, 2)),
+    *(Case(STOCK, 3, microbatches, 2) for microbatches in (4, 9)),
+)
+
+
+def cases() -> dict[str, Case]:
+    """All cases by key: so many of every family, with turns taken, and those chosen by hand."""
+    found: dict[str, Case] = {}
+    for family, shapes in SHAPES.items():
+        own: dict[str, Case] = {}
+        for case in _drawn(family, shapes):
+            own[case.key] = case
+            if len(own) == (_OF_ONE_THAT_SEARCHES if shapes.searches else _OF_ONE):
+                break
+        found |= own
+    return found | {case.key: case for case in _CHOSEN_BY_HAND}
+
+
+def part(every: Mapping[str, Case]) -> dict[str, Case]:
+    """The cases that are run by default; none for which torch would have to be imported."""
+    return {key: case for at, (key, case) in enumerate(every.items()) if at % _PART == 0 and case.family != STOCK}
+
+
+def read() -> dict[str, Digests]:
+    return {key: Digests(*row) for key, row in json.loads(GOLDEN.read_text()).items()}
+
+
+def write() -> str:
+    """Write the file anew; what has changed, in words."""
+    before, begin = read() if GOLDEN.exists() else {}, time.perf_counter()
+    now = {key: digests(case) for key, case in cases().items()}
+    rows = ",\n".join(f"{json.dumps(key)}: {json.dumps(found)}" for key, found in now.items())
+    GOLDEN.write_text(f"{{\n{rows}\n}}\n")
+    refused = sum(not _is_digest(found.plan) for found in now.values())
+    told = f"{len(now)} cases, {refused} of them refused, in {time.perf_counter() - begin:.1f} s"
+    return f"{told}\n{difference(before, now) or 'all as before'}"
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 16 and set(text) <= set("0123456789abcdef")
+
+
+def difference(before: Mapping[str, Digests], now: Mapping[str, Digests]) -> str:
+    """What differs, in words; empty where nothing does."""
+    changed: dict[str, list[str]] = {}
+    for key in (*now, *(key for key in before if key not in now)):
+        if key not in before or key not in now:
+            changed[key] = ["new" if key in now else "gone"]
+        elif what := [
+            f"{name} {was} -> {found}"
+            for name, was, found in zip(Digests._fields, before[key], now[key], strict=True)
+            if was != found
+        ]:
+            changed[key] = what
+    if not changed:
+        return ""
+    by_family = Counter(key.split()[0] for key in changed)
+    lines = [f"{len(changed)} cases differ: {', '.join(f'{family} {count}' for family, count in by_family.items())}"]
+    lines += [f"  {key}: {'; '.join(what)}" for key, what in islice(changed.items(), 5)]
+    return "\n".join([*lines, *(["  .."] if len(changed) > 5 else [])])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", required=True, help="rewrite golden.json")
+    parser.parse_args()
+    print(write())
