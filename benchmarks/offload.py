@@ -359,7 +359,7 @@ def words(replay: Replay, costs: Costs) -> str:
     line = (
         f"k = {costs.k():.2f}: F/B/W of a chunk {passes} ms; F keeps {stage.activation / 2**20:.1f} MiB, of which "
         f"{stage.moved() / 2**20:.1f} can move, and {stage.retained / 2**20:.1f} are kept until W; copies alone {gigabytes} GB/s "
-        f"to host memory and back, of which {copies.both:.0%} remain with both at once, planned as a tenth slower"
+        f"to host memory and back, {copies.both:.0%} of that in both directions at once, planned as a tenth slower"
     )
     if costs.k() <= 1:
         return line

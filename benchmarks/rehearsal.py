@@ -106,10 +106,13 @@ def train(argv: list[str]) -> int:
     from megatron.pipeline import patches
 
     patches.install()
+    import torch
+
     from megatron.pipeline.record.recorder import Recorder
+    from megatron.pipeline.runtime.pipeline import Pipeline
     from megatron.pipeline.trainer import program
 
-    measure, prepare = Recorder.measure, program.prepare
+    measure, prepare, forward_backward = Recorder.measure, program.prepare, Pipeline.forward_backward
     chunks = 1
 
     def prepared(*given: Any) -> Any:
@@ -124,7 +127,13 @@ def train(argv: list[str]) -> int:
             yield
             time.sleep(SLEEPS[str(work.kind)] / (1 if work.kind.is_of_vocabulary else chunks))
 
+    def together(self: Pipeline, **keywords: Any) -> list[Any]:
+        """Rank 0 has written the trace of the iteration before; the others wait for it, which is no part of a makespan."""
+        torch.distributed.barrier()
+        return forward_backward(self, **keywords)
+
     Recorder.measure, program.prepare = sleeping, prepared  # type: ignore[assignment, method-assign]
+    Pipeline.forward_backward = together  # type: ignore[method-assign]
     return program.main(argv)
 
 

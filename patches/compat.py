@@ -2,7 +2,7 @@
 
 A name is in the table if it is private, if a patch replaces it, if it is a helper inside upstream's schedules or optimizers, or
 if a release between 0.14 and 0.19 lacks it. ``patches.install`` checks all names once. Code takes a name by ``get``, and a module
-whose names it replaces by ``module``. ``UNSUPPORTED`` lists settings of upstream that our schedules exclude.
+whose names it replaces by ``module``.
 
 To support another release: add it to ``RELEASES``, correct the rows, and change the code that takes the rows' names.
 """
@@ -202,74 +202,6 @@ NAMES: dict[str, dict[str, Name]] = {
     },
     "megatron.legacy.fused_kernels": {"load": Name("CPU backend: replaced", "0.14-0.16")},
 }
-
-_ORDER = "relies on the order of megatron-core's own schedules"
-_WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
-
-
-class Setting(NamedTuple):
-    """A setting of upstream that our schedules exclude.
-
-    Attributes:
-        reason: completes a sentence that starts with the setting's name.
-        in_config: whether it is refused in a ``TransformerConfig``, too, and not only as a flag of Megatron-LM.
-        neutral: the number that switches it off, beside None, False and "none".
-    """
-
-    reason: str
-    in_config: bool = False
-    neutral: int | None = None
-
-
-UNSUPPORTED: dict[str, Setting] = {
-    "use_torch_fsdp2": Setting(_WEIGHTS),
-    "use_megatron_fsdp": Setting(_WEIGHTS),
-    "use_legacy_models": Setting("builds models that are not megatron-core's"),
-    "yaml_cfg": Setting("replaces all flags, ours too: give flags, or a --config file of flags"),
-    "delay_wgrad_compute": Setting("delays weight gradients within megatron-core's own schedules; ours do so anyway"),
-    "overlap_param_gather_with_optimizer_step": Setting(_ORDER),
-    "hybrid_context_parallel": Setting(_ORDER, in_config=True),
-    "fine_grained_activation_offloading": Setting(
-        f"{_ORDER}; --offload full moves activations as the schedule says", in_config=True
-    ),
-    "defer_embedding_wgrad_compute": Setting(_ORDER),
-    "init_model_with_meta_device": Setting("builds the model without the weights that the placement cuts"),
-    "microbatch_group_size_per_vp_stage": Setting(
-        "belongs to megatron-core's own interleaved schedule; ours have a fixed group: gis as many microbatches as ranks, gis-h "
-        "half as many"
-    ),
-    "moe_paged_stash": Setting(_ORDER, in_config=True),
-    "overlap_dispatch_backward_with_experts_wgrad": Setting(
-        "delays the experts' weight gradients on a stream of its own; W delays them as the schedule says", in_config=True
-    ),
-    "tp_comm_overlap": Setting(
-        "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
-    ),
-    "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
-    "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
-    "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
-    "expert_gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
-    "mlp_chunks_for_training": Setting(
-        "uses a weight several times in one layer, and W computes one gradient of a weight", in_config=True, neutral=1
-    ),
-    "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
-    "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
-    "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
-    "external_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
-    "perform_rl_step": Setting("generates text with megatron-core's own pipeline, which does not know our placements"),
-}
-
-
-def unsupported(settings: Any, in_config: bool = False) -> tuple[str, str] | None:
-    """The first setting that our schedules exclude, and the reason; None if there is none.
-
-    Args:
-        settings: Megatron-LM's flags before their validation, or with ``in_config`` a ``TransformerConfig``.
-    """
-    for name, setting in UNSUPPORTED.items():
-        if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none", setting.neutral):
-            return name, setting.reason
-    return None
 
 
 def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:

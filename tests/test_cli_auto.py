@@ -167,7 +167,7 @@ def test_jitter_is_told(objective: str, tmp_path: Path, capsys: pytest.CaptureFi
     found = expected(planning.plan("zb-h2", 4, 8), planning.Request("zb-h2", 4, 8).problem().costs, 0.3)
     assert (data["jitter"], data["expected_span"], data["expected_makespan"]) == (0.3, found.span, found.makespan)
     value = {"span": found.span, "makespan": found.makespan}[objective]
-    assert f"expected {value:g} {objective} on average where pass times vary by 30%" in " ".join(printed(capsys, plan).split())
+    assert f"expected {value:g} mean {objective} if pass times vary by 30%" in " ".join(printed(capsys, plan).split())
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(data))
     assert told(capsys, f"simulate {path}")["expected_span"] == found.span

@@ -124,7 +124,7 @@ def test_the_report_with_offload(capsys: pytest.CaptureFixture[str]) -> None:
     told = text(f"{PLAN} --offload full --cost D2H=0.5", capsys)
     rows = {line.split("  ")[1]: line for line in told.splitlines() if line.startswith("  ")}
     assert {"memory", "host memory", "moved", "k", "without"} <= rows.keys()
-    assert "the span is then 28.5, and this one 0.0% longer" in rows["without"]
+    assert "span 28.5, this one is 0.0% longer" in rows["without"]
     assert "A100" not in told
 
 

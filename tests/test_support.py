@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import unsupported
 
 from megatron.pipeline import cli
 from megatron.pipeline.cli.support import markdown
@@ -32,10 +32,10 @@ def ids(feature: Feature) -> str:
 def test_a_feature_is_refused_warned_of_or_silent_in_a_launch(feature: Feature) -> None:
     args = on(feature)
     assert (feature in untested(args)) == (feature.launch is Support.UNTESTED)
-    assert (compat.unsupported(args) is not None) == (feature.launch is Support.REFUSED)
+    assert (unsupported.reason(args) is not None) == (feature.launch is Support.REFUSED)
 
 
-@pytest.mark.parametrize("name", compat.UNSUPPORTED)
+@pytest.mark.parametrize("name", unsupported.UNSUPPORTED)
 def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     of_a_feature = {known for feature in FEATURES for known in feature.names}
     without = {  # details of a schedule of upstream's, no features

@@ -109,11 +109,11 @@ def test_private_names_of_upstream_come_from_the_table() -> None:
 
 @pytest.mark.parametrize("setting", ["hybrid_context_parallel", "cuda_graph_impl"])
 def test_settings_without_support_are_refused_as_flags_and_in_configurations(setting: str) -> None:
-    from megatron.pipeline.patches import compat
+    from megatron.pipeline.patches import unsupported
 
     for in_config in (False, True):
-        assert compat.unsupported(Namespace(cuda_graph_impl="none", delay_wgrad_compute=in_config), in_config) is None
-        name, reason = compat.unsupported(Namespace(**{setting: "local"}), in_config)
+        assert unsupported.reason(Namespace(cuda_graph_impl="none", delay_wgrad_compute=in_config), in_config) is None
+        name, reason = unsupported.reason(Namespace(**{setting: "local"}), in_config)
         assert name == setting and "relies on the order of megatron-core's own schedules" in reason
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron.pipeline.record import clock
+from megatron.pipeline.record.recorder import Recorder
+from megatron.pipeline.runtime.turns import Turns
+from megatron.pipeline.schedule.core.passes import Kind, Pass
 
 
 def test_waits_for_a_core_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +47,36 @@ def test_where_the_kernel_says_nothing_it_is_the_plain_time(monkeypatch: pytest.
 
     monkeypatch.setattr(clock.os, "open" if content is None else "pread", nothing)
     assert clock.undisturbed() is time.time
+
+
+def test_what_the_host_computes_between_passes_is_part_of_the_next() -> None:
+    """On a CPU a device waits for it: 20 predictions were 1 to 7 % too short without."""
+    moment, computed = 100.0, 5.0
+    recorder = Recorder((), clock=lambda: moment, host=lambda: computed)
+    for microbatch in range(2):
+        moment += 10.0  # 9 s of them it waits: for a message, or for its turn
+        computed += 1.0
+        with recorder.measure(Pass(Kind.F, microbatch)):
+            moment += 2.0
+            computed += 0.5
+    assert [(one.start, one.end) for one in recorder.record().passes] == [(110.0, 112.0), (121.0, 124.0)]
+
+
+def test_taking_turns_is_not_the_hosts_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = 0.0
+
+    class Parked:
+        def enter(self) -> None:
+            nonlocal computed
+            computed += 8.0
+
+        leave = enter
+
+    monkeypatch.setattr("megatron.pipeline.runtime.turns.time.thread_time", lambda: computed)
+    with (tmp_path / "turns").open("ab") as file:
+        turns = Turns(file)
+        turns.parking = Parked()  # type: ignore[assignment]
+        computed += 1.0
+        with turns.turn():
+            computed += 2.0
+    assert turns.host() == 3.0

@@ -113,8 +113,8 @@ def test_measured_copies(pool: Pool, data: str, tmp_path: Path) -> None:
     lines = max(pool.run(2, profiled, flags), key=len)
     text = "\n".join(lines)
     assert "until they have been measured; up to" in text
-    assert "GB/s to host memory and back, of which" in text and "planned as a tenth slower, k = " in text
-    assert "MiB of a rank go to host memory in an iteration, at most" in text.partition("planned again in")[2]
+    assert "GB/s to host memory and back, " in text and "planned as a tenth slower, k = " in text
+    assert "MiB per rank go to host memory in an iteration, at most" in text.partition("planned again in")[2]
     assert "since then: measured bubble" in text
     costs = Costs.from_json(cache.read_text())
     for seconds in (costs.copies.to_host, costs.copies.to_device):
@@ -215,8 +215,8 @@ def test_the_log_says_what_host_memory_is_for() -> None:
     for name in ("zb-v", "1f1b"):
         args, _, pipeline = program.prepare(f"{flags} {name} --offload full".split(), world_size=2)
         words[name] = offload_in_words(args, pipeline)
-    assert "2 microbatches of a rank go to host memory in an iteration, at most 1.5 are there; on the device" in words["zb-v"]
-    assert "; nothing goes to host memory: no copy there and back would be in time" in words["1f1b"]
+    assert "2 microbatches per rank go to host memory in an iteration, at most 1.5 at a time; peak on the device" in words["zb-v"]
+    assert "; nothing goes to host memory: no copy lowers a rank's peak" in words["1f1b"]
 
 
 def test_planning_again_within_too_little_host_memory() -> None:

@@ -11,13 +11,13 @@ import pytest
 from pool import Pool
 from training.short_runs import metrics, train
 
+from megatron.pipeline.costmodel import origin
 from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
 from megatron.pipeline.runtime.profiling import ITERATIONS
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.trainer import memory as trainer_memory
 from megatron.pipeline.trainer.program import prepare
@@ -76,8 +76,10 @@ def test_numbers_are_those_of_training_and_every_pass_is_measured(
     assert found["iteration_seconds"] == timeline.makespan + found["step_seconds"] and found["step_seconds"] > 0
     assert found["hop_seconds"] == 0.001
     assert found["stock"]["schedule"] in ("1f1b", "interleaved v=2")
-    costs = Costs.from_json((tmp_path / "found" / "costs.json").read_text())
+    costs, of = origin.read((tmp_path / "found" / "costs.json").read_text())
     assert costs.hop == 0.001
+    assert of["hidden_size"] == 32 and of["numbers"] == ("bf16" if "--bf16" in flags else "fp32")
+    assert of["collectives"] == "run"
     assert (tmp_path / "found" / "rehearsal.png").stat().st_size > 10_000
 
 

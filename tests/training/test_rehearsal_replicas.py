@@ -14,6 +14,9 @@ from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, collective_seconds
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.trainer import rehearsal
 
 WHOLE = pytest.mark.whole
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -75,6 +78,30 @@ def test_the_flags_say_how_many_ranks_one_stands_for(flags: str, data: int, shar
     args = parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split())
     validate(args, 2)
     assert (args.data_parallel_size, args.rehearse_share) == (data, share)
+
+
+@pytest.mark.parametrize(
+    ("flags", "collectives"),
+    [
+        ("fake:2", "run"),
+        ("fake --tensor-model-parallel-size 2", "left out"),
+        ("fake --tensor-model-parallel-size 2 --rehearse-hop A100-80GB", "priced"),
+        ("fake:2 --num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", "left out"),
+    ],
+)
+def test_costs_say_whether_they_have_the_time_of_collectives(flags: str, collectives: str) -> None:
+    args = parse(f"{FLAGS} --rehearse --rehearse-replicas {flags}".split())
+    validate(args, 2)
+    assert rehearsal._collectives(args) == collectives
+
+
+def test_ranks_that_share_a_sequence_sum_their_gradients() -> None:
+    args = parse(f"{FLAGS} --rehearse --rehearse-replicas fake --context-parallel-size 2 --rehearse-hop A100-80GB".split())
+    validate(args, 2)
+    assert args.data_parallel_size == 1
+    args.padded_vocab_size = 384
+    seconds = rehearsal._replicas(args, linear(2), Costs((StageCosts(1.0, 1.0, 1.0),) * 2))
+    assert seconds is not None and seconds > 0
 
 
 @pytest.mark.parametrize(

@@ -294,11 +294,11 @@ def test_refusals(given: list[str], expected: str, monkeypatch: pytest.MonkeyPat
         tune_measure.run(options(*given))
 
 
-def stages(*, count: int = 4, weight: float = 2e-3) -> str:
-    """What a rehearsal writes to costs.json, in seconds and bytes."""
+def stages(*, count: int = 4, weight: float = 2e-3, **of: Any) -> str:
+    """What a rehearsal writes to costs.json, in seconds and bytes; ``of``: what it says of the training."""
     inner = StageCosts(4e-3, 6e-3, weight, 8e6, 3e6)
     ends = replace(inner, forward=9e-3, backward=9e-3)
-    return Costs((ends, *[inner] * (count - 2), ends), hop=1e-4).to_json()
+    return json.dumps(Costs((ends, *[inner] * (count - 2), ends), hop=1e-4).fields() | {"of": of})
 
 
 @pytest.mark.parametrize(
@@ -319,12 +319,13 @@ def test_a_rehearsal_has_the_times_of_layers(
         return found(links={"within": base.within})
 
     monkeypatch.setattr(processes, "run", measures)
-    (tmp_path / "costs.json").write_text(stages())
+    (tmp_path / "costs.json").write_text(stages(hidden_size=32, numbers="bf16 fp8 delayed", collectives="priced"))
     path, model = tmp_path / "m.json", [*MODEL, "--num-layers", "8", *flags]
     given = f"-o {path} --rehearsed {tmp_path}/costs.json --ranks 2 --micro-batch-sizes 2 {more}".split()
     tune_measure.run(options(*given, *model))
     assert asked == [()]  # no layer was timed here
     measured = device.read(str(path))
+    assert measured.name.endswith(" fp8 delayed")  # and so no file of times in 16 bits takes these
     args = tune_measure._model(model)
     if words:
         assert estimate.measured_layer(shape(args, Size(1, 2)), measured) is None  # of other experts
@@ -349,6 +350,9 @@ def test_a_rehearsal_has_the_times_of_layers(
         (stages(count=2), "", "--rehearsed: 2 stages, and the first and the last have embedding and output layer besides"),
         (stages(count=3), "", "--rehearsed: 8 layers are not spread evenly over 3 stages: give the model's flags as it was"),
         (stages(weight=0.0), "", "--rehearsed: F, B and W must each take time, and some take none: rehearse a schedule that"),
+        (stages(hidden_size=128), "", "--rehearsed: the file is of --hidden-size 128, not 32: give the flags of its training"),
+        (stages(micro_batch_size=4), "", "the file is of --micro-batch-size 4, not 1"),
+        (stages(collectives="left out"), "", "what they exchange took no time: rehearse with --rehearse-hop and the name"),
         (stages(), "--tensor 1,2", "--rehearsed is of one size: give one number with --tensor"),
         (stages(), "--expert 1,2", "--rehearsed is of one size: give one number with --expert"),
         (

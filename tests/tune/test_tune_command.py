@@ -50,8 +50,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_table_has_the_best_and_stock(searched: tuple[Path, str]) -> None:
     directory, text = searched
-    assert text.startswith("0.537 billion parameters on 4 x A100-80GB, 4 a node; 32 samples of 2048 tokens an iteration\n")
-    assert re.search(r"^\d+ trainings planned, \d+ known to be slower; \d+ do not fit$", text, re.M)
+    assert text.startswith("0.537 billion parameters on 4 x A100-80GB, 4 per node; 32 samples of 2048 tokens per iteration\n")
+    assert re.search(r"^\d+ trainings planned, \d+ skipped as slower; \d+ do not fit$", text, re.M)
     assert text.count("tokens/s    MFU") == 2
     assert re.search(r"^the best is \+\d+\.\d% against stock's$", text, re.M)
     for name in ("best.yaml", "second.yaml", "third.yaml", "stock.yaml", "throughput.png", "report.json"):
@@ -95,7 +95,7 @@ def test_what_is_written_runs_as_it_is(searched: tuple[Path, str]) -> None:
         assert found.args.data_parallel_size == row["dp"] and found.microbatches == row["microbatches"]
         assert found.fullest.total == pytest.approx(row["bytes"]["total"], rel=0.01)
         first, second = (directory / f"{name}.yaml").read_text().splitlines()[:2]
-        assert first.startswith("# Found by mpipe tune for 4 x A100-80GB, 4 a node: ")
+        assert first.startswith("# Found by mpipe tune for 4 x A100-80GB, 4 per node: ")
         assert second.startswith(f"# Predicted: {row['tokens_per_second']:.0f} tokens/s, ")
 
 
@@ -155,7 +155,7 @@ def test_a_stock_that_cannot_interleave_is_told(capsys: pytest.CaptureFixture[st
         ),
         (
             [*BATCH, *FOUR, "--work", "1", "--pipeline", "4", "--schedules", "v-auto", "--processes", "1"],
-            r"nothing that fits was found with --work 1, and \d+ trainings are left: give more, or leave fewer to try with",
+            r"nothing that fits was found with --work 1, and \d+ trainings were not planned: raise it, or restrict the search",
         ),
         (
             [*BATCH, *"--gpus 8 --gpu A100-80GB --pipeline 8 --num-layers 4 --tensor 1".split()],

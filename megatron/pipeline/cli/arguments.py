@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import memory_size, positive_int
 from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
@@ -19,6 +19,8 @@ from megatron.pipeline.planning.document import GOAL, read_text
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
+
+T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -133,8 +135,8 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         "--objective",
         choices=[str(objective) for objective in Objective],
         default=default,
-        help=f"what is to be short: the makespan, from the first pass of all ranks to the last of all (default{own}), or the "
-        "span, the longest of any rank from its first pass to its last, which is what an iteration takes with --post-validation",
+        help=f"what to minimise: the makespan, from the first pass on any rank to the last (default{own}), or the span, the "
+        "longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
     )
     case = "the expected span and makespan are printed, and families that search plan for"
     flags.add_argument(
@@ -276,12 +278,21 @@ def _float(text: str) -> float:
 
 def costs_file(path: str) -> Costs:
     """An argument type for a file with the costs of every stage."""
+    return read_costs(path, Costs.from_json)
+
+
+def read_costs(path: str, read: Callable[[str], T]) -> T:
+    """What ``read`` makes of a file's text.
+
+    Raises:
+        argparse.ArgumentTypeError: with the name of the file.
+    """
     try:
         text = read_text(path)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     try:
-        return Costs.from_json(text)
+        return read(text)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 

@@ -213,6 +213,7 @@ def report(prediction: Prediction) -> dict[str, Any]:
         "tp": args.tensor_model_parallel_size,
         "cp": args.context_parallel_size,
         "dp": args.data_parallel_size,
+        "vocab_parallel": args.vocab_parallel,
         "microbatches": prediction.microbatches,
         "parameters": total_parameters(Shape.of(args), not args.untie_embeddings_and_output_weights),
         "transformer_impl": args.transformer_impl,
@@ -263,7 +264,7 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
         parts.append(
             f"does not fit into {size}: the fullest rank needs {fullest:.1f} GiB. "
             + (
-                f"What would, by its fullest rank:\n{would}"
+                f"What would fit, and the fullest rank's memory:\n{would}"
                 if would
                 else "No flag that saves memory would help: take more ranks."
             )

@@ -69,7 +69,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    check_output(options)
+    check_output(options, drawn=True)
     request = requested(options)
     with Progress("planning schedules") as progress:
         planned, choice = best(request, progress=progress)

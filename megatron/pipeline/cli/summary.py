@@ -35,22 +35,22 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     def add(name: str, value: Any, meaning: str) -> None:
         rows.append((name, f"{value:g}", meaning))
 
-    all_ranks = "from the first pass of all to the last of all"
+    all_ranks = "from the first pass on any rank to the last"
     add("makespan", data["makespan"], f"bubble {data['makespan_bubble_rate']:.1%}, {all_ranks}")
-    add("span", data["span"], f"bubble {data['bubble_rate']:.1%}, from a rank's first pass to its last")
+    add("span", data["span"], f"bubble {data['bubble_rate']:.1%}, the longest from a rank's first pass to its last")
     order = f"no order {within(held, unit)} has a shorter {kind} on this placement"
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     if "jitter" in data:
-        add("expected", data[f"expected_{kind}"], f"{kind} on average where pass times vary by {data['jitter']:.0%}")
+        add("expected", data[f"expected_{kind}"], f"mean {kind} if pass times vary by {data['jitter']:.0%}")
     if exact and exact["proven"]:
         memory = "of any memory" if limit is None else within(limit, unit)
         add("optimum", exact["value"], f"proven: no order {memory} is shorter; this one is {exact['gap']:z.1%} above")
     elif exact:
         add("best found", exact["value"], f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
-    add("memory", max(peaks), f"{unit.strip() or 'activations'} at most; by rank {' '.join(f'{peak:g}' for peak in peaks)}")
+    add("memory", max(peaks), f"{_most(unit)}; by rank {' '.join(f'{peak:g}' for peak in peaks)}")
     if "balance" in data:
         split, value = data["balance"], data[f"expected_{kind}" if "jitter" in data else kind]
-        even = "of the even split, which does not fit into the limit"
+        even = "the even split does not fit into the limit"
         if split["even"] is not None:
             shorter = 1 - value / split["even"] if split["even"] else 0.0
             even = f"{kind} of the even split; this one is {shorter:z.1%} shorter"
@@ -61,7 +61,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         found = data["overlap"]
         share = found["exposed"] / found["communication"] if found["communication"] else 0.0
         words = (
-            f"{share:.0%} of the {found['communication']:g} that a rank is in all-to-alls, on average; {found['braids']} braids"
+            f"{share:.0%} of the {found['communication']:g} that a rank spends in all-to-alls (mean); {found['braids']} braids"
         )
         add("exposed", found["exposed"], words)
     if "offload" in data:
@@ -71,7 +71,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         add("limit", limit, f"{why} {data['sustaining_limit']:g}{unit}")
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
-    spread = f", vocabulary spread ({data['vocab_parallel']})" if data.get("vocab_parallel") else ""
+    spread = f", --vocab-parallel {data['vocab_parallel']}" if data.get("vocab_parallel") else ""
     title = f"{data['schedule']}: {counted(data['pp'], 'rank')}{chunks}, {counted(data['microbatches'], 'microbatch')}{spread}"
     table = "\n".join(f"  {name:<12}{value:>{wide}}  {meaning}" for name, value, meaning in rows)
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
@@ -80,6 +80,11 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
 def _unit(data: dict[str, Any]) -> str:
     """What memory is counted in: costs of every stage, from a file, may count it in any unit."""
     return "" if "stage_costs" in data else " microbatches"
+
+
+def _most(unit: str) -> str:
+    """What stands behind a peak of memory."""
+    return f"{unit} on the fullest rank".strip()
 
 
 def _bound(data: dict[str, Any]) -> tuple[float, float]:
@@ -104,7 +109,7 @@ def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
     longer = data["span"] / offload["span_without"] - 1 if offload["span_without"] else 0.0
 
     def amounts(name: str) -> tuple[str, str]:
-        return f"{max(offload[name]):.4g}", f"{unit.strip() or 'activations'} at most; by rank {listed(offload[name])}"
+        return f"{max(offload[name]):.4g}", f"{_most(unit)}; by rank {listed(offload[name])}"
 
     def listed(values: Sequence[float]) -> str:
         return " ".join(f"{value:.4g}" for value in values)
@@ -112,9 +117,9 @@ def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
     (most, by_rank), moved = amounts("peak_without"), listed(offload["moved"])
     return [
         ("host memory", *amounts("host_peak")),
-        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{unit} in an iteration"),
-        ("k", f"{offload['k']:.3g}", f"D2H and H2D of a rank's microbatch, over its F, B and W{mode}"),
-        ("without", most, f"{by_rank}; the span is then {offload['span_without']:g}, and this one {longer:z.1%} longer"),
+        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{unit} per iteration"),
+        ("k", f"{offload['k']:.3g}", f"time of D2H and H2D over that of F, B and W, per microbatch of a rank{mode}"),
+        ("without", most, f"{by_rank}; span {offload['span_without']:g}, this one is {longer:z.1%} longer"),
     ]
 
 
@@ -152,8 +157,11 @@ def write(data: dict[str, Any], text: Callable[[], str], options: argparse.Names
         print(content)
 
 
-def check_output(options: argparse.Namespace) -> None:
+def check_output(options: argparse.Namespace, drawn: bool = False) -> None:
     """Refuse to ``put`` a report into a file that is named as if it were something else, before any work is done.
+
+    Args:
+        drawn: whether ``mpipe draw`` and ``mpipe export`` read the report.
 
     Raises:
         ValueError: the file is not named .json or .txt, or its directory is not there.
@@ -161,10 +169,8 @@ def check_output(options: argparse.Namespace) -> None:
     path = options.output
     _check_directory(path)
     if path and (Path(path).suffix not in (".json", ".txt") or path.endswith(".trace.json")):
-        raise ValueError(
-            f"cannot write {path}: the file name must end in .json or .txt; from a .json file, mpipe export writes .csv and "
-            ".trace.json, and mpipe draw writes .png, .svg and .html"
-        )
+        others = "; from a .json file, mpipe export writes .csv and .trace.json, and mpipe draw writes .png, .svg and .html"
+        raise ValueError(f"cannot write {path}: the file name must end in .json or .txt{others if drawn else ''}")
 
 
 def check_suffix(path: str | None, suffixes: Sequence[str]) -> str | None:

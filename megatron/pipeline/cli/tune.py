@@ -137,8 +137,8 @@ def _searched(layouts: Layouts, options: argparse.Namespace) -> tuple[SearchResu
         if not ours.results and ours.left_out:
             limit = f"--seconds {options.seconds}" if ours.stopped else f"--work {options.work}"
             raise ValueError(
-                f"nothing that fits was found with {limit}, and {ours.left_out} trainings are left: give more, "
-                "or leave fewer to try with --tensor, --pipeline, --micro-batch-sizes and --schedules"
+                f"nothing that fits was found with {limit}, and {ours.left_out} trainings were not planned: raise it, "
+                "or restrict the search with --tensor, --pipeline, --micro-batch-sizes and --schedules"
             )
         if not ours.results:
             raise ValueError(_fits_nowhere(layouts, ours))
@@ -267,16 +267,16 @@ def _layout(result: Result) -> str:
 def _text(contents: dict[str, Any], cluster: Cluster, ours: SearchResult, stock: SearchResult) -> str:
     title = (
         f"{contents['parameters'] / 1e9:.3g} billion parameters on {_cluster_name(cluster)}; "
-        f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens an iteration\n"
-        f"{contents['planned']} trainings planned, {contents['slower']} known to be slower; {contents['misfits']} do not fit"
+        f"{contents['global_batch_size']} samples of {contents['seq_length']} tokens per iteration\n"
+        f"{contents['planned']} trainings planned, {contents['slower']} skipped as slower; {contents['misfits']} do not fit"
     )
     if contents["left_out"]:
         why = (
-            "--seconds was over: another run may find others"
+            "--seconds ended the search: another run may find others"
             if contents["stopped"]
-            else "--work was used up: more of it plans them"
+            else "--work was used up: raise it to plan them"
         )
-        title += f"; {contents['left_out']} were left out when {why}"
+        title += f"; {contents['left_out']} were skipped when {why}"
     best, under = ours.best(), stock.best(3)
     parts = [title, _table(best)]
     if under:
@@ -305,7 +305,7 @@ def _not_interleaved(stock: Candidate) -> str:
 
 
 def _cluster_name(cluster: Cluster) -> str:
-    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} a node"
+    return f"{cluster.gpus} x {cluster.device.name}, {cluster.per_node} per node"
 
 
 def _table(results: list[Result]) -> str:

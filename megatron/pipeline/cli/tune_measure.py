@@ -10,10 +10,10 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import costs_file, whole_numbers
+from megatron.pipeline.cli.arguments import read_costs, whole_numbers
 from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
-from megatron.pipeline.costmodel import activations, device
+from megatron.pipeline.costmodel import activations, device, origin
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.trainer import atomic
@@ -58,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rehearsed",
-        type=costs_file,
+        type=_rehearsed_file,
         metavar="FILE",
         help="costs.json of a rehearsal (mpipe rehearse) of this model: its stages' seconds count, and no layer is timed here; "
         "--tensor, --expert and --micro-batch-sizes, one number each, are those that it had (those of the model's flags)",
@@ -98,6 +98,8 @@ def run(options: argparse.Namespace) -> None:
     if known:
         found = replace(found, timings=(known,))
     measured = outcome.make(found, args, base, " ".join(["mpipe", *map(shlex.quote, sys.argv[1:])]))
+    if known:  # times in FP8 are those of a machine of another name: they never join a file of times in 16 bits
+        measured = replace(measured, name=" ".join([measured.name, *origin.quantized(options.rehearsed.of)]))
     kept = outcome.merged(before, measured, path)
     atomic.write_text(path, kept.to_json())
     print(text(found, args, measured))
@@ -163,6 +165,7 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
     if expert > 1 and not model.num_experts:
         raise ValueError(f"--expert {expert} is for a model with --num-experts: leave it out")
     candidates(model, (tensor,), (samples,))
+    costs, of = options.rehearsed
     if model.num_experts and tensor > 1:
         raise ValueError(
             f"--rehearsed with experts and --tensor {tensor}: a costs file does not say whether the experts were cut, too: "
@@ -170,9 +173,15 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
         )
     model.expert_model_parallel_size = expert if model.num_experts else 1
     try:
-        return rehearsed.timing(options.rehearsed, model.num_layers, Size(tensor, samples))
+        origin.check(of, model, tensor, model.expert_model_parallel_size, samples)
+        return rehearsed.timing(costs, model.num_layers, Size(tensor, samples))
     except ValueError as error:
         raise ValueError(f"--rehearsed: {error}") from None
+
+
+def _rehearsed_file(path: str) -> origin.Rehearsed:
+    """An argument type for a costs file that may say which training it is of."""
+    return read_costs(path, origin.read)
 
 
 def _ranks(wanted: int | None) -> int:

@@ -143,8 +143,8 @@ _NEW = {
         add("--pipeline-p2p",
             "start the sends and receives between two passes one by one, or together", ["single", "batched"], "single"),
         add("--pipeline-max-ctas",
-            "NCCL: at most this many thread blocks, and so SMs of a GPU, for a message or a collective of the vocabulary. They "
-            "wait on them for the other rank; NCCL's own choice if not given", positive_int, metavar="N"),
+            "limit of NCCL's thread blocks, and so of SMs, for a message or a collective of the vocabulary, which occupies them "
+            "while it waits for the other rank; NCCL's own choice if not given", positive_int, metavar="N"),
         files("--pipeline-trace", "write the measured timeline of every logged iteration here", str, metavar="DIR"),
         schedule("--recompute-fused-backward",
             "B also computes the weight gradients of what it recomputes: less memory, but less W to fill gaps"),
@@ -167,10 +167,10 @@ _NEW = {
     ],
     "vocabulary layers": [
         schedule("--vocab-parallel",
-            "shard embedding and output layer over all pipeline ranks: with 2 a rank holds one microbatch more, with 1 two "
-            "more; with interlaced all ranks stop for them", [OFF, "1", "2", "interlaced"], OFF),
+            "shard embedding and output layer over all pipeline ranks: 2 adds one microbatch to each rank's memory, 1 adds two; "
+            "interlaced stops all ranks for them", [OFF, "1", "2", "interlaced"], OFF),
         schedule("--layer-redistribution",
-            "the stages with embedding and output layer get fewer transformer layers, by as many as these cost"),
+            "give the stages with embedding and output layer fewer transformer layers, according to their cost"),
         detail("--vocab-logits-limit",
             "with --vocab-parallel: if a rank's logits take more in float32 than this, such as 256MiB, compute them in parts, "
             "and again for their gradient", memory_size, metavar="SIZE"),
@@ -184,11 +184,11 @@ _NEW = {
     ],
     "activations in host memory": [
         schedule("--offload",
-            "copy activations to host memory while ranks compute: full, all that costs no time; selective, at most half, "
-            "those that are kept longest", [OFF, "selective", "full"], OFF),
+            "copy activations to host memory while ranks compute: full, all whose copies are hidden; selective, at most half, "
+            "the longest-lived", [OFF, "selective", "full"], OFF),
         schedule("--offload-profile",
             "measure passes, bytes and copies in the first iterations, and plan again: --pipeline-costs profile"),
-        schedule("--offload-host-memory", "the most host memory per rank, such as 64GiB", memory_size, metavar="SIZE"),
+        schedule("--offload-host-memory", "limit of host memory per rank, such as 64GiB", memory_size, metavar="SIZE"),
         detail("--offload-min-size", "keep smaller tensors on the device; 64KiB if not given", memory_size, metavar="SIZE"),
         detail("--no-offload-numa-binding",
             "leave every rank on all CPUs, instead of those next to its GPU", clears="offload_numa_binding"),
@@ -197,9 +197,9 @@ _NEW = {
     ],
     "optimizer steps ahead": [
         schedule("--post-validation",
-            "step before other stages' gradients are known, and roll back if that was wrong: iterations interlock"),
+            "step before the global gradient norm is known, and roll back on overflow or clipping, so that iterations overlap"),
         schedule("--post-validation-when",
-            "only while it is measured to pay (when not given), or from the first step on", ["measured", "always"]),
+            "only while measurements show a gain (when not given), or from the first step on", ["measured", "always"]),
         schedule("--post-validation-copy",
             "where to keep the copy that a roll-back restores; device when not given", ["device", "host"]),
     ],
@@ -225,7 +225,7 @@ _MEGATRON = {
         add("--norm-epsilon", "epsilon of the normalisation", not_negative, 1e-5, dest="layernorm_epsilon"),
         add("--qk-layernorm", "normalise queries and keys"),
         add("--disable-bias-linear", "no biases in the linear layers", clears="add_bias_linear"),
-        add("--add-qkv-bias", "biases in the QKV projection even so"),
+        add("--add-qkv-bias", "biases in the QKV projection, also with --disable-bias-linear"),
         add("--untie-embeddings-and-output-weights", "separate weights for embedding and output layer"),
         add("--make-vocab-size-divisible-by", "pad the vocabulary to a multiple of this", positive_int, 128),
         add("--mtp-num-layers", "multi-token prediction layers: each predicts one token further", positive_int),
@@ -279,7 +279,7 @@ _MEGATRON = {
         add("--moe-ffn-hidden-size", "width of an expert; --ffn-hidden-size when not given", positive_int),
         add("--moe-shared-expert-intermediate-size", "width of the experts that see every token", positive_int),
         add("--moe-grouped-gemm", "all experts of a rank in one product"),
-        add("--moe-router-topk", "experts of a token", positive_int, 2),
+        add("--moe-router-topk", "experts per token", positive_int, 2),
         add("--moe-router-score-function", "score of an expert", ["softmax", "sigmoid"], "softmax"),
         add("--moe-router-pre-softmax", "softmax over all experts, before the choice"),
         add("--moe-router-dtype", "precision of the router; the model's when not given", ["fp32", "fp64"]),
@@ -292,7 +292,7 @@ _MEGATRON = {
         add("--moe-z-loss-coeff", "weight of the loss that keeps the router's logits small", positive_float),
         add("--moe-router-enable-expert-bias", "balance by a bias that follows the experts' load"),
         add("--moe-router-bias-update-rate", "change of that bias per iteration", positive_float, 1e-3),
-        add("--moe-token-dispatcher-type", "how tokens travel", ["allgather", "alltoall"], "allgather"),
+        add("--moe-token-dispatcher-type", "how tokens are dispatched to experts", ["allgather", "alltoall"], "allgather"),
         schedule("--overlap-moe-expert-parallel-comm", "all-to-alls of experts behind another microbatch's layers"),
         add("--moe-expert-capacity-factor", "tokens of an expert over their mean; others are dropped", positive_float),
         add("--moe-pad-expert-input-to-capacity", "pad the tokens of every expert to its capacity"),
@@ -314,13 +314,13 @@ _MEGATRON = {
         add("--weight-decay", "weight decay", not_negative, 0.01),
         add("--start-weight-decay", "weight decay at the start, when it grows", not_negative),
         add("--end-weight-decay", "weight decay at the end, when it grows", not_negative),
-        add("--weight-decay-incr-style", "how it grows", ["constant", "linear", "cosine"], "constant"),
+        add("--weight-decay-incr-style", "how weight decay grows", ["constant", "linear", "cosine"], "constant"),
         add("--clip-grad", "largest gradient norm; 0 does not clip", not_negative, 1.0),
     ],
     "learning rate": [
         add("--lr", "largest learning rate", positive_float),
         add("--min-lr", "smallest learning rate after the warm-up", not_negative, 0.0),
-        add("--lr-decay-style", "how it falls", ["constant", "linear", "cosine", "inverse-square-root", "WSD"], "linear"),
+        add("--lr-decay-style", "how the rate falls", ["constant", "linear", "cosine", "inverse-square-root", "WSD"], "linear"),
         length("--lr-decay-iters", "iterations until --min-lr; --train-iters when not given", positive_int),
         add("--lr-wsd-decay-style", "WSD's fall", ["exponential", "linear", "cosine", "minus_sqrt"], "exponential"),
         add("--lr-wsd-decay-iters", "iterations of the fall of WSD", positive_int),
@@ -342,7 +342,7 @@ _MEGATRON = {
         add("--accumulate-allreduce-grads-in-fp32", "sum and reduce gradients in float32"),
         add("--fp16-lm-cross-entropy", "cross entropy in fp16"),
         add("--no-check-for-nan-in-loss-and-grad",
-            "go on when the loss or a gradient is not a number", clears="check_for_nan_in_loss_and_grad"),
+            "continue when the loss or a gradient is not a number", clears="check_for_nan_in_loss_and_grad"),
     ],
     "recomputation": [
         memory("--recompute-activations", "the same as --recompute-granularity selective"),
@@ -386,7 +386,7 @@ _MEGATRON = {
     "logging": [
         length("--log-interval", "iterations between log lines", positive_int, 100),
         add("--log-throughput", "log TFLOP/s per GPU"),
-        add("--timing-log-level", "0 logs no times of parts, 2 all of them", [0, 1, 2], 0),
+        add("--timing-log-level", "0 logs no timers, 2 all of them", [0, 1, 2], 0),
         add("--timing-log-option", "which ranks' times", ["max", "minmax", "all"], "minmax"),
         files("--tensorboard-dir", "write a TensorBoard log here", str, metavar="DIR"),
         add("--tensorboard-log-interval", "iterations between points", positive_int, 1),
@@ -394,7 +394,7 @@ _MEGATRON = {
     "checkpoints": [
         files("--save", "write checkpoints here: at the end, on SIGTERM, and every --save-interval", str, metavar="DIR"),
         files("--save-interval", "iterations between checkpoints", positive_int),
-        files("--load", "go on from the checkpoint here, of Megatron-LM too; start anew if there is none", str, metavar="DIR"),
+        files("--load", "resume from this checkpoint, also of Megatron-LM; start anew if there is none", str, metavar="DIR"),
         files("--exit-on-missing-checkpoint", "end with exit code 2 if --load has no checkpoint"),
         add("--ckpt-format", "how checkpoints are written", ["torch_dist"], "torch_dist"),
         add("--no-save-optim", "do not save the optimizer"),

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import tempfile
 from argparse import Namespace
-from pathlib import Path
 
 import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
 from megatron.pipeline.flags.validation_experts import check_experts, check_overlap, check_prediction
+from megatron.pipeline.flags.validation_files import check_checkpoints, check_data, check_outputs
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
 from megatron.pipeline.flags.validation_quantized import check_quantized
@@ -20,8 +19,6 @@ from megatron.pipeline.flags.validation_rehearsal import check_rehearsal, rehear
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
-
-DEFAULT_SPLIT = "969,30,1"
 
 
 def validate(args: Namespace, world_size: int) -> None:
@@ -44,8 +41,8 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_learning_rate(args)
     _check_precision(args)
     _check_recompute(args)
-    _check_data(args)
-    _check_checkpoints(args)
+    check_data(args)
+    check_checkpoints(args)
     _check_post_validation(args)
     check_new_flags(args)
     check_overlap(args)
@@ -67,7 +64,7 @@ def check_new_flags(args: Namespace) -> None:
     check_rehearsal(args)
     _check_timeouts(args)
     _check_timers(args)
-    _check_outputs(args)
+    check_outputs(args)
 
 
 def batch_sizes(args: Namespace) -> list[int]:
@@ -317,36 +314,6 @@ def _check_recompute(args: Namespace) -> None:
         )
 
 
-def _check_data(args: Namespace) -> None:
-    per_split = any((args.train_data_path, args.valid_data_path, args.test_data_path))
-    sources = bool(args.mock_data) + bool(args.data_path) + per_split
-    if sources != 1:
-        raise ValueError(
-            f"{'no' if not sources else 'more than one'} data source: give --data-path, --train-data-path (and so on) "
-            "or --mock-data"
-        )
-    if per_split and not args.train_data_path:
-        raise ValueError("--valid-data-path and --test-data-path need --train-data-path")
-    if per_split and args.split:
-        raise ValueError("--split cuts --data-path; --train-data-path, --valid-data-path and --test-data-path are cut already")
-    if not per_split:
-        args.split = args.split or DEFAULT_SPLIT
-        _check_split(args.split)
-    if args.tokenizer_type is None:
-        raise ValueError("missing --tokenizer-type: NullTokenizer needs --vocab-size, ByteLevelTokenizer nothing else")
-
-
-def _check_split(split: str) -> None:
-    try:
-        shares = [float(share) for share in split.split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < math.inf for share in shares) or shares[0] <= 0:
-        raise ValueError(
-            f"--split {split}: expected up to three shares of at least 0, the first above 0, such as {DEFAULT_SPLIT}"
-        )
-
-
 def _check_timeouts(args: Namespace) -> None:
     """The hang report must come before the communication backend gives up without one."""
     backend = 60 * args.distributed_timeout_minutes
@@ -367,36 +334,3 @@ def _check_timers(args: Namespace) -> None:
             f"on their way, and --pipeline-costs {PROFILE} (--offload-profile) would take that for the pass: take "
             "--timing-log-level 1, or profile in a run without it"
         )
-
-
-def _check_outputs(args: Namespace) -> None:
-    """Directories that cannot be written are found now rather than at the first checkpoint or metric."""
-    files = {"--metrics": args.metrics, "--pipeline-costs-cache": args.pipeline_costs_cache}
-    for flag, file in files.items():
-        if file and Path(file).is_dir():
-            raise ValueError(f"{flag} {file} is a directory: name a file")
-    if args.pipeline_costs_cache and args.pipeline_costs != PROFILE:
-        raise ValueError(f"--pipeline-costs-cache is where --pipeline-costs {PROFILE} writes: give both, or neither")
-    directories = {
-        flag_of(name): getattr(args, name) for name in ("save", "tensorboard_dir", "pipeline_trace", "data_cache_path")
-    }
-    if args.rehearse:
-        directories["--rehearse-dir"] = args.rehearse_dir
-    directories |= {flag: str(Path(file).parent) for flag, file in files.items() if file}
-    for flag, directory in directories.items():
-        if directory is None:
-            continue
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError as error:
-            raise ValueError(f"{flag}: cannot write into {directory} ({error.strerror}): choose another directory") from None
-
-
-def _check_checkpoints(args: Namespace) -> None:
-    if args.save_interval and not args.save:
-        raise ValueError(f"--save-interval {args.save_interval} needs --save DIR")
-    loading = given(args, "finetune", "exit_on_missing_checkpoint")
-    if loading and not args.load:
-        raise ValueError(f"{loading[0]} needs --load DIR")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import compat, unsupported
 
 from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
@@ -71,7 +71,7 @@ def check_validated(args: Namespace) -> None:
 
 
 def _check_settings(args: Namespace, in_config: bool = False) -> None:
-    if refused := compat.unsupported(args, in_config):
+    if refused := unsupported.reason(args, in_config):
         name, why = refused
         raise ValueError(f"{_flag(name)} {why}: leave it out, or take --pipeline-schedule stock")
 
@@ -83,7 +83,7 @@ def check_source(args: Namespace) -> None:
         ValueError: says what to give in its place.
     """
     if getattr(args, "yaml_cfg", None) is not None:
-        raise ValueError(f"--yaml-cfg {compat.UNSUPPORTED['yaml_cfg'].reason}")
+        raise ValueError(f"--yaml-cfg {unsupported.UNSUPPORTED['yaml_cfg'].reason}")
 
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_te_version
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import unsupported
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.backward.linear import mark_accumulated
@@ -53,10 +53,10 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     communication: upstream's only use of it, and not ours.
 
     Raises:
-        ValueError: as ``check_version``, or ``compat.UNSUPPORTED`` has a setting, such as ``tp_comm_overlap``.
+        ValueError: as ``check_version``, or ``unsupported.UNSUPPORTED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    if refused := compat.unsupported(config, in_config=True):
+    if refused := unsupported.reason(config, in_config=True):
         setting, reason = refused
         raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
     config.delay_wgrad_compute = True

@@ -81,10 +81,15 @@ class Recorder:
         count: on a GPU, too, what is held at the end of passes is counted by an ``ActivationMeter``: the allocator's numbers
             include messages. That takes the host some microseconds for each tensor that autograd saves.
         clock: times passes and waits on a CPU, in seconds.
+        host: seconds that this thread has computed. If given, what it has computed since the pass before (messages posted, losses
+            summed) belongs to a pass on a CPU, which starts that much earlier. On a GPU the host does it while passes run.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], count: bool = False, clock: Clock = time.time) -> None:
-        self._clock = clock
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], count: bool = False, clock: Clock = time.time, host: Clock | None = None
+    ) -> None:
+        self._clock, self._host = clock, host
+        self._host_before: float | None = None  # at the end of the last pass
         self._passes: list[tuple[Pass, Any, Any, int]] = []
         self._waits: list[tuple[Message | Collective | Pass, Any, Any]] = []
         self._copies: list[tuple[Pass, Any, Any]] = []
@@ -102,12 +107,17 @@ class Recorder:
         """Time a pass; if it is a forward, count what it saves."""
         with self._range(work):
             start = self._mark()
+            if self._host and not self._on_gpu:
+                now = self._host()
+                start -= now - (now if self._host_before is None else self._host_before)
             if self._meter and work.kind in (Kind.F, Kind.R):
                 with self._meter.saving():
                     yield
             else:
                 yield
             self._passes.append((work, start, self._mark(), self._held()))
+            if self._host:
+                self._host_before = self._host()
 
     @contextmanager
     def wait(self, message: Message | Collective | Pass) -> Iterator[None]:

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
-from megatron.pipeline.patches import compat
+from megatron.pipeline.patches import compat, unsupported
 
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
@@ -141,7 +141,7 @@ class Call:
             )
         if self.config.overlap_moe_expert_parallel_comm and not self.forward_only:
             self._check_layer_plans(schedule)
-        if refused := compat.unsupported(self.config, in_config=True):
+        if refused := unsupported.reason(self.config, in_config=True):
             setting, reason = refused
             raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
 

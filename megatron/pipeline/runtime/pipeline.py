@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, cached_property, lru_cache, partial
@@ -216,8 +215,8 @@ class Pipeline(Plans):
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
         chunks = model if isinstance(model, list) else [model]
-        clock = self._turns().clock if self._turns else time.time
-        recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes, clock)
+        clocks = (self._turns().clock, self._turns().host) if self._turns else ()
+        recorder = Recorder((parameter for chunk in chunks for parameter in chunk.parameters()), self.counts_bytes, *clocks)
         self._measured = recorder, plan
         return recorder
 

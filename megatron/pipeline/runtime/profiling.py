@@ -88,6 +88,6 @@ def _copies_in_words(costs: Costs) -> str:
     speeds = " and ".join(f"{probe.MARGIN / seconds / 1e9:.4g}" for seconds in (copies.to_host, copies.to_device))
     shared = f", {copies.shared:.0%} with all {copies.switch} ranks of a machine" if copies.switch > 1 else ""
     return (
-        f"; copies {speeds} GB/s to host memory and back, of which {copies.both:.0%} remain with both at once{shared}: planned "
+        f"; copies {speeds} GB/s to host memory and back, {copies.both:.0%} of that in both directions at once{shared}; planned "
         f"as a tenth slower, k = {costs.k():.3g}"
     )

@@ -73,7 +73,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     pipeline.agree()  # a rank with other flags may have refused what the others took
     old, limited = _measured(pipeline, recent), pipeline.settings.host_limit is not None
     if error:
-        yield [*lines, f" WARNING: {pipeline.name} is not planned again, and goes on as it is: {error}", f" {old}"]
+        yield [*lines, f" WARNING: {pipeline.name} is not planned again, and keeps its schedule: {error}", f" {old}"]
         return
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "

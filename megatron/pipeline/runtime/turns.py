@@ -11,6 +11,7 @@ import fcntl
 import os
 import socket
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -40,6 +41,7 @@ class Turns:
 
     Attributes:
         clock: times what runs in a turn: what other processes of the machine take away does not count.
+        host: seconds that this thread has computed, less what its turns take to begin and to end.
         parking: moves this rank's weights away between its turns; None to leave them on the device.
     """
 
@@ -49,6 +51,10 @@ class Turns:
         self.clock = undisturbed()
         self.parking: Parking | None = None
         self._has_turn = False
+        self._around = 0.0  # seconds of the thread
+
+    def host(self) -> float:
+        return time.thread_time() - self._around
 
     @classmethod
     def open(cls) -> Turns:
@@ -81,15 +87,26 @@ class Turns:
         if self._has_turn:
             yield
             return
-        self._begin()
+        with self._not_counted():
+            self._begin()
         try:
             yield
-            if torch.cuda.is_available():
-                torch.cuda.current_stream().synchronize()
-            self._park()
-            self._meet()
+            with self._not_counted():
+                if torch.cuda.is_available():
+                    torch.cuda.current_stream().synchronize()
+                self._park()
+                self._meet()
         finally:
-            self._end()
+            with self._not_counted():
+                self._end()
+
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        before = time.thread_time()
+        try:
+            yield
+        finally:
+            self._around += time.thread_time() - before
 
     def park(self, chunks: Sequence[torch.nn.Module], optimizer: Any, config: Any) -> None:
         """From here on what ``state_of`` lists is on the device in this rank's turns alone.

@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.pipeline.costmodel.links import Links, collective_seconds
+from megatron.pipeline.costmodel.origin import described
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.model.layout import decoder_layers
@@ -85,7 +86,7 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
 
     Ranks are those of a GPT with the flags' sizes, and parameters those of the rank that has most.
     """
-    if args.data_parallel_size == 1:
+    if args.data_parallel_size * args.context_parallel_size == 1:
         return 0.0
     if args.rehearse_links is None:
         return None
@@ -98,13 +99,21 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
     return replica_seconds(args, args.rehearse_links, max(counts, key=lambda count: count.total), forward, backward)
 
 
+def _collectives(args: Namespace) -> str:
+    """How collectives within passes were timed, for ``described``."""
+    replicas_alone = args.rehearse_share == args.data_parallel_size and args.expert_model_parallel_size == 1
+    if args.rehearse_share == 1 or replicas_alone:
+        return "run"
+    return "left out" if args.rehearse_links is None else "priced"
+
+
 def _write(args: Namespace, found: Rehearsal) -> list[str]:
     """Write the files on rank 0 of the world; returns lines that say where they are, on every rank."""
     folder, absent = Path(args.rehearse_dir), about_absent_ranks(args)
     if torch.distributed.get_rank() == 0:
         try:
             write_text(folder / RESULT, json.dumps(found.fields() | {"ranks_of_a_stage": args.rehearse_share}))
-            write_text(folder / COSTS, found.costs.to_json())
+            write_text(folder / COSTS, json.dumps(found.costs.fields() | {"of": described(args, _collectives(args))}))
             _draw(found, folder / PICTURE)
         except OSError as error:
             logger.warning("WARNING: the rehearsal could not be written to %s (%s)", args.rehearse_dir, error.strerror)

@@ -25,8 +25,8 @@ from megatron.pipeline.shape.shards import Shards
 from megatron.pipeline.trainer.memory import predicted_memory
 
 _ONE_QUEUE = (
-    " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes then queue behind copies to and from host memory that have to wait; "
-    "leave it out, or set it to 8, where neither tensor nor context parallelism needs it"
+    " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes may wait behind copies to and from host memory; "
+    "unset it, or set it to 8, unless tensor or context parallelism needs it"
 )
 
 _NO_ENGINE = (
@@ -35,8 +35,8 @@ _NO_ENGINE = (
 )
 
 _WHEN = {
-    "measured": "synchronous steps at first, to know what they cost; ahead from there on where that pays",
-    "always": "every step is taken ahead, unless something else than the next iteration follows it",
+    "measured": "synchronous steps first, to measure their cost; then steps ahead while they pay",
+    "always": "every step is taken ahead, unless something other than the next iteration follows it",
 }
 
 
@@ -120,7 +120,7 @@ def _memory(args: Namespace, pipeline: Pipeline) -> str:
         " ".join(f"{bytes / GIB:.3g}" for bytes in each)
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
     )
-    return f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (mpipe memory says more)"
+    return f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)"
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:

@@ -20,13 +20,13 @@ def in_words(schedule: Schedule, costs: Costs, in_bytes: bool, limited: bool) ->
     """
     if not schedule.has_copies:
         within = " within --offload-host-memory" if limited else ""
-        return f"nothing goes to host memory: no copy there and back would be in time{within} and make a rank's peak lower"
+        return f"nothing goes to host memory: no copy lowers a rank's peak and can be back in time{within}"
     unit, name = (_MIB, "MiB") if in_bytes else (1, "microbatches")
     held, without = activation_peaks(schedule, costs), activation_peaks(without_copies(schedule), costs)
     best = max(range(schedule.ranks), key=lambda rank: without[rank] - held[rank])
     amounts = max(moved(schedule, costs)), max(host_peaks(schedule, costs)), max(held), max(without), held[best], without[best]
     away, most, now, before, least, whole = (f"{amount / unit:.4g}" for amount in amounts)
     return (
-        f"up to {away} {name} of a rank go to host memory in an iteration, at most {most} are there; on the device up to {now} "
-        f"{name} of a rank instead of {before}, on rank {best} {least} instead of {whole}"
+        f"up to {away} {name} per rank go to host memory in an iteration, at most {most} at a time; peak on the device {now} "
+        f"{name} instead of {before}, on rank {best} {least} instead of {whole}"
     )

@@ -188,7 +188,8 @@ class Costs:
 
         ``hop`` is 0 where it is left out. A stage must have ``forward``, ``backward`` and ``weight``; where ``retained`` is left
         out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does. ``vocabulary`` has the fields of
-        ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``, with its defaults.
+        ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``, with its defaults. ``of`` may
+        say of which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``from_fields``.

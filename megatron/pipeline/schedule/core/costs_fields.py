@@ -19,7 +19,7 @@ def read(data: object) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {"hop", "stages", "vocabulary", "copies"}
+    known = {"hop", "stages", "vocabulary", "copies", "of"}  # of: of which training; no cost
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []

@@ -1,0 +1,74 @@
+"""Which training measured costs are of: what the ``costs.json`` of a rehearsal says beside its numbers."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron.pipeline.schedule.core.costs import Costs
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_experts")
+_RANKS = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size")
+
+
+class Rehearsed(NamedTuple):
+    """What a costs file has.
+
+    Attributes:
+        of: as ``described`` wrote it; empty in a file of other origin.
+    """
+
+    costs: Costs
+    of: Mapping[str, Any]
+
+
+def described(args: Namespace, collectives: str) -> dict[str, Any]:
+    """Which training costs are of, for ``read``.
+
+    Args:
+        collectives: those of tensor, context and expert parallelism, in words: ``run``, ``priced`` or ``left out``.
+    """
+    quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
+    numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+    return {name: getattr(args, name) for name in (*_SIZES, *_RANKS)} | {
+        "numbers": " ".join([numbers, *quantized]),
+        "collectives": collectives,
+    }
+
+
+def quantized(of: Mapping[str, Any]) -> list[str]:
+    """``fp8`` or ``fp4`` and its recipe, of what ``described`` wrote; empty without them."""
+    return str(of.get("numbers", "")).split()[1:]
+
+
+def read(text: str) -> Rehearsed:
+    """Costs, and of which training they are.
+
+    Raises:
+        ValueError: as ``Costs.from_json``; or ``of`` is no object.
+    """
+    costs, of = Costs.from_json(text), json.loads(text).get("of", {})
+    if not isinstance(of, dict):
+        raise ValueError(f"of: expected the sizes of a training by name, got {of!r}")
+    return Rehearsed(costs, of)
+
+
+def check(of: Mapping[str, Any], model: Namespace, tensor: int, expert: int, samples: int) -> None:
+    """That a file is of this model, and has all of its time.
+
+    Raises:
+        ValueError: it is of another; or collectives took no time.
+    """
+    wanted = {name: getattr(model, name) for name in _SIZES} | dict(zip(_RANKS, (tensor, expert, samples), strict=True))
+    other = [
+        f"--{name.replace('_', '-')} {of[name]}, not {value}" for name, value in wanted.items() if of.get(name, value) != value
+    ]
+    if other:
+        raise ValueError(f"the file is of {', '.join(other)}: give the flags of its training, or the file of this one")
+    if of.get("collectives") == "left out":
+        raise ValueError(
+            "ranks that share layers were not there, and what they exchange took no time: rehearse with --rehearse-hop and the "
+            "name of a GPU or a machine's file"
+        )
