@@ -46,7 +46,7 @@ UNSUPPORTED: dict[str, Setting] = {
     "tp_comm_overlap": Setting(
         "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
     ),
-    "fp4": Setting("has numbers whose delayed weight gradients are not tested: --fp8-format has some that are", in_config=True),
+    "fp4": Setting("is not tested with delayed weight gradients (--fp8-format is)", in_config=True),
     "fp8_output_proj": Setting(
         "computes the output layer in FP8, which is tested neither with delayed weight gradients nor with --vocab-parallel",
         in_config=True,

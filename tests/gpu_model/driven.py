@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
+from unittest.mock import patch
 
 from gpu_model import device, fake
 from gpu_model.aside import ddp_aside, first_stage_aside, linears_aside
 from gpu_model.mutations import Mutation, mutated
 from gpu_model.recorded import recording
 from gpu_model.shim import EngineDevice
+from gpu_model.test_trainer import races
 from gpu_model.trace import At, HostWait, Item
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -37,7 +39,8 @@ class Report(NamedTuple):
         races: as text.
         reads: places where the host waited for the device, or read it, between the iteration's first operation and its last.
         trace: of the iteration's passes.
-        engine: what autograd's engine did with streams: how many events, waits and records of memory.
+        engine: what autograd's engine did with streams: how many events, waits and records of memory; of a training also how
+            many steps were rolled back.
         kernels: that were launched.
     """
 
@@ -119,3 +122,37 @@ def drive(name: str, mutation: str | None = None, without: str | None = None) ->
     program = [at for at, item in enumerate(trace) if isinstance(item, At)]
     reads = [item.place for item in trace[program[0] : program[-1]] if isinstance(item, HostWait)]
     return Report(races, reads, trace, one.did() if isinstance(one, EngineDevice) else {}, kernels)
+
+
+# With the training loop and the optimizer: what else is driven, and whether norms are such that steps are rolled back.
+TRAININGS = {
+    "steps ahead": ("--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0.3", False),
+    "rolled back": ("--pipeline-schedule zb-h2 --post-validation --post-validation-when always --clip-grad 0.3", True),
+    "rolled back, from the host": (
+        "--pipeline-schedule zb-v --post-validation --post-validation-when always --post-validation-copy host --clip-grad 0.3 "
+        f"--vocab-parallel 2 {UNTIED}",
+        True,
+    ),
+    "profile": ("--pipeline-schedule zb-v --pipeline-costs profile --train-iters 8", False),
+}
+
+
+def train(name: str, data: str) -> Report:
+    """A training by the second way.
+
+    Returns:
+        Reads are those by what passes run.
+    """
+    from megatron.pipeline.optimizer.snapshot import Snapshot
+
+    one = device()
+    assert isinstance(one, EngineDevice)
+    flags, rolled_back = TRAININGS[name]
+    before, passes = one.kernels, ("runtime/stage_passes.py", "runtime/vocabulary.py", "runtime/p2p.py", "backward/", "model/")
+    counted = patch.object(Snapshot, "restore", autospec=True, side_effect=Snapshot.restore)
+    ones_for = "optimizer/step_ahead.py" if rolled_back else ""
+    with counted as restored, fake.driven(one, ones_for), recording() as trace:
+        one.begin()
+        found = races(f"{data} --train-iters 4 --pipeline-model-parallel-size 2 {flags}")
+    reads = [item.place for item in trace if isinstance(item, HostWait) and item.place.startswith(passes)]
+    return Report(found, reads, trace, one.did() | {"restored": restored.call_count}, one.kernels - before)

@@ -2,7 +2,7 @@
 
 ``FakeTensorMode`` makes them, and knows shapes, types and storages. With the device of ``shim.cpp`` autograd's engine runs as it
 does on a GPU: on the device's own thread, every node on the stream that was current in its forward, with an event between two
-streams. Nothing that the host reads is there, so that no read can be missed: each is counted, and answered with one.
+streams. Nothing that the host reads is there, so no read can be missed: each is counted, and answered as if all were well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from gpu_model import cuda
 from gpu_model.cuda import device
+from gpu_model.memory import _frames
 from gpu_model.order import HOST
 from gpu_model.shim import EngineDevice
 from gpu_model.watch import Watch, host_reads, on_device, shared_methods
@@ -57,13 +59,16 @@ class _Mode(FakeTensorMode):
 
 
 @contextmanager
-def driven(one: EngineDevice) -> Iterator[None]:
+def driven(one: EngineDevice, ones_for: str = "") -> Iterator[None]:
     """What torch makes in here has no numbers.
+
+    Args:
+        ones_for: a file of the product for which numbers are one, not nothing.
 
     Raises:
         Exception: the first of what was raised where C++ could not hand it on.
     """
-    with _Mode(allow_non_fake_inputs=True), _Watch():
+    with patch.object(_Answers, "ones_for", ones_for), _Mode(allow_non_fake_inputs=True), _Watch():
         yield
     if one.failed:
         raise one.failed[0]
@@ -113,7 +118,7 @@ def _methods() -> None:
             return tolist(self)
         if on_device(self):
             host_reads(self, "tolist")
-        return _ones(list(self.shape), self.dtype)
+        return _answers(list(self.shape), self.dtype)
 
     def swap(parameter: Any, other: Any) -> None:
         """What ``Module.to`` does with tensors that are not plain ones, unless somebody refers to them weakly."""
@@ -124,14 +129,19 @@ def _methods() -> None:
     torch.utils.swap_tensors = swap
 
 
-def _ones(shape: list[int], dtype: torch.dtype) -> Any:
-    return [_ones(shape[1:], dtype) for _ in range(shape[0])] if shape else _one(dtype)
+def _answers(shape: list[int], dtype: torch.dtype) -> Any:
+    return [_answers(shape[1:], dtype) for _ in range(shape[0])] if shape else _answer(dtype)
 
 
-def _one(dtype: torch.dtype) -> bool | int | float:
+class _Answers:
+    ones_for = ""
+
+
+def _answer(dtype: torch.dtype) -> bool | int | float:
     if dtype == torch.bool:
         return True
-    return 1.0 if dtype.is_floating_point else 1
+    number = bool(_Answers.ones_for) and any(name.endswith(_Answers.ones_for) for name, _ in _frames())
+    return float(number) if dtype.is_floating_point else int(number)
 
 
 class _Watch(Watch):
@@ -146,7 +156,7 @@ class _Watch(Watch):
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:
-            return _one(args[0].dtype) if "scalar" in func._schema.name else True
+            return _answer(args[0].dtype) if "scalar" in func._schema.name else True
 
     def lands(self, tensor: torch.Tensor, here: bool) -> bool:
         return tensor.device.type == "cuda"

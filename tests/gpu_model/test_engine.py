@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pool import Pool
 
-from gpu_model.driven import DRIVES, ENGINE, MUTATIONS, drive
+from gpu_model.driven import DRIVES, ENGINE, MUTATIONS, TRAININGS, drive, train
 from gpu_model.recorded import stuck
 
 DAILY = ("V, one barrier", "offload", "linears aside")
@@ -51,3 +51,12 @@ def test_every_read_is_found(engines: Pool) -> None:
 
 def line_less(place: str) -> str:
     return place.partition(":")[0]
+
+
+@pytest.mark.parametrize("name", some([*TRAININGS], ("rolled back",)))
+def test_a_training_neither_races_nor_reads_the_device_in_its_passes(engines: Pool, data: str, name: str) -> None:
+    reports = engines.run(2, train, name, data)
+    assert [(one.races, one.reads) for one in reports] == [([], [])] * 2
+    assert stuck([one.trace for one in reports]) == []
+    for one in reports:
+        assert one.engine["restored"] == (3 if name.startswith("rolled back") else 0)
