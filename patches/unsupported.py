@@ -46,6 +46,11 @@ UNSUPPORTED: dict[str, Setting] = {
     "tp_comm_overlap": Setting(
         "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
     ),
+    "fp4": Setting("is not tested with delayed weight gradients (--fp8-format is)", in_config=True),
+    "fp8_output_proj": Setting(
+        "computes the output layer in FP8, which is tested neither with delayed weight gradients nor with --vocab-parallel",
+        in_config=True,
+    ),
     "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),

@@ -71,6 +71,7 @@ def test_values_that_switch_nothing_on_are_silent(given: dict[str, object]) -> N
     [
         ("fp8-format", "FP8"),
         ("fp8_recipe", "FP8"),
+        ("fp8-output-proj", "output layer in FP8"),
         ("sft", "packed sequences (--sft)"),
         ("optimizer-cpu-offload", "optimizer in host memory"),
         ("optimizer-offload-fraction", None),

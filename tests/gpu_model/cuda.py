@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -113,10 +114,10 @@ def device() -> Device:
     return _device
 
 
-def place_device() -> Device:
+def place_device(one: Device | None = None) -> Device:
     """Make this process's device."""
     global _device
-    _device = Device()
+    _device = one or Device()
     return _device
 
 
@@ -127,7 +128,7 @@ class Stream:
         self.name = name or f"stream {next(_numbers)}"
         self.priority = priority
         self.device = CUDA
-        self.cuda_stream = self.stream_id = hash(self.name)
+        self.cuda_stream = self.stream_id = hash(self.name) if name != "compute" else 0
         self.device_index, self.device_type = 0, 1
 
     def wait_event(self, event: Event) -> None:
@@ -262,3 +263,16 @@ def names() -> dict[str, Any]:
         "cudart": lambda: runtime,
         "nvtx": ranges,
     }
+
+
+def install(one: Device | None = None) -> None:
+    """Have ``torch.cuda`` be this process's device, for good."""
+    place_device(one)
+    for name, value in names().items():
+        for module in (torch.cuda, torch.cuda.random):
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, value)
+    # One generator plays the host's and the device's: megatron-core warns that the one changes with the other.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    generator = torch.Generator
+    torch.Generator = lambda *_, **__: generator()  # type: ignore[assignment, misc]

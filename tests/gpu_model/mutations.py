@@ -227,6 +227,13 @@ MUTATIONS = (
     Mutation("dist.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
 )
 
+# Each has a test of its own, of memory: what the allocator's peak is, what the host waits for, and what is unpinned too early.
+KEEPS_ALL_THAT_IS_SENT = Mutation("runtime.p2p:Transport.sweep", "self._finish_first(queue)", "break", "")
+NEVER_USED = Mutation(
+    "runtime.offload.host_memory:Arena.end_use", "self._last_use[:] = [torch.cuda.current_stream().record_event()]", _NOTHING, ""
+)
+UNPINS_AT_ONCE = Mutation("runtime.offload.host_memory:_unpin", "last_use[0].synchronize()", _NOTHING, "")
+
 
 @contextmanager
 def mutated(mutation: Mutation) -> Iterator[None]:

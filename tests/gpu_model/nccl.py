@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_model.cuda import Stream, device
@@ -95,6 +96,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         done = self._run(stream, [tensor] if sends else [], [] if sends else [tensor], what)
         moment = self.note(stream, made, [(what, peer)], alone=alone) if batch is None else batch
         device().memory.record(tensor, stream.name)
+        if not _has_bytes([tensor]):
+            return Work([], done, moment, _nothing, self._line(stream).put([]))
         with _disable_current_modes(), torch.no_grad():
             staged = tensor.detach().clone()
             # What is batched or not are other messages, although gloo has one queue for each pair.
@@ -232,12 +235,15 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         done = self._run(stream, reads, [*extra, *writes], what)
         moment = self.note(stream, made, [(what, None)], asynchronous=asynchronous)
         tensors = list(reads if staged is None else staged)
-        with _disable_current_modes(), torch.no_grad():
-            copies = [tensor.detach().clone() for tensor in tensors]
-            requests = start(self._gloo, copies)
+        copies: list[torch.Tensor] = []
+        requests: Any = []
+        if _has_bytes(tensors):
+            with _disable_current_modes(), torch.no_grad():
+                copies = [tensor.detach().clone() for tensor in tensors]
+                requests = start(self._gloo, copies)
 
         def move() -> None:
-            for tensor, copy in zip(tensors, copies, strict=True):
+            for tensor, copy in zip(tensors, copies, strict=bool(copies)):
                 if any(tensor is each for each in writes):
                     tensor.detach().copy_(copy)
 
@@ -378,6 +384,15 @@ class _Options:
 def _places() -> set[str]:
     """Files of the product that are on the stack."""
     return {name.rpartition("/megatron/pipeline/")[2] for name, _ in _frames() if "/megatron/pipeline/" in name}
+
+
+def _has_bytes(tensors: Tensors) -> bool:
+    """Fake tensors have none: nothing moves."""
+    return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _storages(tensors: Tensors) -> set[int]:

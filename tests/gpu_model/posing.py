@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gpu_model import cuda
 from gpu_model.cuda import CUDA, Device, device
 from gpu_model.memory import _place
-from gpu_model.order import HOST, At
+from gpu_model.order import HOST
+from gpu_model.watch import Watch, host_reads, on_device, shared_methods
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -22,19 +20,6 @@ _FACTORIES = (
     "randn_like randperm tensor zeros zeros_like"
 ).split()
 _NEW = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
-_READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "item")
-_NO_KERNEL = ("detach", "alias", "lift_fresh", "_unsafe_view", "set_", "resize_", "is_pinned", "record_stream")
-_NO_READ = (
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-)
 _real_device = torch.Tensor.device
 
 __all__ = ["CUDA", "Device", "device", "pose"]
@@ -47,27 +32,14 @@ def pose() -> None:
     from gpu_model import nccl
 
     torch._dynamo.config.disable = True  # there is no GPU to compile for
-    cuda.place_device()
-    for name, value in cuda.names().items():
-        for module in (torch.cuda, torch.cuda.random):
-            if module is torch.cuda or hasattr(module, name):
-                setattr(module, name, value)
+    cuda.install()
     for name in _FACTORIES:
         setattr(torch, name, _made(getattr(torch, name), like=name.endswith("_like")))
     for name in _NEW:
         setattr(torch.Tensor, name, _made(getattr(torch.Tensor, name), like=True))
-    # One generator plays the host's and the device's: megatron-core warns that the one changes with the other.
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    generator = torch.Generator
-    torch.Generator = lambda *_, **__: generator()  # type: ignore[assignment, misc]
     _methods()
     nccl.install()
     _Watch().__enter__()
-
-
-def on_device(tensor: torch.Tensor) -> bool:
-    """Whether a tensor poses as the device's."""
-    return device().memory.home(tensor) not in (None, HOST)
 
 
 class _Making:
@@ -121,8 +93,7 @@ def _methods() -> None:
     tensor.is_cuda = property(on_device)
     tensor.is_cpu = property(lambda self: not on_device(self))
     tensor.get_device = lambda self: 0 if on_device(self) else -1
-    tensor.is_pinned = lambda self, *_: device().memory.home(self) == HOST
-    tensor.record_stream = lambda self, stream: device().memory.record(self, stream.name)
+    shared_methods()
     to, kind, tolist, numpy = tensor.to, tensor.type, tensor.tolist, tensor.numpy
 
     def move(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,38 +128,16 @@ def _methods() -> None:
         def reading(self: Any, *args: Any, **kwargs: Any) -> Any:
             device().land([self])
             if on_device(self):
-                _host_reads(self, method.__name__)
+                host_reads(self, method.__name__)
             elif device().memory.home(self) == HOST:
                 device().memory.use(self, device().order.launch(HOST), method.__name__, write=False)
             return method(self, *args, **kwargs)
 
         return reading
 
-    def pin(self: Any, *_: Any) -> Any:
-        copy = self.clone()
-        device().memory.allocate(copy, HOST, guarded=True)
-        return copy
-
-    storage: Any = torch.UntypedStorage
-    resize = storage.resize_
-
-    def resized(self: Any, size: int) -> Any:
-        result = resize(self, size)
-        device().memory.sweep()
-        device().memory.resize(self, device().current.name)
-        return result
-
-    storage.resize_ = resized
-    tensor.to, tensor.type, tensor.tolist, tensor.numpy, tensor.pin_memory = move, type_, read(tolist), read(numpy), pin
+    tensor.to, tensor.type, tensor.tolist, tensor.numpy = move, type_, read(tolist), read(numpy)
     tensor.cuda = lambda self, where=None, non_blocking=False, **_: self.to(CUDA, non_blocking=non_blocking)
     tensor.cpu = lambda self, **_: self.to(_CPU)
-
-
-def _host_reads(tensor: torch.Tensor, what: str) -> None:
-    """The host waits for the current stream, and reads."""
-    one = device()
-    one.memory.use(tensor, one.launch(), what, write=False)
-    one.host_waits_for(one.current, f"the host reads ({what})", _place())
 
 
 def _product(func: Any, args: Any, kwargs: Any) -> Any:
@@ -203,64 +152,11 @@ def _product(func: Any, args: Any, kwargs: Any) -> Any:
     return product
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every operation: what it reads and writes, where, on which stream; and where the host waits for it."""
+class _Watch(Watch):
+    """Of what computes in CPU memory."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        one, memory, kwargs = device(), device().memory, kwargs or {}
-        memory.sweep()
-        name = func._schema.name.rpartition("::")[2]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        one.land(given)
-        homes = [memory.home(tensor) for tensor in given]
-        here = any(home not in (None, HOST) for home in homes)
-        into = _making.where
-        out = _product(func, args, kwargs) if func._overloadname.startswith("dtype") else func(*args, **kwargs)
-        if func.is_view or name in _NO_KERNEL:
-            return out
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and not any(leaf is each for each in given)]
-        to_device = here if into is None else into.type == "cuda"
-        if to_device:
-            for tensor in made:
-                memory.allocate(tensor, one.current.name)
-        if name in _READS and here:
-            _host_reads(given[0], name)
-            return out
-        if not here and not to_device:
-            if any(home == HOST for home in homes):
-                self._note(func, args, kwargs, made, one.order.launch(HOST), name)
-            return out
-        self._note(func, args, kwargs, made, one.launch(), name)
-        if name in ("copy_", "_to_copy", "_copy_from") and here:
-            self._copied(name, args, kwargs, made, one)
-        return out
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return _product(func, args, kwargs) if func._overloadname.startswith("dtype") else func(*args, **kwargs)
 
-    def _note(self, func: Any, args: Any, kwargs: Any, made: list[torch.Tensor], at: At, name: str) -> None:
-        memory = device().memory
-        for argument, value in zip(func._schema.arguments, () if name in _NO_READ else args, strict=False):
-            self._use(argument, value, at, name)
-        for argument in func._schema.arguments:
-            if argument.name in kwargs:
-                self._use(argument, kwargs[argument.name], at, name)
-        for tensor in made:
-            memory.use(tensor, at, name, write=True)
-
-    def _use(self, argument: Any, value: Any, at: At, name: str) -> None:
-        written = bool(argument.alias_info and argument.alias_info.is_write)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                device().memory.use(leaf, at, name, write=written)
-
-    def _copied(self, name: str, args: Any, kwargs: Any, made: list[torch.Tensor], one: Device) -> None:
-        """A copy between host and device: one that blocks the host, unless it may not and the host's memory is pinned."""
-        source, target = (args[1], args[0]) if name == "copy_" else (args[0], made[0] if made else args[0])
-        across = [on_device(source), on_device(target)]
-        if across[0] == across[1]:
-            return
-        host = target if across[0] else source
-        asked = kwargs.get("non_blocking", False) or (name == "copy_" and len(args) > 2 and args[2])
-        if asked and one.memory.home(host) == HOST:
-            return
-        if across[0] or not asked:  # to the device from pageable memory, the driver stages what it was given
-            why = f"a copy to {'the host' if across[0] else 'the device'}"
-            one.host_waits_for(one.current, why, _place())
+    def lands(self, tensor: torch.Tensor, here: bool) -> bool:
+        return here if _making.where is None else _making.where.type == "cuda"

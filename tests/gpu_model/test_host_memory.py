@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from pool import Pool
+
+from gpu_model import device
+from gpu_model.mutations import NEVER_USED, UNPINS_AT_ONCE, Mutation, mutated
 
 
 def pinned_for_copies(numbers: int) -> tuple[int, int, bool]:
@@ -46,3 +51,34 @@ def test_copies_on_the_host_take_what_they_hold(gpus: Pool) -> None:
     ((held, pinned, exact),) = gpus.run(1, pinned_for_copies, 2**18 + 1)
     assert exact and held > 9 * 2**20
     assert held <= pinned < 1.01 * held
+
+
+def unpinned(mutation: Mutation | None) -> tuple[list[str], list[str]]:
+    """Of an arena that a stream has copied to, and that makes room for another: what the host waited for, and races."""
+    from megatron.pipeline.runtime.offload.copy_streams import CudaCopyStreams
+    from megatron.pipeline.runtime.offload.host_memory import PAGE, HostPool
+
+    one = device()
+    pool, streams = HostPool(3 * PAGE, pinned=True), CudaCopyStreams(torch.device("cuda", 0))
+    with mutated(mutation) if mutation else nullcontext():
+        arena = pool.take(PAGE)
+        source = torch.ones(PAGE, dtype=torch.uint8, device="cuda")
+        streams.to_host([(source, arena.bytes)]).wait()
+        pool.give(arena)
+        del arena
+        one.memory.forget()
+        one.syncs.clear()
+        other = pool.take(3 * PAGE)
+        one.memory.sweep()
+        found = [sync.stream for sync in one.syncs], [race.kind for race in one.memory.races]
+    del other  # not before: what no copy has used waits for all
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mutation", "waits", "races"), [(None, [""], []), (NEVER_USED, ["all"], []), (UNPINS_AT_ONCE, [], ["reuse"])]
+)
+def test_unpinning_waits_for_the_last_copy(gpus: Pool, mutation: Mutation | None, waits: list[str], races: list[str]) -> None:
+    """An event of the copies; not the device, which may wait for a message. Waiting for nothing is a race."""
+    assert gpus.run(1, unpinned, mutation) == [(waits, races)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ from pool import Pool
 from runtime.layouts import SCHEDULES
 
 from gpu_model.judge import SETTINGS, Setting, judge
-from gpu_model.mutations import shapes_first
+from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, Mutation, mutated, shapes_first
 from gpu_model.recorded import recording, stuck, trained
 from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
@@ -113,14 +114,14 @@ def test_messages_that_say_their_shape_first_end(gpus: Pool) -> None:
     assert stuck(gpus.run(2, of_any_length, "zb-v", pp=2, microbatches=4, iterations=1, flags=tuple(flags))) == []
 
 
-def iteration(schedule: str) -> tuple[list[Item], int]:
+def iteration(schedule: str, mutation: Mutation | None = None) -> tuple[list[Item], int]:
     """The trace of one with its memory, and the bytes of activations that the recorder counted."""
     import tiny_gpt
 
     run = tiny_gpt.Run(schedule, pp=2, microbatches=8)
     run.step(0)
     run.pipeline.report()
-    with recording(memory=True) as trace:
+    with mutated(mutation) if mutation else nullcontext(), recording(memory=True) as trace:
         run.forward_backward(1)
     report = run.pipeline.report()
     assert report is not None
@@ -171,3 +172,11 @@ def test_memory_is_what_plans_count_and_messages_that_the_host_is_ahead_of(zb_v:
             messages = 0 if launches == 1 else sum(_is_message(item) for item in trace)
             assert 0.97 * activations < peak <= activations + 4096 * messages, (launches, peaks, counted)
     assert judge(traces, Setting(launches=1)).peak < judge(traces).peak
+
+
+def test_messages_that_are_kept_are_reported(gpus: Pool, zb_v: tuple[list[list[Item]], list[int]]) -> None:
+    """Of a host that waits for each kernel, which has nothing to keep."""
+    _, counted = zb_v
+    traces, _ = zip(*gpus.run(2, iteration, "zb-v", KEEPS_ALL_THAT_IS_SENT), strict=True)
+    peaks = judge(list(traces), Setting(launches=1)).peak
+    assert all(peak > activations + 4096 for peak, activations in zip(peaks, counted, strict=True)), (peaks, counted)

@@ -12,6 +12,8 @@ from pool import Pool
 
 from gpu_model import cuda, device, nccl
 from gpu_model.ranks import another_world
+from gpu_model.recorded import recording
+from gpu_model.trace import At, Post
 
 UNTIED = ("--untie-embeddings-and-output-weights",)
 
@@ -182,6 +184,28 @@ def test_gradients_of_every_chunk_of_a_v_are_reduced_in_buckets(pool: Pool) -> N
     """
     assert min(pool.run(2, buckets, "zb-v")[0]) > 1
     assert pool.run(2, buckets, "gis")[0][1] == 1
+
+
+def gathers() -> tuple[int, int]:
+    """Of an iteration of a V: weights of its chunks, one after another, in so many all-gathers."""
+    import tiny_gpt
+
+    flags = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 4096"
+    run = tiny_gpt.Run("zb-v", pp=2, flags=(*flags.split(), *UNTIED))
+    run.step(0)
+    with recording() as trace:
+        run.forward_backward(1)
+    found, chunk = [0, 0], 0
+    for item in trace:
+        if isinstance(item, At):
+            chunk = int("chunk=1" in item.label)
+        found[chunk] += isinstance(item, Post) and item.what == "all_gather"
+    return found[0], found[1]
+
+
+def test_weights_of_every_chunk_of_a_v_are_gathered_in_buckets(gpus: Pool) -> None:
+    """On the first pipeline rank, as its gradients are reduced: megatron-core's DDP makes one bucket of a chunk on the others."""
+    assert gpus.run(4, gathers) == [(4, 4), (4, 4), (1, 1), (1, 1)]
 
 
 def streams_made(directory: str) -> tuple[int, int]:

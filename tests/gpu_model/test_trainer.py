@@ -47,7 +47,7 @@ def races_and_trace(flags: str) -> tuple[list[str], list[Item]]:
         return races(flags), trace
 
 
-PART = ("16 bits", "interlaced", "offload profile", "undone steps")  # which have what the others have, but one by one
+PART = ("16 bits", "interlaced", "offload profile", "profile", "undone steps")  # which have what the others have, but one by one
 
 
 @pytest.mark.parametrize("name", [*PART, *(pytest.param(name, marks=pytest.mark.whole) for name in RUNS if name not in PART)])

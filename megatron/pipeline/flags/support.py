@@ -54,19 +54,18 @@ def _on(*names: str) -> dict[str, Collection[Any]]:
     return dict.fromkeys(names, ())
 
 
-_QUANTIZED = "needs Transformer Engine and a GPU; without --offload and --pipeline-costs profile"
-
 FEATURES = (
     Feature("bfloat16", _on("bf16"), _YES, _YES),
     Feature("float16, with a loss scale", _on("fp16"), _YES, _YES),
+    Feature("output layer in FP8", _on("fp8_output_proj"), _NO, _NO),
     Feature(
         "FP8",
         _on("fp8", "fp8_param_gather", "te_precision_config_file", "kitchen_config_file", "kitchen_recipe_number"),
         _NO,
         _WARNS,
-        _QUANTIZED,
+        "needs Transformer Engine and a GPU; without --offload and --pipeline-costs profile",
     ),
-    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _WARNS, _QUANTIZED),
+    Feature("FP4", _on("fp4", "fp4_param_gather"), _NO, _NO),
     Feature("residuals in float32", _on("fp32_residual_connection"), _NO, _WARNS, "needs a GPU"),
     Feature(
         "Transformer Engine",

@@ -1,4 +1,4 @@
-"""Which of megatron-core's FP8 and FP4 goes with delayed weight gradients? For the flags of ``mpipe launch``; ours has none yet.
+"""Which of megatron-core's FP8 goes with delayed weight gradients? For the flags of ``mpipe launch``; ours has none yet.
 
 docs/versions.md has the table of recipes. What the schedule decides as well is ``te_linear.check_quantized``'s to say.
 """
@@ -11,7 +11,7 @@ from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
-RECIPES = {"fp8": ("delayed", "tensorwise", "mxfp8", "blockwise"), "fp4": ("nvfp4",)}
+RECIPES = ("delayed", "tensorwise", "mxfp8", "blockwise")
 
 
 def check_quantized(args: Namespace) -> None:
@@ -20,32 +20,30 @@ def check_quantized(args: Namespace) -> None:
     Raises:
         ValueError: says what was given, what would work, and what to change.
     """
-    kind = te_linear.quantized_to(args)
-    if kind is None or args.pipeline_schedule == STOCK:
+    if not getattr(args, "fp8", None) or args.pipeline_schedule == STOCK:
         return
-    given, recipe = f"--{kind}-format {getattr(args, kind)}", getattr(args, f"{kind}_recipe", None)
-    layers = getattr(args, "transformer_impl", None)
-    if layers == "local":
+    recipe = getattr(args, "fp8_recipe", None)
+    if getattr(args, "transformer_impl", None) == "local":
         raise ValueError(
-            f"{given} with --transformer-impl local: megatron-core's own layers would ignore it and train in --bf16: give "
-            f"--transformer-impl transformer_engine, or leave --{kind}-format out"
+            f"--fp8-format {args.fp8} with --transformer-impl local: megatron-core's own layers would ignore it and train in "
+            "--bf16: give --transformer-impl transformer_engine, or leave --fp8-format out"
         )
-    if recipe is not None and recipe not in RECIPES[kind]:
+    if recipe is not None and recipe not in RECIPES:
         why = "delayed weight gradients were not tested with it"
         if recipe == "custom":
             why = "Transformer Engine's products of tensors in Python lose the weight gradients that they are to add to main_grad"
         raise ValueError(
-            f"--{kind}-recipe {recipe}: {why}: give --{kind}-recipe {' or '.join(RECIPES[kind])}, or --pipeline-schedule {STOCK}"
+            f"--fp8-recipe {recipe}: {why}: give --fp8-recipe {' or '.join(RECIPES)}, or --pipeline-schedule {STOCK}"
         )
     if getattr(args, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise ValueError(
             "--reuse-grad-buf-for-mxfp8-param-ag gathers weights into the memory of gradients, which W fills late: leave it out "
             "(weights that are gathered then take memory of their own, as megatron-core warns)"
         )
-    if getattr(args, "fp4_param_gather", False):
+    if getattr(args, "fp8_param_gather", False) and getattr(args, "use_distributed_optimizer", False):
         raise ValueError(
-            "--fp4-param-gather: no test has delayed the gradients of weights that are kept in FP4: leave it out, or take "
-            "--fp8-format with --fp8-param-gather"
+            "--fp8-param-gather with --use-distributed-optimizer: delayed weight gradients were not tested with weights that the "
+            f"optimizer writes in FP8: leave --fp8-param-gather out, or take --pipeline-schedule {STOCK}"
         )
     profiles = args.pipeline_costs == PROFILE or args.offload_profile
     te_linear.check_quantized(args, args.offload != OFF, profiles, args.post_validation, reruns=False)  # its schedule says that

@@ -113,6 +113,7 @@ def _flag(name: str) -> str:
     """The flag that sets one of upstream's names."""
     flags = {
         "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
+        "fp4": "--fp4-format",
         "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
         "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
     }

@@ -62,13 +62,8 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
     config.delay_wgrad_compute = True
 
 
-def quantized_to(settings: Any) -> str | None:
-    """``"fp8"`` or ``"fp4"`` where a TransformerConfig, or Megatron-LM's flags, ask for it."""
-    return next((name for name in ("fp8", "fp4") if getattr(settings, name, None)), None)
-
-
 def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bool, reruns: bool) -> None:
-    """Refuse FP8 and FP4 together with what takes every tensor for plain memory, or every forward for the same as before.
+    """Refuse FP8 together with what takes every tensor for plain memory, or every forward for the same as before.
 
     Args:
         settings: a TransformerConfig, or Megatron-LM's flags.
@@ -80,28 +75,26 @@ def check_quantized(settings: Any, offloads: bool, counts: bool, steps_ahead: bo
     Raises:
         ValueError: says what to use instead.
     """
-    name = quantized_to(settings)
-    if name is None:
+    if not getattr(settings, "fp8", None):
         return
-    kind = name.upper()
-    if reruns and name == "fp8" and getattr(settings, "fp8_recipe", None) == "delayed":
+    if reruns and getattr(settings, "fp8_recipe", None) == "delayed":
         raise ValueError(
             "--fp8-recipe delayed with a schedule that runs forwards again (R): their scales would be those of later "
             "microbatches: give --fp8-recipe tensorwise, mxfp8 or blockwise, or a schedule without R and --recompute-granularity"
         )
     if offloads:
         raise ValueError(
-            f"--offload with {kind}: it would move Transformer Engine's {kind} weights with every microbatch: leave --offload "
+            "--offload with FP8: it would move Transformer Engine's FP8 weights with every microbatch: leave --offload "
             "out and recompute activations (--recompute-granularity), or train in --bf16"
         )
     if counts:
         raise ValueError(
-            f"--pipeline-costs profile and --offload-profile with {kind}: they count the bytes of plain tensors, which {kind} "
+            "--pipeline-costs profile and --offload-profile with FP8: they count the bytes of plain tensors, which FP8 "
             "tensors are not: give --pipeline-costs FILE with measured costs, or train in --bf16"
         )
     if steps_ahead:
         raise ValueError(
-            f"--post-validation with {kind}: it takes steps back, and would leave Transformer Engine's scales as they are: leave "
+            "--post-validation with FP8: it takes steps back, and would leave Transformer Engine's scales as they are: leave "
             "--post-validation out, or train in --bf16"
         )
 
