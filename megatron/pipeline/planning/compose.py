@@ -37,8 +37,8 @@ _HALVINGS = 2  # of the step between two of them
 def solve(name: str, problem: Problem) -> Schedule:
     """The schedule of a family for a problem on its placement; where the problem allows braids, never longer than without.
 
-    Where BW takes less than B and W, backwards are fused one by one as far as that makes the schedule shorter, unless the problem
-    says which are; it is never longer than with all of them fused.
+    Where BW takes or holds less than B and W, backwards are fused one by one as far as that makes the schedule shorter, unless
+    the problem says which are; it is never longer than with all of them fused.
 
     Raises:
         LimitTooLow: the schedule would hold more than the limits.
@@ -52,13 +52,18 @@ def solve(name: str, problem: Problem) -> Schedule:
         return _offloaded(name, problem, problem.offload)
     if problem.vocabulary:
         return _spread(name, problem, problem.vocabulary)
-    schedule = _within(_of_stages(name, problem), problem)
-    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost))
+    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost) or cost.grows)
     if families.named(name).fused or problem.fused or not cheaper:
-        return schedule
-    found = [split(join(schedule, problem), problem)]
-    with suppress(LimitTooLow):
-        found.append(split(_within(_of_stages(name, replace(problem, fused=cheaper)), problem), problem))
+        return _within(_of_stages(name, problem), problem)
+    found, refused = [], []
+    for fused in (frozenset[int](), cheaper):
+        try:
+            schedule = _within(_of_stages(name, replace(problem, fused=fused)), problem)
+            found.append(split(schedule if fused else join(schedule, problem), problem))
+        except LimitTooLow as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.least)
     return min(found, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
 
 

@@ -18,7 +18,7 @@ from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import Objective, Problem
@@ -57,6 +57,7 @@ class Request:
         overlap: whether a forward and a backward of other microbatches may run as one, so that the communication of one is hidden
             behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
             (``planning.costs.with_parts``).
+        equal: what a rank's whole share costs where no costs are given.
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
@@ -80,6 +81,7 @@ class Request:
     offload: Offload | None = None
     host_limit: float | None = None
     overlap: bool = False
+    equal: StageCosts = EQUAL_PASSES
     layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
@@ -139,7 +141,12 @@ class Request:
 
     def _costs(self, placement: Placement) -> Costs:
         costs = self.costs(placement) if callable(self.costs) else self.costs
-        return costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        return costs or self.equal_costs(placement)
+
+    def equal_costs(self, placement: Placement) -> Costs:
+        """What passes cost where no costs are given."""
+        costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        return replace(costs, stages=(self.equal.share(placement.chunks_per_replica),) * len(costs.stages))
 
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.

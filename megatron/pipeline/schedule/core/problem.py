@@ -129,12 +129,13 @@ class Problem:
         return self.objective.length(timeline)
 
     def microbatch_memory(self, rank: int) -> float:
-        """What one microbatch holds on a rank when all its chunks have run F (and R): with that much every problem can be
-        planned. With several replicas each microbatch goes through one of them.
+        """What one microbatch holds on a rank when all its chunks have run F (and R), and B where that allocates: with that much
+        every problem can be planned. With several replicas each microbatch goes through one of them.
 
         With recompute the least that is needed can be below this: see ``bound.least_limit``.
         """
         placement, held = self.placement, [0.0] * self.placement.replicas
         for stage in placement.stages[rank]:
-            held[placement.replica(stage)] += self.costs.stages[stage].activation
+            cost = self.costs.stages[stage]
+            held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.grows)
         return max(held)

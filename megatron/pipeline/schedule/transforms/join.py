@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import simulate
-from megatron.pipeline.schedule.transforms.trials import Trials
+from megatron.pipeline.schedule.transforms.trials import Trials, fits
 
 _LEAST = 0.01  # of B and W that BW must save to be tried
 _TRIALS, _EFFORT = 150, 400_000  # the most simulations of the whole schedule, and passes in all of them
@@ -60,6 +60,7 @@ def _tried(
         for every in _PATTERNS
         for chosen in (True, False)
     )
+    some = (one for one in some if fits(one, problem))
     first = min([schedule, *some], key=lambda one: problem.value(simulate(one, problem.costs)))
     trials = Trials(first, problem, min(_TRIALS, max(16, _EFFORT // sum(map(len, schedule.passes)))))
     trials.halved(waiting, change)

@@ -9,10 +9,19 @@ from typing import TypeVar
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
+_SLACK = 1 + 1e-9  # sums stray in their last bits
 _Change = TypeVar("_Change")
 Value = tuple[float, float]
+
+
+def fits(schedule: Schedule, problem: Problem) -> bool:
+    """Whether a changed schedule stays within the limits; only where a B allocates may it not."""
+    if problem.limits is None or not any(stage.grows for stage in problem.costs.stages):
+        return True
+    peaks = activation_peaks(schedule, problem.costs)
+    return all(peak <= limit * _SLACK for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
 class Trials:
@@ -46,6 +55,8 @@ class Trials:
     def try_(self, schedule: Schedule) -> bool:
         """Whether a schedule is better than the best one, which it then is."""
         self.left -= 1
+        if not fits(schedule, self._problem):
+            return False
         try:
             value = self._of(schedule)
         except Stuck:
