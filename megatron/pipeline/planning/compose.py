@@ -44,6 +44,8 @@ def solve(name: str, problem: Problem) -> Schedule:
         LimitTooLow: the schedule would hold more than the limits.
         HostLimitTooLow: the limit of host memory has no room for one copy.
     """
+    if problem.overlap and problem.quick:
+        return solve(name, replace(problem, overlap=False))
     if problem.overlap:
         own = solve(name, alone := replace(problem, overlap=False))
         found = [braid(own, problem), *_of_braids(name, alone, own)]
@@ -59,7 +61,8 @@ def solve(name: str, problem: Problem) -> Schedule:
     for fused in (frozenset[int](), cheaper):
         try:
             schedule = _within(_of_stages(name, replace(problem, fused=fused)), problem)
-            found.append(split(schedule if fused else join(schedule, problem), problem))
+            tried = schedule if fused or problem.quick else join(schedule, problem)
+            found.append(tried if problem.quick else split(tried, problem))
         except LimitTooLow as error:
             refused.append(error)
     if not found:

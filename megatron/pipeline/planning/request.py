@@ -57,6 +57,7 @@ class Request:
         overlap: whether a forward and a backward of other microbatches may run as one, so that the communication of one is hidden
             behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
             (``planning.costs.with_parts``).
+        quick: see ``Problem``: a valid plan in a fifth of a second for a few thousand passes, which a search would make shorter.
         equal: what a rank's whole share costs where no costs are given.
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
@@ -81,6 +82,7 @@ class Request:
     offload: Offload | None = None
     host_limit: float | None = None
     overlap: bool = False
+    quick: bool = False
     equal: StageCosts = EQUAL_PASSES
     layers: int | None = None
     unit: Unit = MICROBATCHES
@@ -135,6 +137,7 @@ class Request:
             self.offload,
             self.host_limit,
             self.overlap,
+            self.quick,
         )
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
         return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
@@ -161,7 +164,7 @@ class Request:
         schedule = solve(self.schedule, problem)
         seconds = time.perf_counter() - begin
         verify(schedule)
-        return Planned(schedule, problem, self.variant, seconds)
+        return Planned(schedule, replace(problem, quick=False), self.variant, seconds)
 
     def _balanced(self, layers: int) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""

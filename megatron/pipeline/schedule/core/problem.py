@@ -72,6 +72,7 @@ class Problem:
         offload: how much of the activations may go to host memory; ``limits`` are of what is on the device.
         host_limit: the most that a rank may have in host memory, in the costs' unit; None for any amount.
         overlap: whether a forward and a backward may run as one (``core.braids``).
+        quick: whether the first good plan is wanted at once, of families that search and of all that tries changes.
 
     Raises:
         ValueError: sizes do not fit each other or are out of range.
@@ -91,6 +92,7 @@ class Problem:
     offload: Offload | None = None
     host_limit: float | None = None
     overlap: bool = False
+    quick: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
