@@ -8,7 +8,7 @@ from enum import StrEnum
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.core.timeline import Lengths, Timeline
 
 __all__ = ["LimitTooLow", "Objective", "Problem"]
 
@@ -19,7 +19,7 @@ class Objective(StrEnum):
     SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
     MAKESPAN = "makespan"  # where they do not: from the first pass on any rank to the last pass on any rank
 
-    def length(self, timeline: Timeline) -> float:
+    def length(self, timeline: Timeline | Lengths) -> float:
         """What is to be short, of a timeline."""
         return timeline.span if self is Objective.SPAN else timeline.makespan
 
@@ -126,7 +126,7 @@ class Problem:
     def ranks(self) -> int:
         return self.placement.ranks
 
-    def value(self, timeline: Timeline) -> float:
+    def value(self, timeline: Timeline | Lengths) -> float:
         """What the problem wants to be short, of a timeline."""
         return self.objective.length(timeline)
 

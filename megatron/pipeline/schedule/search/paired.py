@@ -98,7 +98,7 @@ class _Trials:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._costs = _Costs(*map(cache, (problem.costs.braid, problem.costs.seconds, problem.costs.allocated)))
+        self._costs = _Costs(cache(problem.costs.braid), cache(problem.costs.seconds), cache(problem.costs.allocated))
         self._tried: set[Policy] = set()
         self.left = max(48, _EFFORT // (2 * problem.microbatches * len(problem.costs.stages)))
         self.best: Policy | None = None

@@ -14,7 +14,7 @@ from megatron.pipeline.schedule.core.costs import StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.time.simulate import lengths, simulate
 from megatron.pipeline.schedule.transforms.trials import Trials, fits
 
 _LEAST = 0.01  # of B and W that BW must save to be tried
@@ -61,7 +61,7 @@ def _tried(
         for chosen in (True, False)
     )
     some = (one for one in some if fits(one, problem))
-    first = min([schedule, *some], key=lambda one: problem.value(simulate(one, problem.costs)))
+    first = min([schedule, *some], key=lambda one: problem.value(lengths(one, problem.costs)))
     trials = Trials(first, problem, min(_TRIALS, max(16, _EFFORT // sum(map(len, schedule.passes)))))
     trials.halved(waiting, change)
     return trials.best
@@ -75,7 +75,7 @@ def _joined(schedule: Schedule, places: Iterable[_At]) -> Schedule:
         if (rank, work) not in weights:
             yield work._replace(kind=Kind.BW) if (rank, work) in chosen else work
 
-    return _changed(schedule, joined)
+    return _changed(schedule, chosen, joined)
 
 
 def _split(schedule: Schedule, places: Iterable[_At]) -> Schedule:
@@ -88,9 +88,11 @@ def _split(schedule: Schedule, places: Iterable[_At]) -> Schedule:
         else:
             yield work
 
-    return _changed(schedule, halves)
+    return _changed(schedule, chosen, halves)
 
 
-def _changed(schedule: Schedule, change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
-    rows = (chain.from_iterable(change(rank, work) for work in row) for rank, row in enumerate(schedule.passes))
-    return replace(schedule, passes=tuple(map(tuple, rows)))
+def _changed(schedule: Schedule, places: Iterable[_At], change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
+    rows = list(schedule.passes)
+    for rank in {rank for rank, _ in places}:
+        rows[rank] = tuple(chain.from_iterable(change(rank, work) for work in rows[rank]))
+    return replace(schedule, passes=tuple(rows))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.time.simulate import activation_peaks, lengths
 
 _SLACK = 1 + 1e-9  # sums stray in their last bits
 _Change = TypeVar("_Change")
@@ -68,5 +67,5 @@ class Trials:
 
     def _of(self, schedule: Schedule) -> Value:
         """What the problem wants to be short, and the sum of the moments at which passes end."""
-        timeline = simulate(schedule, self._problem.costs)
-        return self._problem.value(timeline), math.fsum(timed.end for row in timeline.ranks for timed in row)
+        found = lengths(schedule, self._problem.costs)
+        return self._problem.value(found), found.ends
