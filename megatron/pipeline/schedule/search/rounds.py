@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, SLACK, UP, Array, compiled
+from megatron.pipeline.schedule.core.compiled import compiled
+from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, SLACK, UP, Array
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 
 _NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is squeezed

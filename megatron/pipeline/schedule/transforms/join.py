@@ -14,8 +14,8 @@ from megatron.pipeline.schedule.core.costs import StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.time.simulate import lengths, simulate
-from megatron.pipeline.schedule.transforms.trials import Trials, fits
+from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.trials import Trials
 
 _LEAST = 0.01  # of B and W that BW must save to be tried
 _TRIALS, _EFFORT = 150, 400_000  # the most simulations of the whole schedule, and passes in all of them
@@ -60,9 +60,8 @@ def _tried(
         for every in _PATTERNS
         for chosen in (True, False)
     )
-    some = (one for one in some if fits(one, problem))
-    first = min([schedule, *some], key=lambda one: problem.value(lengths(one, problem.costs)))
-    trials = Trials(first, problem, min(_TRIALS, max(16, _EFFORT // sum(map(len, schedule.passes)))))
+    trials = Trials(schedule, problem, min(_TRIALS, max(16, _EFFORT // sum(map(len, schedule.passes)))))
+    trials.begin(some)
     trials.halved(waiting, change)
     return trials.best
 
