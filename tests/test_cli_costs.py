@@ -76,7 +76,7 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
         ('{"stages": [{"forward": null, "backward": 1, "weight": 1}]}', "stage 0: forward must be a number"),
         ('{"stages": [{"forward": NaN, "backward": 1, "weight": 1}]}', "forward must be a number, 0 or between 1e-100 and 1e100"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1}], "hop": "1"}', "hop must be a number"),
-        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "retained": 2}]}', "retained must not be more"),
+        ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "checkpoint": 2}]}', "checkpoint must not be more"),
     ],
 )
 def test_bad_costs_name_the_file_and_the_stage(

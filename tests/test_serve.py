@@ -25,7 +25,7 @@ from served import command, serving, untimed
 from megatron.pipeline import cli
 from megatron.pipeline.cli.serve import requested
 from megatron.pipeline.serve import server, workers
-from megatron.pipeline.serve.answers import FLAGS, LONG, Answer, work
+from megatron.pipeline.serve.answers import FLAGS, LONG, Answer, planned, work
 from megatron.pipeline.serve.workers import Late, Workers
 
 SMALL = {"pp": "4", "microbatches": "8"}
@@ -297,6 +297,17 @@ def test_fixed_orders_are_less_work_than_searches_and_small_ones_less_than_large
     assert work(tuple(ENDLESS.items())) > LONG
     for given in ({"pp": "64"}, {"pp": "many", "microbatches": "2000"}, {"pp": "9" * 5000, "microbatches": "8"}):
         assert work(tuple((given | {"schedule": "v-auto"}).items())) < LONG
+
+
+@pytest.mark.parametrize(
+    "flags", [{"schedule": "v-auto", "memory-limit": "3"}, {"schedule": "zb-v", "cost": "B=1.2,W=0.8,BW=1.8"}]
+)
+def test_a_first_plan_is_as_good_as_valid_and_the_next_no_longer(flags: dict[str, str]) -> None:
+    query = tuple((SMALL | flags).items())
+    first, then = (json.loads(planned(query, requested, quick).body)["plan"] for quick in (True, False))
+    assert first["makespan"] >= then["makespan"] and first["lower_bound"] == then["lower_bound"]
+    assert max(first["peak_activation"]) <= (first["memory_limit"] or 4)
+    assert first["schedule"] == flags["schedule"] and "panel" in json.loads(planned(query, requested, True).body)
 
 
 def test_a_plan_that_takes_too_long_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.time.orders import Orders, can_be_compiled
+from megatron.pipeline.schedule.time.replay import Stuck
+from megatron.pipeline.schedule.time.simulate import activation_peaks, lengths, simulate
 from megatron.pipeline.schedule.transforms.join import join, saves, split
 
 SLACK = 1 + 1e-9
@@ -114,3 +116,24 @@ def test_stages_on_which_it_saves_nothing_stay_split() -> None:
     stages[1] = replace(stages[1], fused=2.0)
     plan = planning.solve("zb-h1", replace(problem, costs=replace(problem.costs, stages=tuple(stages))))
     assert Kind.BW not in {work.kind for work in plan.passes[1]} and Kind.BW in kinds(plan)
+
+
+@pytest.mark.parametrize("name", ["zb-auto", "v-half", "interleaved"])
+def test_compiled_lengths_are_those_of_the_simulation_bit_for_bit(name: str) -> None:
+    problem = problem_of(name, 3, 6, fused=1.7, hop=0.07)
+    schedule = planning.solve(name, problem)
+    orders = Orders(schedule, problem.costs)
+    for one in (schedule, schedule.forward_only()):
+        timeline = simulate(one, problem.costs)
+        assert can_be_compiled(one)
+        assert orders.lengths(one) == lengths(one, problem.costs)
+        assert orders.lengths(one)[:2] == (timeline.span, timeline.makespan)
+
+
+def test_compiled_lengths_of_ranks_that_wait_for_each_other_do_not_exist() -> None:
+    problem = problem_of("1f1b", 2, 2, fused=1.7)
+    schedule = planning.solve("1f1b", problem)
+    first, last = schedule.passes
+    stuck = replace(schedule, passes=(first[::-1], last))
+    with pytest.raises(Stuck):
+        Orders(schedule, problem.costs).lengths(stuck)

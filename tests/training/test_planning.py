@@ -42,6 +42,14 @@ def test_what_runs_is_planned_for_its_own_placement(name: str) -> None:
     assert schedule.placement.chunks == (1 if name in ONE_CHUNK else 2)
 
 
+@pytest.mark.parametrize(("flags", "backward", "weight"), [("", 2, 1), ("--recompute-fused-backward", 3, 0)])
+def test_before_costs_are_measured_a_recomputing_backward_takes_a_forward_more(flags: str, backward: int, weight: int) -> None:
+    again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-auto {again} {flags}".split(), world_size=2)
+    stage = pipeline.plan(4).problem.costs.stages[0]
+    assert (stage.forward, stage.backward, stage.weight, stage.activation) == (1, backward, weight, 1)
+
+
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])
 def test_what_holds_the_model_twice_is_refused(name: str) -> None:
     message = refusal(f"--pipeline-schedule {name}")

@@ -80,6 +80,16 @@ def test_families_with_fused_backwards_hold_less_where_layers_are_recomputed(two
     assert split.stages[0].activation > plain.stages[0].activation
 
 
+def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
+    """What is written for training has B's longer time and W within it; the least that is held is what recomputation leaves."""
+    one = candidate(four, "zb-auto", **RECOMPUTE)
+    apart, found = costs_of(four.cluster, one), result(four, one)
+    assert found.costs == apart.remade(weights=True)
+    assert found.seconds - found.parts.between >= least_seconds(four.cluster, one)
+    whole = result(four, candidate(four, "zb-auto"))
+    assert found.fullest.activations < whole.fullest.activations / 3 and found.parts.recomputation > 0
+
+
 @pytest.mark.parametrize(("schedule", "changes"), [*FOUR, *TWO], ids=str)
 def test_parts_add_up_and_no_bound_is_beaten(four: Layouts, two: Layouts, schedule: str, changes: dict[str, Any]) -> None:
     on = two if (schedule, changes) in TWO else four

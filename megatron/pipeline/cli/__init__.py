@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the command line; by default that of this process.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:
+        arguments = sys.argv[1:]
+        atexit.register(gc.freeze)  # at its end Python looks for cycles among all objects, for 0.2 s where the search was loaded
     if arguments and arguments[0] in _OWN_FLAGS:
         return int(import_module(f"{__name__}.{arguments[0]}").main(arguments[1:]))
     code, options = 0, None

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import platform
 import re
-from importlib import metadata
 from typing import Any, NoReturn
 
 from megatron.pipeline import __version__
@@ -56,6 +55,8 @@ def missing(error: ModuleNotFoundError) -> str:
 
 
 def _installed(package: str) -> str | None:
+    from importlib import metadata  # as slow to import as a small plan is to make
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -64,6 +65,8 @@ def _installed(package: str) -> str | None:
 
 def _required(package: str) -> str:
     """A package with the range of versions that this one asks for, as pip takes it."""
+    from importlib import metadata
+
     try:
         required = metadata.requires(OWN) or []
     except metadata.PackageNotFoundError:

@@ -1,17 +1,20 @@
-"""A bar on the terminal that says how far a long command is; elsewhere it is silent."""
+"""A bar on the terminal that says how far a long command is; elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 from typing import Self
+
+_SILENT = 10.0  # seconds without a line
 
 
 class Progress:
     """A context that is called with how much is done, and how much there is to do."""
 
     def __init__(self, what: str) -> None:
-        self._bar = None
+        self._bar, self._what, self._told = None, what, time.monotonic()
         if not sys.stderr.isatty():
             return
         # Imported here: rich takes longer to import than most commands run.
@@ -35,3 +38,6 @@ class Progress:
     def __call__(self, done: int, known: int) -> None:
         if self._bar:
             self._bar.update(self._task, completed=done, total=known)
+        elif time.monotonic() - self._told > _SILENT:
+            self._told = time.monotonic()
+            print(f"{self._what}: {done} of {known}", file=sys.stderr, flush=True)

@@ -184,6 +184,10 @@ def recomputed(args: Namespace, shape: Shape, schedule: Schedule) -> Schedule:
     if not shape.holding.recomputes:
         return schedule
     stages = frozenset(range(schedule.placement.ranks * schedule.placement.chunks))
-    if args.recompute_fused_backward and args.recompute_granularity == "full" and not shape.holding.recompute_first:
-        schedule = fuse(schedule, stages)
-    return recompute(schedule, stages)
+    return recompute(fuse(schedule, stages) if makes_weights_again(args) else schedule, stages)
+
+
+def makes_weights_again(args: Namespace) -> bool:
+    """Whether W runs with B, since that makes its inputs again."""
+    whole = args.recompute_granularity == "full" and args.recompute_method != "block"
+    return bool(whole and args.recompute_fused_backward)

@@ -37,13 +37,15 @@ _HALVINGS = 2  # of the step between two of them
 def solve(name: str, problem: Problem) -> Schedule:
     """The schedule of a family for a problem on its placement; where the problem allows braids, never longer than without.
 
-    Where BW takes less than B and W, backwards are fused one by one as far as that makes the schedule shorter, unless the problem
-    says which are; it is never longer than with all of them fused.
+    Where BW takes or holds less than B and W, backwards are fused one by one as far as that makes the schedule shorter, unless
+    the problem says which are; it is never longer than with all of them fused.
 
     Raises:
         LimitTooLow: the schedule would hold more than the limits.
         HostLimitTooLow: the limit of host memory has no room for one copy.
     """
+    if problem.overlap and problem.quick:
+        return solve(name, replace(problem, overlap=False))
     if problem.overlap:
         own = solve(name, alone := replace(problem, overlap=False))
         found = [braid(own, problem), *_of_braids(name, alone, own)]
@@ -52,13 +54,19 @@ def solve(name: str, problem: Problem) -> Schedule:
         return _offloaded(name, problem, problem.offload)
     if problem.vocabulary:
         return _spread(name, problem, problem.vocabulary)
-    schedule = _within(_of_stages(name, problem), problem)
-    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost))
+    cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost) or cost.grows)
     if families.named(name).fused or problem.fused or not cheaper:
-        return schedule
-    found = [split(join(schedule, problem), problem)]
-    with suppress(LimitTooLow):
-        found.append(split(_within(_of_stages(name, replace(problem, fused=cheaper)), problem), problem))
+        return _within(_of_stages(name, problem), problem)
+    found, refused = [], []
+    for fused in (frozenset[int](), cheaper):
+        try:
+            schedule = _within(_of_stages(name, replace(problem, fused=fused)), problem)
+            tried = schedule if fused or problem.quick else join(schedule, problem)
+            found.append(tried if problem.quick else split(tried, problem))
+        except LimitTooLow as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.least)
     return min(found, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
 
 

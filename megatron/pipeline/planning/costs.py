@@ -232,9 +232,9 @@ def _set(costs: Costs, placement: Placement, cost: Numbers, activation: Numbers 
     if activation:
         held = activation.get("B", 1.0)
         retained, kept = activation.get("W", held), activation.get("R", 0.0)
-        if not held > 0 or max(retained, kept) > held:
+        if not held > 0 or kept > held:
             given = f"B={held:g},W={retained:g}" + (f",R={kept:g}" if kept else "")
-            raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which W remains after B and R before it")
+            raise ValueError(f"activation {given}: F must allocate more than 0 (B), of which R remains before R")
         named |= {"activation": 1 / parts, "retained": retained / held / parts, "checkpoint": kept / held / parts}
     costs = replace(costs, stages=tuple(replace(stage, **named) for stage in costs.stages), hop=cost.get("comm", costs.hop))
     if not any(name in cost for name in COPIES):

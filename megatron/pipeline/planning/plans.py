@@ -15,7 +15,7 @@ from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import ROUNDED_UP
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.costs import Costs, with_equal_copies
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
@@ -87,7 +87,7 @@ class Plans:
         """What schedules are planned for: measured costs, or equal ones, where copies take as long as passes do (k = 1)."""
         if self.costs:
             return self.costs
-        costs = uniform(self.placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        costs = replace(self._request, vocabulary=self.vocabulary).equal_costs(self.placement)
         return with_equal_copies(costs) if self.offloads else costs
 
     @property

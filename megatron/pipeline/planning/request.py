@@ -18,7 +18,7 @@ from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_SHARDS, Costs, uniform
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.problem import Objective, Problem
@@ -57,6 +57,8 @@ class Request:
         overlap: whether a forward and a backward of other microbatches may run as one, so that the communication of one is hidden
             behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
             (``planning.costs.with_parts``).
+        quick: see ``Problem``: a valid plan in a fifth of a second for a few thousand passes, which a search would make shorter.
+        equal: what a rank's whole share costs where no costs are given.
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
@@ -80,6 +82,8 @@ class Request:
     offload: Offload | None = None
     host_limit: float | None = None
     overlap: bool = False
+    quick: bool = False
+    equal: StageCosts = EQUAL_PASSES
     layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
@@ -133,13 +137,19 @@ class Request:
             self.offload,
             self.host_limit,
             self.overlap,
+            self.quick,
         )
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
         return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
 
     def _costs(self, placement: Placement) -> Costs:
         costs = self.costs(placement) if callable(self.costs) else self.costs
-        return costs or uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        return costs or self.equal_costs(placement)
+
+    def equal_costs(self, placement: Placement) -> Costs:
+        """What passes cost where no costs are given."""
+        costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        return replace(costs, stages=(self.equal.share(placement.chunks_per_replica),) * len(costs.stages))
 
     def plan(self) -> Planned:
         """The family's schedule for this, which obeys every rule and stays within the limits.
@@ -154,7 +164,7 @@ class Request:
         schedule = solve(self.schedule, problem)
         seconds = time.perf_counter() - begin
         verify(schedule)
-        return Planned(schedule, problem, self.variant, seconds)
+        return Planned(schedule, replace(problem, quick=False), self.variant, seconds)
 
     def _balanced(self, layers: int) -> Planned:
         """The schedule of the split of the layers that makes it shortest."""

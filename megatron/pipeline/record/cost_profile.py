@@ -18,6 +18,7 @@ from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
+_REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much
 _Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
 
 
@@ -89,12 +90,13 @@ def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts
     half = (fused or 0.0) / 2
     kept = max(0.0, changed[Kind.F])
     held = max(kept, kept + changed.get(Kind.R, 0.0))
+    after = max(0.0, held + changed.get(Kind.B, 0.0))
     return StageCosts(
         forward=seconds[Kind.F],
         backward=seconds.get(Kind.B, half),
         weight=seconds.get(Kind.W, half),
         activation=held,
-        retained=min(held, max(0.0, held + changed.get(Kind.B, 0.0))),
+        retained=after if after > held * _REMADE else min(held, after),
         movable=min(held, max(0.0, -changed[Kind.D2H])) if Kind.D2H in changed and Kind.R not in changed else None,
         fused=fused,
         recompute=seconds.get(Kind.R, seconds[Kind.F]),

@@ -11,6 +11,7 @@ import math
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,8 +38,8 @@ FLAGS = (
 )
 DOWNLOADS = {"json": "application/json", "csv": "text/csv; charset=utf-8", "svg": "image/svg+xml"}  # formats of a plan, and types
 
-LONG = 1 << 20  # the ``work`` from which on a plan may take many seconds
-_SEARCH = 100  # times as long as to write a known order down
+LONG = 1 << 17  # the ``work`` from which on a plan may take longer than someone who drags a value waits for the next
+_SEARCH = 1000  # times as long as to write a known order down
 
 
 class Answer(NamedTuple):
@@ -83,11 +84,14 @@ def command(query: Query) -> str:
     return shlex.join(["mpipe", "plan", *flags(query)])
 
 
-def planned(query: Query, ask: Ask) -> Answer:
+def planned(query: Query, ask: Ask, quick: bool = False) -> Answer:
     """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``; or
     ``message``, why there is none. ``least`` is the least limit that there is a plan for, where the limit makes a difference.
 
     Both have status 200: a browser would report another one as an error of the page.
+
+    Args:
+        quick: whether the first good plan is enough, and wanted at once.
 
     Raises:
         ValueError: the query has a name that is not one of ``FLAGS``.
@@ -96,7 +100,7 @@ def planned(query: Query, ask: Ask) -> Answer:
     given = flags(query)
     try:
         with without_collecting():
-            request = ask(given)
+            request = replace(ask(given), quick=quick)
             plan, choice = best(request)
             fields["plan"] = report(plan) | (choice_fields(choice) if choice else {})
             fields["panel"] = encoded(Entry(plan.title, plan.timeline, plan.schedule, plan.problem.costs))

@@ -90,9 +90,11 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         async with pool:
             yield
 
-    async def planned(query: Query, ahead: bool = False) -> Answer:
+    async def planned(query: Query, ahead: bool = False, quick: bool = False) -> Answer:
         answer = kept.get(query)
         if answer is None:
+            if quick:
+                return await pool.run(answers.planned, query, ask, quick)
             try:
                 answer = await pool.run(answers.planned, query, ask, ahead=ahead, work=answers.work(query))
             except Late as error:
@@ -101,10 +103,11 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         return answer
 
     async def plan(request: Request) -> Response:
-        """``/api/plan?schedule=..&pp=..&..``, the flags of ``mpipe plan``; with ``ahead=1`` it waits for all others."""
+        """``/api/plan?schedule=..&pp=..&..``, the flags of ``mpipe plan``; with ``ahead=1`` it waits for all others, with
+        ``quick=1`` it is the first good plan, at once."""
         given = dict(request.query_params)
-        ahead = given.pop("ahead", "") != ""
-        return await _while_wanted(request, planned(_query(given), ahead))
+        ahead, quick = (given.pop(name, "") != "" for name in ("ahead", "quick"))
+        return await _while_wanted(request, planned(_query(given), ahead, quick))
 
     async def download(request: Request) -> Response:
         """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""

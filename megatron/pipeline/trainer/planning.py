@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import indent
 
+from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
@@ -24,7 +25,7 @@ from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform, with_equal_copies
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, StageCosts, VocabularyCosts, with_equal_copies
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
@@ -134,7 +135,15 @@ def _request(args: Namespace, costs: Costs | None) -> Request:
         vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
         offload=None if args.offload == OFF else Offload(args.offload),
         overlap=args.overlap_moe_expert_parallel_comm,
+        equal=_equal_costs(args),
     )
+
+
+def _equal_costs(args: Namespace) -> StageCosts:
+    """What passes cost before they are measured: a backward that makes whole layers again runs their forward."""
+    if args.recompute_granularity != "full" or args.recompute_method != "uniform":
+        return EQUAL_PASSES
+    return replace(EQUAL_PASSES, recompute=1.0, checkpoint=1.0).remade(makes_weights_again(args))
 
 
 def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
@@ -142,9 +151,10 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
 
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
-        return with_equal_copies(uniform(placement)) if costs is None else costs.of_depth(placement.depth)
+        return with_equal_copies(equal_costs(placement)) if costs is None else costs.of_depth(placement.depth)
 
     request = _request(args, costs)
+    equal_costs = replace(request, vocabulary=None).equal_costs
     limit = request.limit
     if limit is None and args.pipeline_memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
         limit = peak_of_1f1b(request.ranks, request.microbatches)

@@ -20,6 +20,7 @@ from megatron.pipeline.costmodel.memory import (
     RankMemory,
     fixed_memory,
     gradient_bytes,
+    makes_weights_again,
     optimizer_parameters,
     predict,
     recomputed,
@@ -149,21 +150,23 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
     left = [cluster.device.memory - each.total for each in fixed]
     if min(left) <= 0:
         return _infeasible(candidate, fixed, 0.0)
-    costs = costs_of(cluster, candidate)
-    between = between_pipelines(cluster, candidate, fixed, costs)
+    apart = costs_of(cluster, candidate)
+    between = between_pipelines(cluster, candidate, fixed, apart)
+    costs, within = _as_trained(candidate, apart)
     family = families.named(variant.name)
-    limits: list[float | None] = [min(left) if family.plans_for_limits else None]
+    limits: list[float | None] = [max(0.0, min(left) - within) if family.plans_for_limits else None]
     if not family.plans_for_limits and not candidate.offload:
-        least = _least_peaks(candidate, costs)
+        least = _least_peaks(candidate, apart)
         if any(peak > most for peak, most in zip(least, left, strict=True)):
             return _infeasible(candidate, fixed, max(least))
         if candidate.overlaps and not candidate.is_stock and family.memory is None:
-            limits.append(max(least))  # without megatron-core's order of braids, which holds more, where that does not fit
+            # Without megatron-core's order of braids, which holds more, where that does not fit.
+            limits.append(max(least) - within)
     for limit in limits:
         try:
             planned = _plan(candidate, costs, limit, beat - between)
         except LimitTooLow as error:
-            return _infeasible(candidate, fixed, error.least)
+            return _infeasible(candidate, fixed, error.least + within)
         if isinstance(planned, Dominated):
             return planned
         schedule, memory_bound, pipeline = planned
@@ -172,7 +175,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
             break
     else:
         return _infeasible(candidate, fixed, max(rank.activations for rank in ranks))
-    parts = _parts(cluster, candidate, costs, schedule, pipeline, between)
+    parts = _parts(cluster, candidate, apart, schedule, pipeline, between)
     operations = gpt.training_operations(Shape.of(args)) * candidate.microbatches * args.data_parallel_size
     mfu = operations / (parts.total * cluster.gpus * cluster.device.peak)
     return Result(candidate, parts.total, parts, ranks, costs, limit, memory_bound, mfu)
@@ -185,9 +188,7 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
     family = families.named(candidate.variant.name)
     exposed = family.exposed_hops if waits else 0.0
-    # W runs with B where that recomputes its inputs: see ``memory.recomputed``.
-    fuses = args.recompute_fused_backward and args.recompute_granularity == "full" and args.recompute_method != "block"
-    split, links = not (family.fused or fuses), links_of(cluster, args)
+    split, links = not (family.fused or makes_weights_again(args)), links_of(cluster, args)
     costs = estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
     # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
     return costs if _fuses(candidate) else replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
@@ -305,8 +306,19 @@ def _fuses(candidate: Candidate) -> bool:
 
 
 def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
-    ran = recomputed(candidate.args, Shape.of(candidate.args), schedule)
-    return candidate.objective.length(simulate(ran, costs))
+    return candidate.objective.length(simulate(schedule, costs))
+
+
+def _as_trained(candidate: Candidate, costs: Costs) -> tuple[Costs, float]:
+    """The costs where backwards make activations again, if they do, and the most that one of them holds while it runs, beyond
+    what is held before and after."""
+    if not Shape.of(candidate.args).holding.recomputes:
+        return costs, 0.0
+    whole = makes_weights_again(candidate.args)
+    trained = costs.remade(whole)
+    leanest = whole or _fuses(candidate) or any(stage.grows for stage in trained.stages)  # some backwards may be BW
+    ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in costs.stages)
+    return trained, max(stage.activation - end for stage, end in zip(costs.stages, ends, strict=True))
 
 
 def _work(candidate: Candidate, costs: Costs) -> list[float]:

@@ -32,7 +32,7 @@ class Costs:
     host memory.
 
     Raises:
-        ValueError: a time or size is negative or not finite, or more is retained after B, kept for R, or moved, than F allocates.
+        ValueError: a time or size is negative or not finite, or more is kept for R, or moved, than F allocates.
     """
 
     stages: tuple[StageCosts, ...]
@@ -53,7 +53,6 @@ class Costs:
         for index, stage in enumerate(self.stages):
             most = stage.activation
             for name, amount, use in (
-                ("retained", stage.retained, f"retain {stage.retained} after B of the {most} that F allocated"),
                 ("checkpoint", stage.checkpoint, f"keep {stage.checkpoint} for R, more than the {most} without R"),
                 ("movable", stage.movable, f"move {stage.movable} of the {most} that F allocated"),
             ):
@@ -98,8 +97,13 @@ class Costs:
             return [stage.share(parts)] * parts
         plain = combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
         end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain])
-        end = replace(end, **{name: min(end.value(name), end.activation) for name in ("retained", "checkpoint")})
+        end = replace(end, checkpoint=min(end.checkpoint, end.activation))
+        end = end if stage.grows else replace(end, retained=min(end.retained, end.activation))
         return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
+
+    def remade(self, weights: bool = False) -> Costs:
+        """The costs where backwards make again what forwards did not keep, and no R runs: see ``StageCosts.remade``."""
+        return replace(self, stages=tuple(stage.remade(weights) for stage in self.stages))
 
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""
@@ -215,6 +219,8 @@ def _sum(stages: Sequence[StageCosts]) -> StageCosts:
     return combined(sum, stages)
 
 
+# A rank's whole share where nothing is known.
+EQUAL_PASSES = StageCosts(1.0, 1.0, 1.0)
 # The default where F, B and W take 1: an output layer that adds a third to a rank's work.
 EQUAL_SHARDS = VocabularyCosts(S=0.5, T=0.5)
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.core.timeline import Lengths, Timeline
 
 __all__ = ["LimitTooLow", "Objective", "Problem"]
 
@@ -19,7 +19,7 @@ class Objective(StrEnum):
     SPAN = "span"  # where iterations interlock: the longest, over ranks, from a rank's first pass to its last
     MAKESPAN = "makespan"  # where they do not: from the first pass on any rank to the last pass on any rank
 
-    def length(self, timeline: Timeline) -> float:
+    def length(self, timeline: Timeline | Lengths) -> float:
         """What is to be short, of a timeline."""
         return timeline.span if self is Objective.SPAN else timeline.makespan
 
@@ -72,6 +72,7 @@ class Problem:
         offload: how much of the activations may go to host memory; ``limits`` are of what is on the device.
         host_limit: the most that a rank may have in host memory, in the costs' unit; None for any amount.
         overlap: whether a forward and a backward may run as one (``core.braids``).
+        quick: whether the first good plan is wanted at once, of families that search and of all that tries changes.
 
     Raises:
         ValueError: sizes do not fit each other or are out of range.
@@ -91,6 +92,7 @@ class Problem:
     offload: Offload | None = None
     host_limit: float | None = None
     overlap: bool = False
+    quick: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -124,17 +126,18 @@ class Problem:
     def ranks(self) -> int:
         return self.placement.ranks
 
-    def value(self, timeline: Timeline) -> float:
+    def value(self, timeline: Timeline | Lengths) -> float:
         """What the problem wants to be short, of a timeline."""
         return self.objective.length(timeline)
 
     def microbatch_memory(self, rank: int) -> float:
-        """What one microbatch holds on a rank when all its chunks have run F (and R): with that much every problem can be
-        planned. With several replicas each microbatch goes through one of them.
+        """What one microbatch holds on a rank when all its chunks have run F (and R), and B where that allocates: with that much
+        every problem can be planned. With several replicas each microbatch goes through one of them.
 
         With recompute the least that is needed can be below this: see ``bound.least_limit``.
         """
         placement, held = self.placement, [0.0] * self.placement.replicas
         for stage in placement.stages[rank]:
-            held[placement.replica(stage)] += self.costs.stages[stage].activation
+            cost = self.costs.stages[stage]
+            held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.grows)
         return max(held)

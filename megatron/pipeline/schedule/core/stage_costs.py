@@ -21,7 +21,7 @@ class StageCosts:
     Attributes:
         forward, backward, weight: seconds of F, B and W; a fused BW takes ``backward + weight``.
         activation: what F allocates, held until B ends.
-        retained: how much of that is still held after B, until W ends.
+        retained: how much is held after B, until W ends: of that a part, or more where B makes activations again.
         fused: seconds of BW; None for ``backward + weight``.
         recompute: seconds of R, where a schedule has it.
         checkpoint: what F allocates where R follows; R allocates the rest of ``activation``.
@@ -115,6 +115,23 @@ class StageCosts:
     def total(self) -> float:
         """Seconds of one microbatch: F + B + W."""
         return self.forward + self.backward + self.weight
+
+    def remade(self, weights: bool = False) -> StageCosts:
+        """The costs where no R runs, and the backward itself makes again what F did not keep: what it makes it holds until W.
+
+        Args:
+            weights: whether B also does the work of W, which then takes and holds nothing.
+        """
+        fused = self.value("fused") + self.recompute
+        held: dict[str, Any] = {"activation": self.checkpoint, "checkpoint": 0.0, "recompute": 0.0, "movable": None}
+        if weights:
+            return replace(self, backward=fused, weight=0.0, weight_experts=None, fused=None, retained=0.0, **held)
+        return replace(self, backward=self.backward + self.recompute, fused=None if self.fused is None else fused, **held)
+
+    @property
+    def grows(self) -> float:
+        """How much more is held after B than before it; 0 where B frees."""
+        return max(0.0, self.retained - self.activation)
 
     def share(self, parts: int) -> StageCosts:
         """The costs of one of ``parts`` equal parts."""

@@ -17,6 +17,14 @@ class Timed(NamedTuple):
     end: float
 
 
+class Lengths(NamedTuple):
+    """What of a timeline is to be short, and the sum of the moments at which its passes end, which tells equal ones apart."""
+
+    span: float
+    makespan: float
+    ends: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """For every rank, its passes with their times, in the order they ran. Starts and ends share one clock.

@@ -96,13 +96,11 @@ class Validate(NamedTuple):
 
 def pass_of(operation: Operation) -> Pass | None:
     """The pass of the schedule that an operation stands for, if any: it computes it, or has the place of a pass on a lane."""
-    match operation:
-        case Compute(work, _):
-            return work
-        case Copy(work) | Wait(Pass() as work) if work.kind.row.starts is isinstance(operation, Copy):
-            return work
-        case _:
-            return None
+    if isinstance(operation, Compute):
+        return operation.work
+    if isinstance(operation, (Copy, Wait)) and isinstance(work := operation[0], Pass):
+        return work if work.kind.row.starts is isinstance(operation, Copy) else None
+    return None
 
 
 Operation: TypeAlias = Compute | Send | Receive | Join | Copy | Wait | Validate

@@ -49,7 +49,8 @@ def lines(problem: Problem) -> tuple[Line, ...]:
 
     A backward may be split or fused, whichever a schedule likes, where the problem does not say that it is fused. Let b be
     the shorter of B and BW, and w what the shorter of B + W and BW takes beyond b. A B that takes b and a W that takes w
-    stand for both: no pass becomes longer and nothing is held longer if B and W, or BW, are replaced by these.
+    stand for both: no pass becomes longer and nothing is held longer if B and W, or BW, are replaced by these. Nor does that B
+    allocate, since BW does not.
 
     Slices of a microbatch count like microbatches.
     """
@@ -67,7 +68,7 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
     forwards = ((stage, kind) for stage in stages for kind in chains[stage] if kind.is_forward)
     backwards = ((stage, kind) for stage in reversed(stages) for kind in chains[stage] if not kind.is_forward)
     for stage, kind in chain(forwards, backwards):
-        cost, (rank, chunk) = costs.stages[stage], placement.home(stage)
+        cost, (rank, chunk) = _leanest(costs.stages[stage]), placement.home(stage)
         before: list[tuple[int, float]] = []
         for source in sources(placement, None)[kind, rank, chunk]:
             its_stage = placement.stage(*source.homes[0])
@@ -79,6 +80,10 @@ def _lines(problem: Problem) -> tuple[Line, ...]:
         count = len(range(placement.replica(stage), total, placement.replicas))
         made.append(Line(stage, rank, own, float(_least_seconds(cost, kind)), float(change), count, tuple(before)))
     return tuple(made)
+
+
+def _leanest(cost: StageCosts) -> StageCosts:
+    return replace(cost, retained=cost.activation) if cost.grows else cost
 
 
 def _least_seconds(cost: StageCosts, kind: Kind) -> float:
@@ -335,7 +340,7 @@ def unit(problem: Problem, rank: int) -> float:
     """The size of which all that a rank holds is a multiple; 0 if there is none such, or nothing is held."""
     sizes = []
     for stage in problem.placement.stages[rank]:
-        cost = problem.costs.stages[stage]
+        cost = _leanest(problem.costs.stages[stage])
         kept = [cost.checkpoint] if stage in problem.recompute else []
         sizes += [float(size) / problem.splits for size in (cost.activation, cost.retained, *kept) if size > 0]
     least = min(sizes, default=0.0)

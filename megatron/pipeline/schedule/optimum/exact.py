@@ -46,7 +46,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     """The schedule with the least span or makespan, whichever the problem wants.
 
     All schedules are searched that run R and BW on the stages that the problem says, and B and W elsewhere, or BW where
-    that takes less than B and W together.
+    that takes or holds less than B and W.
 
     A spread vocabulary's passes are not searched. Where the problem allows braids, all pairs of a forward and a backward are.
 
@@ -145,9 +145,9 @@ class Model:
             stage, key, length = self._stage(rank, work), (rank, work), self._length(rank, work)
             start = self._starts[key] = model.new_int_var(0, self._horizon, f"{work}@{rank}")
             size: LinearExprT = length
-            if work.kind is Kind.B and stage.fused is not None and stage.fused < stage.backward + stage.weight:
+            if work.kind is Kind.B and (stage.value("fused") < stage.backward + stage.weight or stage.grows):
                 fused = self._fused[key] = model.new_bool_var(f"fused {work}@{rank}")
-                size = length + (int(stage.fused) - length) * fused
+                size = length + (int(stage.value("fused")) - length) * fused
             elif work.kind is Kind.W and (rank, work._replace(kind=Kind.B)) in self._fused:
                 before = (rank, work._replace(kind=Kind.B))
                 size = length - length * self._fused[before]
@@ -192,7 +192,7 @@ class Model:
             return
         unit, _ = _whole([*map(abs, changes.values()), limit], Fraction(limit) / 10**12)
         intervals: list[IntervalVar] = []
-        demands: list[int] = []
+        demands: list[LinearExprT] = []
         held: dict[tuple[int, int], list[tuple[float, Pass]]] = {}  # by microbatch and chunk
         for work in self._passes[rank]:
             change, stack = changes[work.kind, work.chunk], held.setdefault(work[1:3], [])
@@ -206,7 +206,9 @@ class Model:
                 start, end = self._starts[rank, first], self._ends[rank, work]
                 length = self._model.new_int_var(0, self._horizon, "")
                 intervals.append(self._model.new_interval_var(start, length, end, f"{first}..{work}@{rank}"))
-                demands.append(math.floor(Fraction(freed) / unit + Fraction(1, 10**9)))
+                amount = math.floor(Fraction(freed) / unit + Fraction(1, 10**9))
+                fused = self._fused.get((rank, first))  # a BW allocates nothing
+                demands.append(amount if fused is None else amount - amount * fused)
         self._model.add_cumulative(intervals, demands, math.floor(Fraction(limit) / unit + Fraction(1, 10**9)))
 
     def _change(self, rank: int, work: Pass) -> float:

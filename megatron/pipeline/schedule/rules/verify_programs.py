@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.lower.lower import Transfer, gatherings, transfers
+from megatron.pipeline.schedule.lower.lower import Transfer, gatherings, messages
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import (
     Collective,
@@ -111,7 +111,7 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) 
     """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
     in this order, before the pass that needs it, by the right peers; and no other tensor is."""
     places, computes = _places(programs)
-    needed = {transfer.message: transfer for transfer in transfers(schedule)}
+    needed = {transfer.message: transfer for _, transfer in messages(schedule)}
     for (kind, message), (rank, _, _) in places.items():
         if message not in needed:
             raise ScheduleError(f"rank {rank}: {kind.__name__} of the {message}, which no other rank needs; remove it")
@@ -134,7 +134,7 @@ def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) 
 def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program]) -> None:
     """Every rank joins every collective of a spread vocabulary once, after the pass that makes its part (and after all joined
     the one that its part is made from), and waits for it once, after that and before the pass that needs it."""
-    known = {one.collective: one for one in gatherings(schedule)}
+    known = {one.collective: (one.after, dict(one.producers), dict(one.consumers)) for one in gatherings(schedule)}
     for rank, program in enumerate(programs):
         places: dict[tuple[type, Collective | Pass], int] = {}
         for place, operation in enumerate(program):
@@ -149,21 +149,21 @@ def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program]) 
                     places[type(operation), collective] = place
                 case Compute(work):
                     places[Compute, work] = place
-        for collective, one in known.items():
+        for collective, (after, producers, consumers) in known.items():
             for kind in (Join, Wait):
                 if (kind, collective) not in places:
                     raise ScheduleError(f"rank {rank}: {kind.__name__} of the {collective} is missing")
             joined, waited = (places[kind, collective] for kind in (Join, Wait))
-            makes, needs = dict(one.producers).get(rank), dict(one.consumers).get(rank)
+            makes, needs = producers.get(rank), consumers.get(rank)
             early = makes is not None and joined < places[Compute, makes]
-            if one.after is not None:
-                early = early or joined < places[Join, one.after]
+            if after is not None:
+                early = early or joined < places[Join, after]
                 # What it is made of, T uses up.
                 late = places[Compute, Pass(Kind.T, collective.microbatch)]
                 if late < joined:
                     raise ScheduleError(f"rank {rank}: Join of the {collective} comes after T, which ends what it is made of")
             if early or waited < joined or (needs is not None and places[Compute, needs] < waited):
-                parts = [str(part) for part in (makes, one.after) if part is not None]
+                parts = [str(part) for part in (makes, after) if part is not None]
                 raise ScheduleError(
                     f"rank {rank}: the {collective} must come in this order: {', '.join([*parts, 'Join', 'Wait'])}"
                     + (f", {needs}" if needs else "")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -84,11 +85,20 @@ def _near(policy: Policy, placement: Placement) -> Iterator[Policy]:
     yield policy._replace(deep_backwards=not policy.deep_backwards)
 
 
+class _Costs(NamedTuple):
+    """Those of a problem, each computed once: a run asks for one at every decision."""
+
+    braid: Callable[[int, Kind, int], tuple[float, float]]
+    seconds: Callable[[Kind, int], float]
+    allocated: Callable[[Kind, int], float]
+
+
 class _Trials:
     """The best of the policies that were tried."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        self._costs = _Costs(cache(problem.costs.braid), cache(problem.costs.seconds), cache(problem.costs.allocated))
         self._tried: set[Policy] = set()
         self.left = max(48, _EFFORT // (2 * problem.microbatches * len(problem.costs.stages)))
         self.best: Policy | None = None
@@ -100,7 +110,7 @@ class _Trials:
             return
         self.left -= 1
         self._tried.add(policy)
-        run = _Run(self._problem, policy)
+        run = _Run(self._problem, self._costs, policy)
         if (order := run.order()) is not None and (value := run.value()) < self.value:
             self.best, self.order, self.value = policy, order, value
 
@@ -108,8 +118,8 @@ class _Trials:
 class _Run:
     """One iteration under a policy, in simulated time."""
 
-    def __init__(self, problem: Problem, policy: Policy) -> None:
-        placement, self.problem, self.policy = problem.placement, problem, policy
+    def __init__(self, problem: Problem, costs: _Costs, policy: Policy) -> None:
+        placement, self.problem, self.costs, self.policy = problem.placement, problem, costs, policy
         last, count = placement.last_stage, problem.microbatches
         self.stages: Sequence[Sequence[int]] = placement.stages
         self.homes = [placement.home(stage) for stage in range(last + 1)]
@@ -126,7 +136,7 @@ class _Run:
         self.free = [0.0] * placement.ranks
         self.starts = [math.inf] * placement.ranks
         self.waking = [(0.0, rank) for rank in range(placement.ranks)]
-        of_braids = [sum(problem.costs.braid(stage, Kind.FBW, stage)) for stage in range(last + 1)]
+        of_braids = [sum(costs.braid(stage, Kind.FBW, stage)) for stage in range(last + 1)]
         self.patience = policy.patience * sum(of_braids) / len(of_braids)
 
     def order(self) -> Order | None:
@@ -181,7 +191,7 @@ class _Run:
 
     def _start(self, rank: int, moment: float, forward: int | None, backward: int | None) -> None:
         """A forward of one stage, a backward of one, or a braid of both."""
-        costs, last = self.problem.costs, self.problem.placement.last_stage
+        costs, last = self.costs, self.problem.placement.last_stage
         kind = None if backward is None else self._backward_kind(rank, backward, forward is not None)
         seconds = 0.0
         if forward is not None and backward is not None and kind:
@@ -215,14 +225,14 @@ class _Run:
     def _start_weights(self, rank: int, moment: float) -> None:
         stage, number = self.weights[rank].pop(0)
         self.rows[rank].append(Pass(Kind.W, number, self.homes[stage][1]))
-        self.held[rank] += self.problem.costs.allocated(Kind.W, stage)
-        self._finish(rank, moment + self.problem.costs.seconds(Kind.W, stage))
+        self.held[rank] += self.costs.allocated(Kind.W, stage)
+        self._finish(rank, moment + self.costs.seconds(Kind.W, stage))
 
     def _run(self, rank: int, kind: Kind, stage: int, started: list[int]) -> int:
         number = started[stage]
         started[stage] += 1
         self.rows[rank].append(Pass(kind, number, self.homes[stage][1]))
-        self.held[rank] += self.problem.costs.allocated(kind, stage)
+        self.held[rank] += self.costs.allocated(kind, stage)
         return number
 
     def _send(self, arrivals: list[list[float]], rank: int, stage: int, number: int, end: float) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, SLACK, UP, Array, compiled
+from megatron.pipeline.schedule.core.compiled import compiled
+from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, SLACK, UP, Array
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 
 _NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is squeezed
@@ -101,6 +102,7 @@ class _State(NamedTuple):
         done: int[5, S], how many passes of each kind and stage are placed.
         free, held, idle: float[P], when a rank's last pass ends; what it holds; how long it waited since its first pass.
         most: float[1], the largest of ``idle``.
+        kept: float[P], the room that an F leaves for what a B allocates.
         spare: float[P], the construction ends without a plan as soon as a rank was idle for longer.
         waiting: int[P, N], the stages whose W are due, in the order of their B.
         due: int[P, 2], where the first of these is, and behind the last.
@@ -114,6 +116,7 @@ class _State(NamedTuple):
     held: Array
     idle: Array
     most: Array
+    kept: Array
     spare: Array
     waiting: Array
     due: Array
@@ -121,6 +124,8 @@ class _State(NamedTuple):
     @staticmethod
     def of(instance: Instance, spare: Array) -> _State:
         ranks, most = len(instance.lengths), int(instance.lengths.max())
+        kept = np.zeros(ranks)
+        np.maximum.at(kept, instance.home, instance.allocated[UP])
         return _State(
             np.full(instance.shape, -1.0),
             np.full((ranks, most, 3), -1, np.int32),
@@ -130,6 +135,7 @@ class _State(NamedTuple):
             np.zeros(ranks),
             np.zeros(ranks),
             np.zeros(1),
+            kept,
             spare,
             np.zeros((ranks, most), np.int64),
             np.zeros((ranks, 2), np.int64),
@@ -151,11 +157,18 @@ def _arrives(arrays: tuple[Any, ...], state: Any, kind: int, stage: int) -> floa
 
 
 @compiled
+def _takes(arrays: tuple[Any, ...], state: Any, kind: int, stage: int) -> float:
+    """The memory without which the next pass of a stage does not run."""
+    allocated = arrays[8][kind, stage]
+    return float(allocated + state.kept[arrays[0][stage]] if kind == DOWN else allocated)
+
+
+@compiled
 def _run(arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: int) -> bool:
     """Place the next pass of a kind on a stage; False if it cannot run, or does not fit into memory."""
     home, seconds, before, allocated = arrays[0], arrays[6], arrays[7], arrays[8]
     rank, index = home[stage], state.done[kind, stage]
-    if index >= state.ends.shape[2] or state.held[rank] + allocated[kind, stage] > limits[rank] * (1 + SLACK):
+    if index >= state.ends.shape[2] or state.held[rank] + _takes(arrays, state, kind, stage) > limits[rank] * (1 + SLACK):
         return False
     ready = _arrives(arrays, state, kind, stage)
     if before[kind, stage] >= 0:
@@ -196,7 +209,7 @@ def _weight(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int) -> bo
 @compiled
 def _make_room(arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: int) -> bool:
     """Run W until the next pass of a stage fits into memory; False if that is not enough."""
-    rank, takes = arrays[0][stage], arrays[8][kind, stage]
+    rank, takes = arrays[0][stage], _takes(arrays, state, kind, stage)
     while state.held[rank] + takes > limits[rank] * (1 + SLACK):
         if not _weight(arrays, limits, state, rank):
             return False
@@ -241,7 +254,7 @@ def _line_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
     made = state.free[ranks - 1] + seconds[UP, ranks - 1]
     for rank in range(ranks - 2, -1, -1):
         clock, held, arrival = state.free[rank], state.held[rank], made + hops_up[rank]
-        while 1 + more[rank] < many and held + allocated[DOWN, rank] <= limits[rank] * (1 + SLACK):
+        while 1 + more[rank] < many and held + _takes(arrays, state, DOWN, rank) <= limits[rank] * (1 + SLACK):
             if clock >= arrival or (not choices.eager and clock + seconds[DOWN, rank] > arrival):
                 break
             held += allocated[DOWN, rank]
@@ -298,7 +311,7 @@ def _has_time(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int, aff
     comes = state.free[rank + 1] + seconds[DOWN, rank + 1] + seconds[UP, rank + 1] + hops_up[rank]
     if state.free[rank] >= comes:
         return False
-    weights, held = 0, state.held[rank] + allocated[DOWN, rank]
+    weights, held = 0, state.held[rank] + _takes(arrays, state, DOWN, rank)
     due = state.due[rank, 1] - state.due[rank, 0]
     while held > limits[rank] * (1 + SLACK) and weights < due:
         held += allocated[POST, rank]
@@ -326,7 +339,7 @@ def _v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
     # While the first microbatch climbs the V, more of them follow, as long as time and what is needed below leave room.
     for rank in range(ranks - 2, -1, -1):
         arrival = state.ends[DOWN, last - rank - 1, 0] + hops_down[last - rank]
-        least = (allocated[DOWN, rank] + allocated[DOWN, last - rank]) * (rank + 1)
+        least = (allocated[DOWN, rank] + allocated[DOWN, last - rank]) * (rank + 1) + state.kept[rank]
         while state.held[rank] + least <= limits[rank] * (1 + SLACK) and state.free[rank] + seconds[DOWN, rank] <= arrival:
             if state.done[DOWN, rank] >= many:
                 break

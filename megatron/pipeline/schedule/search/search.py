@@ -65,7 +65,9 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
                 f"there; give at least {rounded_up(least)}",
                 max(map(problem.microbatch_memory, range(problem.ranks))),
             )
-    unlimited = replace(problem, limits=None)
+    unlimited = replace(problem, limits=None, quick=False)
+    if problem.quick and (plan := _first(*_read(unlimited, known), problem.limits)) is not None:
+        return _read(unlimited, known)[0].passes(plan)
     short = _cut_down(unlimited)
     whole, plans = _read(unlimited, known)
     long = short is not unlimited or int(whole.lengths.sum()) > _HUGE
@@ -83,6 +85,15 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
                 break
     assert best is not None, "every limit has room for one microbatch, and so for all of them in turn"
     return whole.passes(best)
+
+
+def _first(instance: Instance, known: list[Plan], own: Sequence[float] | None) -> Plan | None:
+    """The best of the few plans that are made first, squeezed."""
+    room = _room(instance, np.array(np.inf if own is None else own))
+    made = [*_fitting(instance, known, room), *rounds(instance, room, few=True)]
+    made += itertools.islice(starts(instance, room, _PROBES), _PROBES)
+    best = min(made, key=_value, default=None)
+    return best and squeeze(instance, best, room)
 
 
 def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: bool) -> Iterator[tuple[Array, bool]]:

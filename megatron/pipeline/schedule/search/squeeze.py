@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array, compiled
+from megatron.pipeline.schedule.core.compiled import compiled
+from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Timed, Timeline
+from megatron.pipeline.schedule.core.timeline import Lengths, Timed, Timeline
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.lanes import switches
 from megatron.pipeline.schedule.time.links import rows_of
 from megatron.pipeline.schedule.time.replay import replay, results_at_start
 
-__all__ = ["activation_peaks", "simulate"]
+__all__ = ["activation_peaks", "lengths", "simulate"]
 
 R = Kind.R
 
@@ -37,6 +38,24 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     rows = rows_of(schedule, costs)
     timed = map(_timed, rows.works, *replay(schedule, rows)[1:])
     return Timeline(tuple(map(_passes, timed) if any(row.is_braided for row in schedule.rows) else timed))
+
+
+def lengths(schedule: Schedule, costs: Costs) -> Lengths:
+    """Those of ``simulate``; where passes run alone, without making an object for each of them.
+
+    Raises:
+        ValueError: as ``simulate``.
+    """
+    if schedule.has_lanes or any(row.is_braided for row in schedule.rows):
+        timeline = simulate(schedule, costs)
+        ends = math.fsum(timed.end for row in timeline.ranks for timed in row)
+        return Lengths(timeline.span, timeline.makespan, ends)
+    costs.check_placement(schedule.placement)
+    rows = replay(schedule, rows_of(schedule, costs.sliced(schedule.splits)))
+    both = [(starts[0], ends[-1]) for starts, ends in zip(rows.starts, rows.ends, strict=True) if ends]
+    span = max((end - start for start, end in both), default=0.0)
+    makespan = max(end for _, end in both) - min(start for start, _ in both) if both else 0.0
+    return Lengths(span, makespan, math.fsum(itertools.chain(*rows.ends)))
 
 
 def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:

@@ -60,8 +60,8 @@ def _tried(
         for every in _PATTERNS
         for chosen in (True, False)
     )
-    first = min([schedule, *some], key=lambda one: problem.value(simulate(one, problem.costs)))
-    trials = Trials(first, problem, min(_TRIALS, max(16, _EFFORT // sum(map(len, schedule.passes)))))
+    trials = Trials(schedule, problem, min(_TRIALS, max(16, _EFFORT // sum(map(len, schedule.passes)))))
+    trials.begin(some)
     trials.halved(waiting, change)
     return trials.best
 
@@ -74,7 +74,7 @@ def _joined(schedule: Schedule, places: Iterable[_At]) -> Schedule:
         if (rank, work) not in weights:
             yield work._replace(kind=Kind.BW) if (rank, work) in chosen else work
 
-    return _changed(schedule, joined)
+    return _changed(schedule, chosen, joined)
 
 
 def _split(schedule: Schedule, places: Iterable[_At]) -> Schedule:
@@ -87,9 +87,11 @@ def _split(schedule: Schedule, places: Iterable[_At]) -> Schedule:
         else:
             yield work
 
-    return _changed(schedule, halves)
+    return _changed(schedule, chosen, halves)
 
 
-def _changed(schedule: Schedule, change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
-    rows = (chain.from_iterable(change(rank, work) for work in row) for rank, row in enumerate(schedule.passes))
-    return replace(schedule, passes=tuple(map(tuple, rows)))
+def _changed(schedule: Schedule, places: Iterable[_At], change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
+    rows = list(schedule.passes)
+    for rank in {rank for rank, _ in places}:
+        rows[rank] = tuple(chain.from_iterable(change(rank, work) for work in rows[rank]))
+    return replace(schedule, passes=tuple(rows))

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
-from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.time.simulate import activation_peaks, lengths
 
+if TYPE_CHECKING:
+    from megatron.pipeline.schedule.time.orders import Orders
+
+_SLACK = 1 + 1e-9  # sums stray in their last bits
 _Change = TypeVar("_Change")
 Value = tuple[float, float]
+_LARGE = 500  # passes from which on it pays to load what is compiled
+
+
+def fits(schedule: Schedule, problem: Problem) -> bool:
+    """Whether a changed schedule stays within the limits; only where a B allocates may it not."""
+    if problem.limits is None or not any(stage.grows for stage in problem.costs.stages):
+        return True
+    peaks = activation_peaks(schedule, problem.costs)
+    return all(peak <= limit * _SLACK for peak, limit in zip(peaks, problem.limits, strict=True))
 
 
 class Trials:
@@ -27,7 +39,14 @@ class Trials:
     def __init__(self, schedule: Schedule, problem: Problem, most: int) -> None:
         self.best, self.left = schedule, most
         self._problem = problem
+        self._orders = _orders(schedule, problem)
         self._value = self._of(schedule)
+
+    def begin(self, schedules: Iterable[Schedule]) -> None:
+        """Take the shortest of these, if it is shorter than the one so far; these are no trials."""
+        for schedule in schedules:
+            if fits(schedule, self._problem) and (value := self._of(schedule))[0] < self._value[0]:
+                self.best, self._value = schedule, value
 
     def halved(self, changes: Sequence[_Change], change: Callable[[Schedule, Sequence[_Change]], Schedule]) -> None:
         """Adopt these changes where that helps: all at once, or each half of them, and so on, down to single ones.
@@ -46,6 +65,8 @@ class Trials:
     def try_(self, schedule: Schedule) -> bool:
         """Whether a schedule is better than the best one, which it then is."""
         self.left -= 1
+        if not fits(schedule, self._problem):
+            return False
         try:
             value = self._of(schedule)
         except Stuck:
@@ -57,5 +78,14 @@ class Trials:
 
     def _of(self, schedule: Schedule) -> Value:
         """What the problem wants to be short, and the sum of the moments at which passes end."""
-        timeline = simulate(schedule, self._problem.costs)
-        return self._problem.value(timeline), math.fsum(timed.end for row in timeline.ranks for timed in row)
+        found = self._orders.lengths(schedule) if self._orders else lengths(schedule, self._problem.costs)
+        return self._problem.value(found), found.ends
+
+
+def _orders(schedule: Schedule, problem: Problem) -> Orders | None:
+    """What replays a large schedule and its changes fast, where neither has braids."""
+    if problem.overlap or sum(map(len, schedule.passes)) < _LARGE:
+        return None
+    from megatron.pipeline.schedule.time.orders import Orders, can_be_compiled  # compiles, which small schedules do not need
+
+    return Orders(schedule, problem.costs) if can_be_compiled(schedule) else None

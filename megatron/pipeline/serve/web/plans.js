@@ -54,6 +54,17 @@ export class Plans {
     return answer;
   }
 
+  /** The first good plan for these flags, which a search would make shorter; undefined where there is none yet. */
+  async first(flags, signal) {
+    const response = await fetch(address({ ...flags, quick: "1" }), { signal }).catch((error) => {
+      if (signal.aborted) throw error;
+      return null;
+    });
+    const received = response?.status === 200 ? await response.json() : {};
+    delete received.plan?.passes;
+    return received.plan && { flags, ...received };
+  }
+
   /**
    * Ask for many plans, in their order, while nothing else is asked for. What was asked for ahead before is given up.
    * `useful(flags, answer)` says which others are still worth it after an answer; `progress(left)` takes how many are left.

@@ -47,21 +47,26 @@ class Shown {
     this.busy = !page.plans.known(wanted);
     if (this.busy) this.draw();
     try {
-      const answer = await page.plans.ask(wanted, signal);
-      const panel = answer.plan ? await Panel.read({ ...answer.panel, title: label(this.values, answer.plan) }, page.kinds) : null;
-      if (!signal.aborted) this.#take(answer, panel);
+      const show = async (answer, busy) => {
+        const panel = answer.plan ? await Panel.read({ ...answer.panel, title: label(this.values, answer.plan) }, page.kinds) : null;
+        if (!signal.aborted) this.#take(answer, panel, busy);
+      };
+      const first = this.busy && (this.family?.searches ?? true) && (await page.plans.first(wanted, signal));
+      if (first) await show(first, true);
+      await show(await page.plans.ask(wanted, signal), false);
     } catch (error) {
       if (!signal.aborted) throw error;
     }
   }
 
-  #take(answer, panel) {
-    Object.assign(this, { answer, panel, busy: false });
+  /** `busy`: whether a better answer is on its way. */
+  #take(answer, panel, busy = false) {
+    Object.assign(this, { answer, panel, busy });
     if (answer?.plan) this.chunks = answer.plan.chunks;
     if (answer?.flags) this.least = answer.least;
     this.draw();
     this.page.draw();
-    this.drawn = this.wanted; // for who measures how long that takes
+    if (!busy) this.drawn = this.wanted; // for who measures how long that takes
   }
 
   draw() {
