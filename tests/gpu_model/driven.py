@@ -22,13 +22,16 @@ class Drive(NamedTuple):
     """What is driven.
 
     Attributes:
-        ranks: of it; all but the pipeline's are tensor parallel.
+        ranks: of it, 2 of which are a pipeline.
+        tp, cp: tensor- and context-parallel ranks.
         around: what is beside it.
     """
 
     schedule: str
     flags: str = ""
     ranks: int = 2
+    tp: int = 1
+    cp: int = 1
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -62,9 +65,13 @@ DRIVES = {
     "slices": Drive("seq-1f1b"),
     "interleaved": Drive("interleaved"),
     "interlaced": Drive("1f1b", f"--vocab-parallel interlaced {UNTIED}"),
-    "sequence": Drive("zb-v", f"--sequence-parallel --vocab-parallel 2 {UNTIED}", 4),
+    "batched, dropout": Drive("zb-h1", "--pipeline-p2p batched --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "16 bits, rotary": Drive("v-half", "--bf16 --accumulate-allreduce-grads-in-fp32 --position-embedding-type rope"),
+    "sequence": Drive("zb-v", f"--sequence-parallel --vocab-parallel 2 {UNTIED}", 4, tp=2),
+    "contexts": Drive("zb-h1", ranks=4, cp=2),
+    "distributed optimizer": Drive("zb-v", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 4),
     "linears aside": Drive("zb-h1", around=linears_aside),
-    "linears aside, sequence": Drive("zb-h1", "--sequence-parallel", 4, around=linears_aside),
+    "linears aside, sequence": Drive("zb-h1", "--sequence-parallel", 4, tp=2, around=linears_aside),
     "first stage aside": Drive("zb-v", f"--vocab-parallel 2 {UNTIED}", around=first_stage_aside),
     "DDP aside": Drive("zb-h1", "--overlap-grad-reduce", around=ddp_aside),
     "DDP aside, fused": Drive("1f1b", "--overlap-grad-reduce --ddp-bucket-size 4096", around=ddp_aside),
@@ -99,7 +106,7 @@ def drive(name: str, mutation: str | None = None, without: str | None = None) ->
     """
     import tiny_gpt
 
-    schedule, flags, ranks, around = DRIVES[name]
+    schedule, flags, _, tp, cp, around = DRIVES[name]
     one = device()
     with ExitStack() as stack:
         if isinstance(one, EngineDevice):  # by the second way
@@ -109,7 +116,7 @@ def drive(name: str, mutation: str | None = None, without: str | None = None) ->
         if mutation:
             stack.enter_context(mutated(READ if mutation == "a read" else MUTATIONS[mutation][1]))
         stack.enter_context(around())
-        run = tiny_gpt.Run(schedule, pp=2, tp=ranks // 2, microbatches=4, flags=tuple(flags.split()))
+        run = tiny_gpt.Run(schedule, pp=2, tp=tp, cp=cp, microbatches=4, flags=tuple(flags.split()))
         for chunk in run.chunks:
             chunk.zero_grad_buffer()
         before = one.kernels
