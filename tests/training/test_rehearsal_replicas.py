@@ -83,7 +83,7 @@ def test_the_flags_say_how_many_ranks_one_stands_for(flags: str, data: int, shar
 @pytest.mark.parametrize(
     ("flags", "collectives"),
     [
-        ("fake:2", "run"),
+        ("fake:2", "none"),
         ("fake --tensor-model-parallel-size 2", "left out"),
         ("fake --tensor-model-parallel-size 2 --rehearse-hop A100-80GB", "priced"),
         ("fake:2 --num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", "left out"),

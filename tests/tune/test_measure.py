@@ -126,7 +126,7 @@ def test_a_rehearsal_has_the_times_of_layers(
         return found(links={"within": base.within})
 
     monkeypatch.setattr(processes, "run", measures)
-    (tmp_path / "costs.json").write_text(stages(hidden_size=32, numbers="bf16 fp8 delayed", collectives="priced"))
+    (tmp_path / "costs.json").write_text(stages(hidden_size=32, numbers="bf16 fp8 delayed", collectives="left out"))
     path, model = tmp_path / "m.json", [*MODEL, "--num-layers", "8", *flags]
     given = f"-o {path} --rehearsed {tmp_path}/costs.json --ranks 2 --micro-batch-sizes 2 {more}".split()
     tune_measure.run(options(*given, *model))
@@ -159,7 +159,11 @@ def test_a_rehearsal_has_the_times_of_layers(
         (stages(weight=0.0), "", "--rehearsed: F, B and W must each take time, and some take none: rehearse a schedule that"),
         (stages(hidden_size=128), "", "--rehearsed: the file is of --hidden-size 128, not 32: give the flags of its training"),
         (stages(micro_batch_size=4), "", "the file is of --micro-batch-size 4, not 1"),
-        (stages(collectives="left out"), "", "what they exchange took no time: rehearse with --rehearse-hop and the name"),
+        (
+            stages(collectives="priced"),
+            "",
+            "its seconds contain what ranks of a layer exchange, which mpipe tune adds by",
+        ),
         (stages(), "--tensor 1,2", "--rehearsed is of one size: give one number with --tensor"),
         (stages(), "--expert 1,2", "--rehearsed is of one size: give one number with --expert"),
         (

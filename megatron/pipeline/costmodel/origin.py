@@ -28,7 +28,7 @@ def described(args: Namespace, collectives: str) -> dict[str, Any]:
     """Which training costs are of, for ``read``.
 
     Args:
-        collectives: those of tensor, context and expert parallelism, in words: ``run``, ``priced`` or ``left out``.
+        collectives: those of tensor, context and expert parallelism, in words: ``none``, ``run``, ``priced`` or ``left out``.
     """
     quantized = [f"{kind} {getattr(args, f'{kind}_recipe')}" for kind in ("fp8", "fp4") if getattr(args, kind, None)]
     numbers = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
@@ -56,10 +56,10 @@ def read(text: str) -> Rehearsed:
 
 
 def check(of: Mapping[str, Any], model: Namespace, tensor: int, expert: int, samples: int) -> None:
-    """That a file is of this model, and has all of its time.
+    """That a file is of this model, and has the time of its computation alone: links add what ranks of a layer exchange.
 
     Raises:
-        ValueError: it is of another; or collectives took no time.
+        ValueError: it is of another; or collectives took time.
     """
     wanted = {name: getattr(model, name) for name in _SIZES} | dict(zip(_RANKS, (tensor, expert, samples), strict=True))
     other = [
@@ -67,8 +67,8 @@ def check(of: Mapping[str, Any], model: Namespace, tensor: int, expert: int, sam
     ]
     if other:
         raise ValueError(f"the file is of {', '.join(other)}: give the flags of its training, or the file of this one")
-    if of.get("collectives") == "left out":
+    if of.get("collectives") in ("run", "priced"):
         raise ValueError(
-            "ranks that share layers were not there, and what they exchange took no time: rehearse with --rehearse-hop and the "
-            "name of a GPU or a machine's file"
+            "its seconds contain what ranks of a layer exchange, which mpipe tune adds by the links: rehearse with "
+            "--rehearse-replicas fake, and without a GPU's name or a file for --rehearse-hop"
         )

@@ -110,8 +110,9 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
 
 def _collectives(args: Namespace) -> str:
     """How collectives within passes were timed, for ``described``."""
-    replicas_alone = args.rehearse_share == args.data_parallel_size and args.expert_model_parallel_size == 1
-    if args.rehearse_share == 1 or replicas_alone:
+    if args.tensor_model_parallel_size * args.context_parallel_size * args.expert_model_parallel_size == 1:
+        return "none"
+    if args.rehearse_share == 1:
         return "run"
     return "left out" if args.rehearse_links is None else "priced"
 
