@@ -96,4 +96,5 @@ $(ready): .venv/.torch setup.py constraints.txt
 	$(venv) -m pip install -e '.[dev]' -c constraints.txt
 	@echo 'compiling the planner, once'
 	$(venv) -m megatron.pipeline.cli plan --schedule v-auto --pp 3 --microbatches 7 --cost F=1,B=1.3,W=0.9,comm=0.1 > /dev/null
+	$(venv) -m megatron.pipeline.cli plan --schedule zb-v --pp 3 --microbatches 60 --cost F=1,B=1.3,W=0.9,BW=2 > /dev/null
 	touch $@
