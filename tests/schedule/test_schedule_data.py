@@ -51,9 +51,10 @@ def test_costs() -> None:
     assert costs.stages[0] == StageCosts(1, 2, 3, 0.5, 0.25)
     assert costs.stages[0].seconds(Kind.BW) == 5
     assert sum(costs.stages[0].allocated(kind) for kind in (Kind.F, Kind.B, Kind.W)) == 0
-    for broken in (StageCosts(-1, 1, 1), StageCosts(1, float("nan"), 1), StageCosts(1, 1, 1, activation=1, retained=2)):
+    for broken in (StageCosts(-1, 1, 1), StageCosts(1, float("nan"), 1), StageCosts(1, 1, 1, activation=1, movable=2)):
         with pytest.raises(ValueError, match="stage 0"):
             Costs((broken,))
+    assert StageCosts(1, 1, 1, activation=1, retained=3).grows == 2  # B makes activations again, and holds them until W
 
 
 @given(schedules())

@@ -16,7 +16,7 @@ from megatron.pipeline.schedule.time.lanes import switches
 from megatron.pipeline.schedule.time.links import rows_of
 from megatron.pipeline.schedule.time.replay import replay, results_at_start
 
-__all__ = ["activation_peaks", "lengths", "simulate"]
+__all__ = ["activation_peaks", "simulate"]
 
 R = Kind.R
 
