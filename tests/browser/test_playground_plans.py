@@ -13,6 +13,7 @@ from browser.opened import SMALL, TIMEOUT, Opened, expect, needs_chromium, plann
 from served import command, untimed
 
 from megatron.pipeline import cli
+from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 
 pytestmark = needs_chromium
 
@@ -290,3 +291,43 @@ def test_a_point_of_the_front_shows_its_schedule(opened: Opened) -> None:
     expect(opened.page.locator("#cards tr[aria-busy]")).to_have_count(3)
     opened.page.get_by_role("button", name=re.compile("^remove schedule 2")).click()
     expect(opened.page.locator("#cards tr[aria-busy]")).to_have_count(2)
+
+
+def test_costs_of_a_file_replace_the_times_and_limits_are_bytes(opened: Opened, tmp_path: Path) -> None:
+    page, path = opened.page, tmp_path / "costs.json"
+    stages = tuple(StageCosts(0.01 + 0.001 * stage, 0.02, 0.01, activation=3e8) for stage in range(8))
+    path.write_text(Costs(stages, hop=1e-4).to_json())
+    opened.go({"schedule": "v-auto"})
+    page.get_by_label("costs, or a model's YAML").set_input_files(path)
+    expect(page.locator("#opened output")).to_have_text("costs.json, 8 stages")
+    opened.ready()
+    for field in ("F, forward", "B, backward for the input", "W, backward for weights", "p2p time"):
+        expect(page.get_by_label(field)).to_be_disabled()
+    sizes = {"pp": SMALL["pp"], "microbatches": SMALL["microbatches"], "objective": "makespan", "costs": str(path)}
+    free, _ = command(sizes | {"schedule": "v-auto"})
+    assert free is not None
+    opened.shows(free["passes"])
+    expect(page.locator("#unit")).to_have_text("peak memory, MiB")
+    memory = page.locator("#cards tr[aria-busy]").first.locator("td.fact").nth(5)
+    expect(memory).to_have_text(f"{max(free['peak_activation']) / 2**20:.5g}", timeout=TIMEOUT)
+    page.get_by_label("memory limit of schedule 1").fill("2GiB")
+    within, _ = command(sizes | {"schedule": "v-auto", "memory-limit": "2GiB"})
+    assert within is not None and within["passes"] != free["passes"]
+    opened.shows(within["passes"])
+    opened.slider().press("ArrowUp")  # of limits in whole MiB
+    expect(page.get_by_label("memory limit of schedule 1")).to_have_value(re.compile(r"\d+MiB"))
+    opened.ready()
+    page.get_by_text("command", exact=True).click()
+    expect(page.get_by_text("--costs costs.json")).to_be_visible()
+    page.wait_for_url(re.compile("costs=[0-9a-f]{16}"))
+    page.reload()
+    expect(page.locator("#opened output")).to_have_text("costs.json, 8 stages")
+    page.get_by_role("button", name="close").click()
+    expect(page.get_by_label("F, forward")).to_be_enabled()
+    opened.go({"schedule": "1f1b"}, costs="0123456789abcdef")
+    expect(page.locator("#wrong-file")).to_have_text("mpipe serve does not have this costs file any more: open it again")
+    path.write_text("{}")
+    page.get_by_label("costs, or a model's YAML").set_input_files(path)
+    expect(page.locator("#wrong-file")).to_contain_text("costs.json: not costs")
+    opened.ready()
+    opened.wrong.clear()  # a browser reports the two refusals, status 404 and 400, as errors

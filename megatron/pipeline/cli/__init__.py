@@ -27,6 +27,7 @@ _MODULES = {
     "export": "export",
     "vocabulary": "vocabulary",
     "memory": "memory",
+    "costs": "costs",
     "tune": "tune",
     "rehearse": "rehearse",
     "serve": "serve",

@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from megatron.pipeline.flags.flag_types import memory_size, positive_int
+from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
 from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
 from megatron.pipeline.planning.document import GOAL, read_text
+from megatron.pipeline.planning.refusals import Bytes
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
@@ -108,7 +109,8 @@ def cost_flags() -> Parser:
         type=costs_file,
         metavar="FILE",
         help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
-        '"weight": .., "activation": ..}, ..]}; --memory-limit is then in the unit of its activations',
+        '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
+        "of its activations, or bytes such as 20GiB",
     )
     flags.add_argument("--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches")
     return flags
@@ -231,20 +233,16 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 
 
 def limit(text: str) -> float:
-    """An argument type for a memory limit in microbatches."""
+    """An argument type for a memory limit: a number in the unit of the costs, or ``Bytes`` for one such as 20GiB."""
     limit = _float(text)
-    if not limit >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of microbatches of at least 0{_as_bytes(text)}")
-    return limit
-
-
-def _as_bytes(text: str) -> str:
-    """What to do with a limit in bytes, if it is one."""
+    if limit >= 0:
+        return limit
     try:
-        size = memory_size(text)
+        return Bytes(memory_size(text))
     except argparse.ArgumentTypeError:
-        return ""
-    return f"; bytes need costs in bytes: give --costs FILE with such, and {size} here, or take mpipe memory"
+        units = ", ".join(MEMORY_UNITS)
+        wanted = f"expected a number of microbatches of at least 0, or bytes such as 20GiB, in one of {units}"
+        raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
 
 
 def jitter(text: str) -> float:

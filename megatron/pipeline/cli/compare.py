@@ -29,7 +29,7 @@ from megatron.pipeline.planning.choose import candidates, peak_of_1f1b
 from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.planning.document import gain, row
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.refusals import Refusal, folded, nothing_fits
+from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import counted
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> None:
     if suffix == ".html":
         page(options.output, {str(plan.variant): (plan.timeline, plan) for plan in planned})
     elif suffix in (".png", ".svg"):
-        _plot(compared, options.output, "in the costs file's unit" if options.costs else "microbatches")
+        _plot(compared, options.output)
     if suffix:
         wrote(options.output)
 
@@ -161,19 +161,21 @@ def _data(compared: Comparison) -> dict[str, Any]:
     }
 
 
-def _plot(compared: Comparison, path: str, unit: str) -> None:
-    request, objective = compared.request, compared.objective
+def _plot(compared: Comparison, path: str) -> None:
+    request, objective, unit = compared.request, compared.objective, compared.request.unit
     title = f"{counted(request.ranks, 'rank')}, {counted(request.microbatches, 'microbatch')}"
     if compared.jitters:
         draw_robustness(compared.spans, path, title=title, measured=objective)
         return
-    points = [Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak) for plan in compared.planned]
-    draw_pareto(points, path, compared.whole or None, f"{title}, {objective}", unit)
+    points = [Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak / unit.size) for plan in compared.planned]
+    whole = compared.whole / unit.size if compared.whole else None
+    draw_pareto(points, path, whole, f"{title}, {objective}", unit.name.strip() or "in the costs file's unit")
 
 
 def _print_table(compared: Comparison) -> None:
     request, whole = compared.request, compared.whole
-    heads = ["schedule", "makespan", "bubble", "span", "bubble", "memory", "of 1F1B", "above bound", "plan s"]
+    memory = f"memory, {request.unit.name}" if request.unit is MIB else "memory"
+    heads = ["schedule", "makespan", "bubble", "span", "bubble", memory, "of 1F1B", "above bound", "plan s"]
     heads[-2:-2] = ["without", "host", "moved"] if request.offload else []
     communicating = any(plan.communication[1] for plan in compared.planned)
     heads[-2:-2] = ["exposed"] if communicating else []
@@ -186,9 +188,9 @@ def _print_table(compared: Comparison) -> None:
             f"{plan.timeline.makespan_bubble_rate:.1%}",
             f"{plan.timeline.span:g}",
             f"{plan.timeline.bubble_rate:.1%}",
-            f"{plan.peak:g}",
+            request.unit.number(plan.peak),
             f"{plan.peak / whole:.2f}" if whole else "-",
-            *(_offloaded(plan) if request.offload else []),
+            *(_offloaded(plan, request.unit) if request.offload else []),
             *([_exposed(plan)] if communicating else []),
             f"{plan.gap:z.1%}",
             f"{plan.seconds:.3f}",
@@ -207,10 +209,11 @@ def _print_table(compared: Comparison) -> None:
         print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.limit)))
 
 
-def _offloaded(plan: Planned) -> tuple[str, str, str]:
+def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:
     """What a schedule holds without copies, what it has in host memory, and which share of all activations goes there."""
     fields = gain(plan)
-    return f"{max(fields['peak_without']):g}", f"{max(fields['host_peak']):g}", f"{fmean(fields['moved_share']):.1%}"
+    amounts = (unit.number(max(fields[name])) for name in ("peak_without", "host_peak"))
+    return *amounts, f"{fmean(fields['moved_share']):.1%}"
 
 
 def _exposed(plan: Planned) -> str:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from megatron.pipeline.cli.arguments import Stages
 from megatron.pipeline.planning.costs import COPIES, CostFlags, costs_of, with_shards
 from megatron.pipeline.planning.document import Changes
-from megatron.pipeline.planning.refusals import COSTS_UNIT, MICROBATCHES
+from megatron.pipeline.planning.refusals import check_limit, unit_of
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import VocabularyCosts
 from megatron.pipeline.schedule.core.names import OFF
@@ -43,7 +43,8 @@ def requested(options: Namespace) -> Request:
             f"--balance needs --costs of 3 stages or more, to know what the ends of the model take; these are of "
             f"{len(options.costs.stages)}"
         )
-    jitter = given.get("jitter") or 0.0
+    jitter, unit = given.get("jitter") or 0.0, unit_of(options.costs)
+    check_limit(options.memory_limit, unit)
     return Request(
         name,
         options.pp,
@@ -63,7 +64,7 @@ def requested(options: Namespace) -> Request:
         overlap=options.overlap_experts == "on",
         layers=options.balance,
         bounded=True,
-        unit=COSTS_UNIT if options.costs else MICROBATCHES,
+        unit=unit,
     )
 
 

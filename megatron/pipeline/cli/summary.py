@@ -6,10 +6,13 @@ import argparse
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from megatron.pipeline.planning.refusals import Unit, unit_of
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.view import Consecutive, render
@@ -27,27 +30,28 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
     unit = _unit(data)
+    amounts = partial(_amounts, unit)
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
     held = max(data["offload"]["peak_without"] if "offload" in data else peaks)
     kind, (bound, above) = data["objective"], _bound(data)
     rows: list[tuple[str, str, str]] = []
 
     def add(name: str, value: Any, meaning: str) -> None:
-        rows.append((name, f"{value:g}", meaning))
+        rows.append((name, value if isinstance(value, str) else f"{value:g}", meaning))
 
     all_ranks = "from the first pass on any rank to the last"
     add("makespan", data["makespan"], f"bubble {data['makespan_bubble_rate']:.1%}, {all_ranks}")
     add("span", data["span"], f"bubble {data['bubble_rate']:.1%}, the longest from a rank's first pass to its last")
-    order = f"no order {within(held, unit)} has a shorter {kind} on this placement"
+    order = f"no order {_within(held, unit)} has a shorter {kind} on this placement"
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     if "jitter" in data:
         add("expected", data[f"expected_{kind}"], f"mean {kind} if pass times vary by {data['jitter']:.0%}")
     if exact and exact["proven"]:
-        memory = "of any memory" if limit is None else within(limit, unit)
+        memory = "of any memory" if limit is None else _within(limit, unit)
         add("optimum", exact["value"], f"proven: no order {memory} is shorter; this one is {exact['gap']:z.1%} above")
     elif exact:
         add("best found", exact["value"], f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
-    add("memory", max(peaks), f"{_most(unit)}; by rank {' '.join(f'{peak:g}' for peak in peaks)}")
+    add("memory", *amounts(peaks))
     if "balance" in data:
         split, value = data["balance"], data[f"expected_{kind}" if "jitter" in data else kind]
         even = "the even split does not fit into the limit"
@@ -68,7 +72,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows += _offloaded(data, unit)
     if "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
-        add("limit", limit, f"{why} {data['sustaining_limit']:g}{unit}")
+        add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
     wide = max(len(value) for _, value, _ in rows)
     chunks = f" with {data['chunks']} chunks each" if data["chunks"] > 1 else ""
     spread = f", --vocab-parallel {data['vocab_parallel']}" if data.get("vocab_parallel") else ""
@@ -77,14 +81,15 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     return f"{title}\n{table}\n\n{drawing(timeline, data.get('splits', 1))}"
 
 
-def _unit(data: dict[str, Any]) -> str:
+def _unit(data: dict[str, Any]) -> Unit:
     """What memory is counted in: costs of every stage, from a file, may count it in any unit."""
-    return "" if "stage_costs" in data else " microbatches"
+    return unit_of(Costs.from_fields(data["stage_costs"]) if "stage_costs" in data else None)
 
 
-def _most(unit: str) -> str:
-    """What stands behind a peak of memory."""
-    return f"{unit} on the fullest rank".strip()
+def _amounts(unit: Unit, values: Sequence[float], number: str = "g") -> tuple[str, str]:
+    """The most of an amount of memory, and what a report says of it and of every rank."""
+    most, *by_rank = (format(value / unit.size, number) for value in (max(values), *values))
+    return most, f"{f'{unit.name} on the fullest rank'.strip()}; by rank {' '.join(by_rank)}"
 
 
 def _bound(data: dict[str, Any]) -> tuple[float, float]:
@@ -99,25 +104,22 @@ def _brief(data: dict[str, Any]) -> str:
     exact, kind = data.get("exact"), data["objective"]
     found = f"; {'optimum' if exact['proven'] else 'best found'} {exact['value']:g}" if exact else ""
     length = f"{kind} {data[kind]:g}, {_bound(data)[1]:z.1%} above the lower bound{found}"
-    return f"{data['schedule']}{chunks}, {length}; memory {max(data['peak_activation']):g}{_unit(data)}"
+    return f"{data['schedule']}{chunks}, {length}; memory {_unit(data).amount(max(data['peak_activation']))}"
 
 
-def _offloaded(data: dict[str, Any], unit: str) -> list[tuple[str, str, str]]:
+def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
     """What a report says of a schedule with copies to host memory."""
     offload = data["offload"]
     mode = f", --offload {offload['mode']}" if offload["mode"] else ""
     longer = data["span"] / offload["span_without"] - 1 if offload["span_without"] else 0.0
 
     def amounts(name: str) -> tuple[str, str]:
-        return f"{max(offload[name]):.4g}", f"{_most(unit)}; by rank {listed(offload[name])}"
+        return _amounts(unit, offload[name], ".4g")
 
-    def listed(values: Sequence[float]) -> str:
-        return " ".join(f"{value:.4g}" for value in values)
-
-    (most, by_rank), moved = amounts("peak_without"), listed(offload["moved"])
+    (most, by_rank), moved = amounts("peak_without"), " ".join(f"{value / unit.size:.4g}" for value in offload["moved"])
     return [
         ("host memory", *amounts("host_peak")),
-        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{unit} per iteration"),
+        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{unit.name} per iteration"),
         ("k", f"{offload['k']:.3g}", f"time of D2H and H2D over that of F, B and W, per microbatch of a rank{mode}"),
         ("without", most, f"{by_rank}; span {offload['span_without']:g}, this one is {longer:z.1%} longer"),
     ]
@@ -128,9 +130,9 @@ def drawing(timeline: Timeline, splits: int = 1, consecutive: Consecutive | None
     return render(timeline, shutil.get_terminal_size().columns, splits=splits, consecutive=consecutive)
 
 
-def within(memory: float, unit: str) -> str:
+def _within(memory: float, unit: Unit) -> str:
     """``within 4 microbatches``: the words for a limit of memory."""
-    return f"within {memory:g}{unit}" if unit else f"within a memory of {memory:g}"
+    return f"within {'' if unit.name else 'a memory of '}{unit.amount(memory)}"
 
 
 def put(data: dict[str, Any], timeline: Timeline, options: argparse.Namespace, before: str = "") -> None:

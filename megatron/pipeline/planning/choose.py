@@ -98,14 +98,14 @@ class Choice:
         unit: Unit,
         limit: float | None,
         time: Callable[[float], str] = "{:g}".format,
-        memory: Callable[[float], str] = "{:g}".format,
+        memory: Callable[[float], str] | None = None,
     ) -> str:
         """All that were tried, the best first, and why each of the others is not taken.
 
         Args:
             unit: how the memory that a refused schedule needs is written, and the limit.
             limit: on memory, in the costs' unit.
-            time, memory: how amounts of the costs' units are written.
+            time, memory: how amounts of the costs' units are written; memory by default in ``unit``.
         """
         problem = self.best.problem
         goal, other = (Objective.MAKESPAN, Objective.SPAN) if problem.objective is Objective.MAKESPAN else Objective
@@ -119,7 +119,7 @@ class Choice:
                 time(goal.length(plan.timeline)),
                 f"{goal.bubble_rate(plan.timeline):.1%}",
                 time(other.length(plan.timeline)),
-                memory(plan.peak),
+                (memory or unit.number)(plan.peak),
                 f"{plan.gap:z.1%}",
                 self.why_not.get(plan.variant, "-"),
             ]

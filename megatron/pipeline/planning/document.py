@@ -15,6 +15,7 @@ from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
+from megatron.pipeline.planning.refusals import check_limit, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import Objective, Problem
@@ -257,6 +258,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         schedule, mode, host_limit = without_copies(schedule), asked, changes.host_limit
     costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
     limit = changes.memory_limit
+    check_limit(limit, unit_of(costs))
     if limit is None and not asked:  # offloading is to lower the memory, so the file's own limit does not count
         limit = _number(file, "memory_limit")
     objective = changes.objective or file.get("objective", GOAL)

@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.planning.planned import Variant
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; the others are counted
+_FEWEST_BYTES = 1024  # of a microbatch on its largest stage, where costs count bytes
+
+
+class Bytes(float):
+    """An amount of memory that was given with a unit, such as 20GiB."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,11 @@ class Unit:
     name: str = ""
     size: float = 1.0
 
+    def number(self, memory: float) -> str:
+        return f"{memory / self.size:g}"
+
     def amount(self, memory: float) -> str:
-        return f"{memory / self.size:g}{self.name}"
+        return f"{self.number(memory)}{self.name}"
 
     def at_least(self, memory: float) -> str:
         """The amount, never less than it is: a limit that a user takes from a message suffices."""
@@ -37,7 +46,7 @@ class Unit:
 
     def needs(self, least: float, limit: float) -> str:
         """What a schedule needs, against what it may have."""
-        return f"needs {self.at_least(least)}, limit {limit / self.size:g}"
+        return f"needs {self.at_least(least)}, limit {self.number(limit)}"
 
     def too_little(self, given: str, name: str, least: float, others: Sequence[str] = ()) -> ValueError:
         """What to raise where a limit is below what a schedule needs.
@@ -51,10 +60,31 @@ class Unit:
 
 
 MICROBATCHES = Unit(" microbatches")
-COSTS_UNIT = Unit()  # of a file of costs: any, and unnamed
+COSTS_UNIT = Unit()  # of a file of costs that are no bytes: any, and unnamed
 MIB = Unit("MiB", 2**20)
 ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller: it takes this many times the copied bytes
 HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
+
+
+def unit_of(costs: Costs | None) -> Unit:
+    """How memory is written at the costs of a file; None for costs in microbatches.
+
+    A file does not name its unit. Activations of a stage that are 1024 or more count bytes: no other unit is that small.
+    """
+    if costs is None:
+        return MICROBATCHES
+    return MIB if max(stage.activation for stage in costs.stages) >= _FEWEST_BYTES else COSTS_UNIT
+
+
+def check_limit(limit: float | None, unit: Unit) -> None:
+    """Raises:
+    ValueError: a limit in bytes is for costs that do not count bytes.
+    """
+    if isinstance(limit, Bytes) and unit is not MIB:
+        raise ValueError(
+            f"--memory-limit of {limit / 2**30:g}GiB, but the costs do not count bytes: give --costs FILE of mpipe costs or "
+            "mpipe rehearse, or a limit in microbatches"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +125,7 @@ def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) ->
     if needs and limit is not None:
         least = min(needs)
         return LimitTooLow(
-            f"no schedule fits within a memory of {unit.amount(limit)}: the least that one needs is {rounded_up(least)}, for "
+            f"no schedule fits within a memory of {unit.amount(limit)}: the least that one needs is {unit.at_least(least)}, for "
             f"{needs[least]}; raise --memory-limit to that",
             least,
         )

@@ -31,10 +31,11 @@ Ask: TypeAlias = Callable[[Sequence[str]], Request]  # from the flags of ``mpipe
 Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order given
 
 # What a page may ask of mpipe plan: all but the flags that read and write files, and --exact and --balance, which plan for long.
+# The file of --costs is one that the page has opened.
 FLAGS = (
     *("schedule", "pp", "microbatches", "chunks", "splits", "group", "cost", "activation", "first-stage", "last-stage"),
     *("vocab-cost", "vocab-parallel", "copy", "offload", "host-memory-limit", "memory-limit", "objective", "jitter"),
-    *("recompute", "fuse", "overlap-experts"),
+    *("recompute", "fuse", "overlap-experts", "costs"),
 )
 DOWNLOADS = {"json": "application/json", "csv": "text/csv; charset=utf-8", "svg": "image/svg+xml"}  # formats of a plan, and types
 
@@ -50,13 +51,16 @@ class Answer(NamedTuple):
     type: str = "application/json"
 
 
-def flags(query: Iterable[tuple[str, str]]) -> list[str]:
+def flags(query: Iterable[tuple[str, str]], costs: str = "") -> list[str]:
     """The flags of ``mpipe plan`` that a query stands for; an empty value is a flag left out.
+
+    Args:
+        costs: the path of the costs file that the query names, if it does.
 
     Raises:
         ValueError: it has a name that is not one of ``FLAGS``.
     """
-    given = [(name, value) for name, value in query if value]
+    given = [(name, costs if name == "costs" else value) for name, value in query if value]
     for name, _ in given:
         if name not in FLAGS:
             raise ValueError(f"unknown parameter {name!r}; allowed are {', '.join(FLAGS)}")
@@ -79,12 +83,12 @@ def work(query: Query) -> int:
     return math.prod(map(int, sizes)) * sum(each)
 
 
-def command(query: Query) -> str:
+def command(query: Query, costs: str = "") -> str:
     """The command that makes the same plan."""
-    return shlex.join(["mpipe", "plan", *flags(query)])
+    return shlex.join(["mpipe", "plan", *flags(query, costs)])
 
 
-def planned(query: Query, ask: Ask, quick: bool = False) -> Answer:
+def planned(query: Query, ask: Ask, quick: bool = False, costs: str = "") -> Answer:
     """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``; or
     ``message``, why there is none. ``least`` is the least limit that there is a plan for, where the limit makes a difference.
 
@@ -92,12 +96,13 @@ def planned(query: Query, ask: Ask, quick: bool = False) -> Answer:
 
     Args:
         quick: whether the first good plan is enough, and wanted at once.
+        costs: see ``flags``.
 
     Raises:
         ValueError: the query has a name that is not one of ``FLAGS``.
     """
     fields: dict[str, Any] = {}
-    given = flags(query)
+    given = flags(query, costs)
     try:
         with without_collecting():
             request = replace(ask(given), quick=quick)

@@ -31,6 +31,7 @@ from megatron.pipeline.planning.request import MOST_CHUNKS, MOST_PASSES, MOST_RA
 from megatron.pipeline.schedule import families
 from megatron.pipeline.serve import answers
 from megatron.pipeline.serve.answers import Answer, Ask, Query
+from megatron.pipeline.serve.opened import MOST_BYTES, Opened
 from megatron.pipeline.serve.workers import Busy, Late, Workers, default_count
 from megatron.pipeline.view.page import WEB as VIEW
 from megatron.pipeline.view.page import looks
@@ -38,6 +39,7 @@ from megatron.pipeline.view.page import looks
 WEB = Path(__file__).parent / "web"
 KEPT = 128 << 20  # bytes of answers and queries; the ones used longest ago go first
 _EVERY_ADDRESS = ("0.0.0.0", "::")
+_OWN = ("127.0.0.1", "localhost", "::1")  # that only this machine reaches
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -83,22 +85,24 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         workers: how many processes plan; by default one per core, at least 2 and at most 4.
     """
     pool = Workers(workers or default_count(), partial(_warm_up, ask), [*_PRELOAD, ask.__module__], long=answers.LONG)
-    kept = _Kept()
+    kept, opened = _Kept(), Opened(models=host in _OWN)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with pool:
-            yield
+        with opened:
+            async with pool:
+                yield
 
     async def planned(query: Query, ahead: bool = False, quick: bool = False) -> Answer:
-        answer = kept.get(query)
+        answer, costs = kept.get(query), opened.path(dict(query).get("costs", ""))
         if answer is None:
             if quick:
-                return await pool.run(answers.planned, query, ask, quick)
+                return await pool.run(answers.planned, query, ask, quick, costs)
             try:
-                answer = await pool.run(answers.planned, query, ask, ahead=ahead, work=answers.work(query))
+                answer = await pool.run(answers.planned, query, ask, False, costs, ahead=ahead, work=answers.work(query))
             except Late as error:
-                raise Busy(f"{error}, which is all that the page has for a plan; run {answers.command(query)}") from None
+                run = answers.command(query, opened.name(dict(query).get("costs", "")))
+                raise Busy(f"{error}, which is all that the page has for a plan; run {run}") from None
             kept.put(query, answer)
         return answer
 
@@ -127,11 +131,26 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
             response.headers["content-disposition"] = f'attachment; filename="{name}.{suffix}"'
         return response
 
+    async def open_costs(request: Request) -> Response:
+        """``POST /api/costs?name=..``: a costs file; or with ``gpu=..`` a model's YAML, whose costs are predicted."""
+        try:
+            text = await _text(request)
+            return JSONResponse(await opened.add(request.query_params.get("name", ""), text, request.query_params.get("gpu", "")))
+        except ValueError as error:
+            return JSONResponse({"message": str(error)}, 400)
+
+    async def costs(request: Request) -> Response:
+        """``/api/costs/ID``: what there is to know of a file that was opened."""
+        try:
+            return JSONResponse(opened.about(request.path_params["id"]))
+        except ValueError as error:
+            return JSONResponse({"message": str(error)}, 404)
+
     async def about(_: Request) -> Response:
         """What there is to choose from, how much of it, and how passes look."""
         rows = [{name: getattr(family, name) for name in _ABOUT} for family in families.FAMILIES.values()]
         most = {"pp": MOST_RANKS, "passes": MOST_PASSES, "chunks": MOST_CHUNKS}
-        return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, **looks()})
+        return JSONResponse({"families": rows, "auto": families.AUTO, "most": most, "gpus": opened.gpus, **looks()})
 
     async def index(_: Request) -> Response:
         return FileResponse(WEB / "index.html")
@@ -141,6 +160,8 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
             Route("/", index),
             Route("/api/about", about),
             Route("/api/plan", plan),
+            Route("/api/costs", open_costs, methods=["POST"]),
+            Route("/api/costs/{id}", costs),
             Route("/api/plan.{suffix}", download),
             Mount("/web", StaticFiles(directory=WEB)),
             Mount("/view", StaticFiles(directory=VIEW)),
@@ -195,6 +216,23 @@ async def _while_wanted(request: Request, made: Awaitable[Answer]) -> Response:
     finally:
         making.cancel()
         leaving.cancel()
+
+
+async def _text(request: Request) -> str:
+    """The text of a file that a page sends.
+
+    Raises:
+        ValueError: it is too long, or no text.
+    """
+    received = b""
+    async for part in request.stream():
+        received += part
+        if len(received) > MOST_BYTES:
+            raise ValueError(f"the file has more than {MOST_BYTES >> 20} MiB: give one with the costs of stages alone")
+    try:
+        return received.decode()
+    except UnicodeDecodeError:
+        raise ValueError("the file is no text: give a costs file (.json) or a model's flags (.yaml)") from None
 
 
 async def _left(request: Request) -> None:

@@ -1,9 +1,12 @@
 // What may be typed into the fields, and what the page says where it is something else, or where no plan can be made of it.
 
+import { isSize } from "./costs.js";
+
 const NUMBER = /^(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i;
 const whole = { what: "a whole number of at least 1", fits: (text) => /^\d{1,9}$/.test(text) && Number(text) >= 1 };
 const amount = { what: "a number of at least 0", fits: (text) => NUMBER.test(text) && Number(text) <= 1e100 };
 const rate = { what: "a number above 0", fits: (text) => amount.fits(text) && Number(text) > 0 };
+const memory = { what: "a number of at least 0, or bytes such as 20GiB", fits: (text) => amount.fits(text) || isSize(text) };
 const FIELDS = {
   pp: whole,
   microbatches: whole,
@@ -15,13 +18,14 @@ const FIELDS = {
   T: amount,
   bandwidth: rate,
   chunks: whole,
-  "memory-limit": amount,
+  "memory-limit": memory,
 };
 const NEEDED = ["pp", "microbatches"]; // all others may be empty: there is a default
 
 // Flags that a message of the command may name, as the page calls them.
 const LABELS = {
   "--pp": "ranks",
+  "--costs": "the costs file",
   "--memory-limit": "the memory limit",
   "--vocab-parallel": "the vocabulary on all ranks",
   "--vocab-cost": "S and T",

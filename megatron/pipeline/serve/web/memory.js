@@ -1,6 +1,8 @@
 // What every rank of one schedule holds over time, and the limit as a line to drag: a slider, by mouse, touch and keys.
 /* global LABELS, RIGHT, plain, prepare, theme */
 
+import { MICROBATCHES } from "./costs.js";
+
 const HEIGHT = 132; // CSS pixels
 const TOP = 16;
 const BOTTOM = 8;
@@ -20,15 +22,16 @@ export class MemoryCurves {
     this.caption = this.slider.appendChild(document.createElement("span"));
     parent.append(this.box);
     this.limits = [];
+    this.unit = MICROBATCHES;
     this.#listen();
   }
 
   /**
    * `limit`: what is drawn, null for none; `limits`: all that the line goes through; `panel`: null where there is no plan, and then
-   * nothing is drawn but a line that is being moved.
+   * nothing is drawn but a line that is being moved; `unit`: of memory; `microbatch`: what one takes on a rank.
    */
-  show(title, panel, limits, limit) {
-    Object.assign(this, { title, panel, limits, limit });
+  show(title, panel, limits, limit, unit, microbatch) {
+    Object.assign(this, { title, panel, limits, limit, unit, microbatch });
     this.top = Math.max(limits.at(-1) ?? 0, limit ?? 0, panel?.peak ?? 0) || 1;
     const { slider } = this;
     this.box.hidden = !panel && slider !== document.activeElement;
@@ -37,7 +40,7 @@ export class MemoryCurves {
     slider.setAttribute("aria-valuemin", limits[0] ?? 0);
     slider.setAttribute("aria-valuemax", limits.at(-1) ?? 0);
     slider.setAttribute("aria-valuenow", limit ?? limits.at(-1) ?? 0);
-    const text = limit === null ? "no limit" : `limit ${plain(limit)} microbatches`;
+    const text = limit === null ? "no limit" : `limit ${unit.amount(limit)}`;
     slider.setAttribute("aria-valuetext", text);
     this.caption.textContent = text;
     slider.style.top = this.#y(limit ?? this.top) + "px";
@@ -65,7 +68,7 @@ export class MemoryCurves {
     };
     slider.addEventListener("keydown", (event) => {
       const { limits } = this;
-      const chunks = Math.max(1, Math.round(1 / (limits[1] - limits[0] || 1)));
+      const chunks = Math.max(1, Math.round(this.microbatch / (limits[1] - limits[0] || this.microbatch)));
       const steps = { ArrowUp: 1, ArrowRight: 1, ArrowDown: -1, ArrowLeft: -1, PageUp: chunks, PageDown: -chunks };
       const ends = { Home: 0, End: limits.length - 1 };
       if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -116,10 +119,12 @@ export class MemoryCurves {
     pen.fillText(this.title, LABELS, TOP / 2, right - LABELS);
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "right";
-    const step = [1, 2, 5, 10, 20, 50].find((one) => top / one <= 6) ?? 10 ** Math.ceil(Math.log10(top / 6));
-    for (let tick = 0; tick <= top; tick += step) {
+    const most = top / this.unit.size;
+    const step = [1, 2, 5, 10, 20, 50].find((one) => most / one <= 6) ?? 10 ** Math.ceil(Math.log10(most / 6));
+    for (let count = 0; count <= most; count += step) {
+      const tick = count * this.unit.size;
       pen.fillStyle = colours.faint;
-      pen.fillText(plain(tick), LABELS - 6, this.#y(tick));
+      pen.fillText(plain(count), LABELS - 6, this.#y(tick));
       pen.fillStyle = colours.line;
       pen.fillRect(LABELS, this.#y(tick), right - LABELS, 1);
     }

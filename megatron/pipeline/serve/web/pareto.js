@@ -29,9 +29,12 @@ export class Pareto {
     new ResizeObserver(() => figure.clientWidth !== this.width && this.show(this.all)).observe(figure);
   }
 
-  /** Points: {name, caption, bubble, memory, shown, first, card}; `first`: those whose names have the first claim to room. */
-  show(all) {
-    this.all = all;
+  /**
+   * Points: {name, caption, bubble, memory, shown, first, card}; `first`: those whose names have the first claim to room; `unit`: the
+   * name of that of memory.
+   */
+  show(all, unit = this.unit) {
+    Object.assign(this, { all, unit });
     const points = all.filter((point) => point.bubble <= WIDEST || point.shown);
     this.width = Math.max(280, this.figure.clientWidth);
     const focused = this.figure.contains(document.activeElement);
@@ -60,7 +63,7 @@ export class Pareto {
       const text = make("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end", class: "faint" }, svg);
       text.textContent = `${Number((100 * tick).toPrecision(3))} %`;
     }
-    make("text", { x: LEFT, y: HEIGHT - 6 }, svg).textContent = "peak activation memory of a rank, in microbatches";
+    make("text", { x: LEFT, y: HEIGHT - 6 }, svg).textContent = `peak activation memory of a rank, in ${this.unit || "the file's unit"}`;
   }
 
   #mark(svg, point, best, x, y) {

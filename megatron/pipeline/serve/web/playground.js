@@ -1,6 +1,7 @@
 // The page: what is typed and dragged becomes flags, flags become plans, and plans are shown.
 /* global Panel, Timelines, byId, element */
 
+import { known, MICROBATCHES, open } from "./costs.js";
 import { check, mark } from "./fields.js";
 import { MemoryCurves } from "./memory.js";
 import { Pareto } from "./pareto.js";
@@ -18,7 +19,7 @@ class Shown {
     this.values = values;
     const change = (changes) => page.change(this, changes);
     this.row = new Row(byId("cards"), page.names, change, () => page.remove(this));
-    const choose = (limit) => change({ "memory-limit": limit === null ? "" : String(limit) });
+    const choose = (limit) => change({ "memory-limit": limit === null ? "" : page.unit.write(limit) });
     this.curves = new MemoryCurves(byId("curves"), page.timelines.chart, choose);
     this.asking = new AbortController();
   }
@@ -71,16 +72,17 @@ class Shown {
 
   draw() {
     this.drawRow();
-    const typed = this.values["memory-limit"];
+    const typed = this.page.unit.read(this.values["memory-limit"]);
     const own = this.plan?.memory_limit ?? null;
-    const limit = typed !== "" && Number(typed) >= 0 ? Number(typed) : own;
-    this.curves.show(label(this.values, this.plan), this.panel, this.limits(), limit);
+    const limit = typed >= 0 ? typed : own;
+    this.curves.show(label(this.values, this.plan), this.panel, this.limits(), limit, this.page.unit, this.page.microbatch);
   }
 
   drawRow() {
     const { values, flags, answer, busy, page } = this;
     const number = page.shown.indexOf(this) + 1;
-    this.row.show({ number, place: page.places.get(this), values, flags, stock: page.stock, answer, busy });
+    const { stock, opened } = page;
+    this.row.show({ number, place: page.places.get(this), values, flags, file: opened?.name, stock, answer, busy });
   }
 
   /** The limits to choose from; none where all make the same schedule. */
@@ -88,7 +90,7 @@ class Shown {
     const { family, page } = this;
     if (family && !family.uses_limits && page.common.offload === "off") return [];
     const chunks = Number(this.values.chunks) || family?.chunks || this.chunks || 1;
-    return limits(page.common, chunks, this.least);
+    return limits(page.common, chunks, this.least, page.unit, page.microbatch);
   }
 
   delete() {
@@ -99,8 +101,9 @@ class Shown {
 }
 
 class Page {
-  stock = {}; // plain: the plan of 1F1B; interleaved: the shortest that stock can have
+  stock = { unit: MICROBATCHES }; // plain: the plan of 1F1B; interleaved: the shortest that stock can have
   places = new Map(); // schedules -> which of them by time, from 1
+  opened = null; // the file that costs are from: {costs, name, stages, unit, microbatch, vocabulary, copies}
 
   constructor(about) {
     this.kinds = about.kinds;
@@ -121,6 +124,7 @@ class Page {
     }
     this.form.addEventListener("input", () => this.#typed());
     this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.#listenToFiles(about.gpus);
     byId("add").addEventListener("click", () => this.#append(card()).row.inputs.schedule.focus());
     byId("sort").addEventListener("click", () => this.#sort());
     byId("link").addEventListener("click", () => this.#copyLink());
@@ -128,12 +132,69 @@ class Page {
     document.addEventListener("visibilitychange", () => this.update());
   }
 
+  get unit() {
+    return this.opened?.unit ?? MICROBATCHES;
+  }
+
+  /** What one takes on a rank, on average. */
+  get microbatch() {
+    return this.opened ? this.opened.microbatch / Number(this.common.pp) : 1;
+  }
+
+  /** A file is chosen, or closed again. */
+  #listenToFiles(gpus) {
+    const [input, gpu] = [byId("file"), byId("gpu")];
+    for (const name of gpus) element("option", name, gpu);
+    gpu.parentElement.hidden = !gpus.length;
+    input.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+    gpu.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+    byId("opened").querySelector("button").addEventListener("click", () => {
+      input.value = "";
+      this.#use(null);
+      this.update();
+    });
+  }
+
+  /** Use the costs that are asked for, or say why there are none. */
+  async #open(asked) {
+    byId("wrong-file").textContent = "";
+    this.#tell("opening the costs");
+    try {
+      const opened = await asked();
+      this.#use(opened);
+      for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
+    } catch (error) {
+      this.#use(null);
+      byId("wrong-file").textContent = error.message;
+    }
+    this.update();
+  }
+
+  #use(opened) {
+    this.opened = opened;
+    const unused = opened ? ["bandwidth", ...(opened.vocabulary ? ["S", "T"] : [])] : []; // the file has them
+    for (const name of unused) this.common[name] = this.form.elements[name].value = "";
+    this.common = { ...this.common, costs: opened?.costs ?? "" };
+    byId("opened").hidden = !opened;
+    byId("opened").querySelector("output").textContent = opened ? `${opened.name}, ${opened.stages} stages` : "";
+    byId("unit").title = `of a rank's activations, in ${this.unit.name || "the file's unit"}`;
+    byId("unit").textContent = this.opened ? `peak memory, ${this.unit.name || "file's unit"}` : "peak memory";
+    for (const one of this.shown) one.chunks = one.least = undefined;
+  }
+
   /** Show what the address says. */
-  restore() {
+  async restore() {
     const { common, cards } = parse(location.hash);
     clearTimeout(this.writing);
     this.common = common;
-    for (const [name, value] of Object.entries(common)) this.form.elements[name].value = value;
+    byId("wrong-file").textContent = "";
+    try {
+      this.#use(common.costs ? await known(common.costs) : null);
+    } catch (error) {
+      this.#use(null);
+      byId("wrong-file").textContent = error.message;
+    }
+    for (const [name, value] of Object.entries(common)) if (this.form.elements[name]) this.form.elements[name].value = value;
     for (const one of this.shown) one.delete();
     this.shown = cards.map((values) => new Shown(this, values));
     this.update();
@@ -144,8 +205,9 @@ class Page {
     clearTimeout(this.writing); // a browser slows down a page that writes its address all the time
     this.writing = setTimeout(() => this.#writeAddress(), PAUSE);
     const spreads = this.common["vocab-parallel"] !== "off";
-    for (const name of ["S", "T"]) this.form.elements[name].disabled = !spreads;
-    this.form.elements.bandwidth.disabled = this.common.offload === "off";
+    for (const name of ["F", "B", "W", "comm"]) this.form.elements[name].disabled = this.opened !== null;
+    for (const name of ["S", "T"]) this.form.elements[name].disabled = !spreads || this.opened?.vocabulary;
+    this.form.elements.bandwidth.disabled = this.common.offload === "off" || this.opened !== null;
     byId("sort").textContent = this.common.objective;
     this.#check();
     this.plans.stopAhead();
@@ -205,7 +267,7 @@ class Page {
     this.places = new Map(planned.map((one, at) => [one, at + 1]));
     const [plain, ...interleaved] = this.wrong ? [] : this.#stockFlags().map((given) => this.plans.known(given)?.plan);
     const shortest = interleaved.filter(Boolean).sort((a, b) => measures(a).value - measures(b).value)[0];
-    this.stock = { plain, interleaved: shortest };
+    this.stock = { plain, interleaved: shortest, unit: this.unit };
     for (const one of this.shown) if (one.flags) one.drawRow();
     const panels = this.shown.map((one) => one.panel).filter(Boolean);
     byId("timelines").hidden = panels.length === 0;
@@ -229,17 +291,18 @@ class Page {
   }
 
   #typed() {
-    this.common = Object.fromEntries(Object.keys(this.common).map((name) => [name, this.form.elements[name].value.trim()]));
+    const typed = (name) => this.form.elements[name]?.value.trim() ?? this.common[name];
+    this.common = Object.fromEntries(Object.keys(this.common).map((name) => [name, typed(name)]));
     this.update();
   }
 
   /** Mark the fields of the form that are wrong; as long as there are any, nothing is planned. */
   #check() {
-    const used = ([name]) => !this.form.elements[name].disabled;
+    const used = ([name]) => this.form.elements[name] && !this.form.elements[name].disabled;
     const wrong = check(Object.fromEntries(Object.entries(this.common).filter(used)), this.most);
     const before = this.wrong;
     this.wrong = Object.keys(wrong).length > 0;
-    for (const name of Object.keys(this.common)) {
+    for (const name of Object.keys(this.common).filter((one) => this.form.elements[one])) {
       const said = byId(`wrong-${name}`);
       if (said.textContent !== (wrong[name] ?? "")) said.textContent = wrong[name] ?? "";
       mark(this.form.elements[name], wrong[name], said.id);
@@ -275,9 +338,9 @@ class Page {
     if (!(await this.plans.askAhead(all, (_, answer) => fast(answer), others))) return;
     for (const one of this.shown) {
       if (one.values.schedule === this.auto || !one.plan || !fast(one.answer)) continue;
-      const now = Number(one.values["memory-limit"]) || one.plan.memory_limit || one.limits().at(-1);
+      const now = this.unit.read(one.values["memory-limit"]) || one.plan.memory_limit || one.limits().at(-1);
       const near = [...one.limits()].sort((a, b) => Math.abs(a - now) - Math.abs(b - now));
-      const wanted = near.map((to) => flags(this.common, { ...one.values, "memory-limit": String(to) }));
+      const wanted = near.map((to) => flags(this.common, { ...one.values, "memory-limit": this.unit.write(to) }));
       const limits = (left) => this.#report(`planning ahead: ${left} more limits of ${label(one.values)}`);
       if (!(await this.plans.askAhead(wanted, (_, answer) => fast(answer), limits))) return;
     }
@@ -289,7 +352,7 @@ class Page {
       this.drawing = undefined;
       const points = this.wrong ? [] : this.#points();
       byId("front").hidden = !points.length && !this.shown.some((one) => one.busy); // kept for what is being planned
-      this.pareto.show(points);
+      this.pareto.show(points, this.unit.name);
     });
   }
 
@@ -304,7 +367,8 @@ class Page {
       const own = this.families.find((family) => family.name === given.schedule)?.chunks;
       const chunks = given.chunks === String(own) ? "" : (given.chunks ?? "");
       const values = card({ schedule: given.schedule, chunks, "memory-limit": given["memory-limit"] ?? "" });
-      const { value, bubble, memory } = measures(plan);
+      const { value, bubble, ...held } = measures(plan);
+      const memory = held.memory / this.unit.size;
       const place = `${bubble.toFixed(9)} ${memory.toFixed(9)}`;
       if (!places.has(place)) places.set(place, { value, bubble, memory, shown: false, names: new Map() });
       const point = places.get(place);
@@ -316,7 +380,8 @@ class Page {
     return [...places.values()].map(({ names, value, bubble, memory, shown }) => {
       const all = [...names.values()].sort((a, b) => a.label.length - b.label.length);
       const { plain } = this.stock;
-      const [faster, held] = plain ? [measures(plain).value / value, memory / measures(plain).memory] : [];
+      const most = plain && measures(plain).memory / this.unit.size;
+      const [faster, held] = plain ? [measures(plain).value / value, memory / most] : [];
       const over = plain ? `, × ${faster.toFixed(2)} over 1F1B with ${Math.round(100 * held)} % of its memory` : "";
       const caption = `${all.map((one) => one.label).join(", ")}: ${this.common.objective} ${Number(value.toPrecision(5))}${over}; bubble ${(100 * bubble).toFixed(1)} %, memory ${Number(memory.toPrecision(4))}`;
       const [{ values, label: name }] = all;
@@ -341,4 +406,4 @@ class Page {
 
 const about = await (await fetch("/api/about")).json();
 window.playground = new Page(about); // for the console
-window.playground.restore();
+await window.playground.restore();

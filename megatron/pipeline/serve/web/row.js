@@ -17,7 +17,7 @@ const FACTS = [
   (plan, { interleaved }) => faster(plan, interleaved),
   (plan) => share(measures(plan).bubble),
   (plan) => share(measures(plan).gap),
-  (plan) => short(measures(plan).memory),
+  (plan, { unit }) => unit.number(measures(plan).memory),
   (plan, { plain }) => (plain ? `${Math.round((100 * measures(plan).memory) / measures(plain).memory)} %` : "–"),
 ];
 const OVER_INTERLEAVED = 2;
@@ -67,9 +67,9 @@ export class Row {
 
   /**
    * `number`: which of the schedules it is, from 1; `place`: which of them by time, from 1, or 0; `stock`: the plans that it is held
-   * against; `answer`: a plan, a refusal, or undefined where there is none; `busy`: whether another is being made.
+   * against, with the unit of memory; `file`: the name of the costs file, if there is one; `answer`: a plan, a refusal, or undefined where there is none; `busy`: whether another is being made.
    */
-  show({ number, place, values, flags, stock, answer, busy }) {
+  show({ number, place, values, flags, file, stock, answer, busy }) {
     const labels = { schedule: "schedule", chunks: "chunks per rank of schedule", "memory-limit": "memory limit of schedule" };
     const plan = answer?.plan;
     const message = answer?.message ?? "";
@@ -95,12 +95,12 @@ export class Row {
     });
     this.elsewhere.hidden = !plan && !busy;
     if (this.message.textContent !== message) this.message.textContent = message;
-    this.command.textContent = command(flags);
-    this.#choice(plan);
+    this.command.textContent = command(flags, file);
+    this.#choice(plan, stock.unit);
   }
 
   /** What auto chose, and why not the others. */
-  #choice(plan) {
+  #choice(plan, unit) {
     if (plan === this.plan) return;
     this.plan = plan;
     const all = plan?.candidates;
@@ -120,7 +120,7 @@ export class Row {
       const row = element("tr", "", body);
       element("th", one.label, row).scope = "row";
       const measured = one.peak_activation && measures({ ...one, objective: plan.objective });
-      const facts = measured ? [short(measured.value), share(measured.bubble), short(measured.memory), share(measured.gap)] : ["–", "–", "–", "–"];
+      const facts = measured ? [short(measured.value), share(measured.bubble), unit.number(measured.memory), share(measured.gap)] : ["–", "–", "–", "–"];
       for (const fact of [...facts, one.why_not ?? "chosen"]) element("td", fact, row);
     }
   }

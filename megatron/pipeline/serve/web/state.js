@@ -1,5 +1,7 @@
 // What the page shows, as text that its address holds and as the flags of mpipe plan. All values are what was typed.
 
+import { MICROBATCHES } from "./costs.js";
+
 const COMMON = {
   pp: "8",
   microbatches: "32",
@@ -14,6 +16,7 @@ const COMMON = {
   offload: "off",
   bandwidth: "",
   "overlap-experts": "off",
+  costs: "", // which file has them; the times above then do not count
 };
 const CARD = { schedule: "zb-v", chunks: "", "memory-limit": "" };
 const FIRST = [{ schedule: "zb-v" }, { schedule: "v-auto", "memory-limit": "6" }, { schedule: "1f1b" }];
@@ -45,7 +48,10 @@ const listed = (names, values) =>
     .map((name) => `${name}=${values[name]}`)
     .join(",");
 
-/** The flags of mpipe plan, without the dashes, for one card; flags that are left out are missing. */
+/**
+ * The flags of mpipe plan, without the dashes, for one card; flags that are left out are missing, and `costs` is what the server
+ * calls the file.
+ */
 export function flags(common, { schedule, chunks, "memory-limit": limit }) {
   const bandwidth = common.bandwidth.trim();
   const seconds = bandwidth !== "" && Number(bandwidth) > 0 ? String(1 / Number(bandwidth)) : bandwidth;
@@ -57,7 +63,8 @@ export function flags(common, { schedule, chunks, "memory-limit": limit }) {
     pp: common.pp,
     microbatches: common.microbatches,
     chunks,
-    cost: listed(["F", "B", "W", "comm", "D2H", "H2D"], cost),
+    costs: common.costs,
+    cost: common.costs ? "" : listed(["F", "B", "W", "comm", "D2H", "H2D"], cost),
     "memory-limit": limit,
     objective: common.objective,
     "vocab-parallel": spreads ? common["vocab-parallel"] : "",
@@ -68,8 +75,9 @@ export function flags(common, { schedule, chunks, "memory-limit": limit }) {
   return Object.fromEntries(Object.entries(all).filter(([, value]) => value.trim() !== ""));
 }
 
-/** The command that these flags are of, to be copied into a shell. */
-export function command(given) {
+/** The command that these flags are of, to be copied into a shell; `file`: the name of the costs file, if there is one. */
+export function command(flags, file) {
+  const given = file ? { ...flags, costs: file } : flags;
   const quoted = (value) => (/^[\w.,=:/+-]+$/.test(value) ? value : `'${value.replaceAll("'", `'\\''`)}'`);
   return ["mpipe plan", ...Object.entries(given).map(([name, value]) => `--${name} ${quoted(value)}`)].join(" ");
 }
@@ -100,13 +108,18 @@ export function stock(common, most) {
   return cards.map((one) => flags({ ...common, offload: "off" }, one));
 }
 
-/** The limits that a slider goes through: by chunks, from the least that there is a plan for up to twice the memory of 1F1B. */
-export function limits(common, chunks, least = 0) {
+/**
+ * The limits that a slider goes through: by chunks, from the least that there is a plan for up to twice the memory of 1F1B.
+ * `unit`: in which a limit can be typed; `microbatch`: the memory of one on a rank.
+ */
+export function limits(common, chunks, least = 0, unit = MICROBATCHES, microbatch = 1) {
   const [ranks, microbatches] = [Number(common.pp), Number(common.microbatches)];
   if (!(ranks >= 1 && microbatches >= 1 && chunks >= 1)) return [];
   const most = Math.min(2 * ranks, microbatches);
   const step = Math.ceil((most * chunks) / MOST_LIMITS) / chunks;
-  const all = Array.from({ length: Math.floor(most / step + 1e-9) }, (_, i) => Number(((i + 1) * step).toPrecision(12)));
-  const above = all.filter((limit) => limit > least * (1 + 1e-9));
-  return least > 0 ? [least, ...above] : above;
+  const counted = Array.from({ length: Math.floor(most / step + 1e-9) }, (_, i) => Number(((i + 1) * step).toPrecision(12)));
+  const all = counted.map((count) => unit.whole(count * microbatch));
+  const first = unit.whole(least);
+  const above = all.filter((limit) => limit > first * (1 + 1e-9));
+  return first > 0 ? [first, ...above] : above;
 }

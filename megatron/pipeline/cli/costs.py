@@ -1,0 +1,100 @@
+"""``mpipe costs``: what every pass of a model takes on a GPU, by the model of time and memory; a file for other commands."""
+
+from __future__ import annotations
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.pipeline.cli.arguments import Commands, count, report_flags
+from megatron.pipeline.cli.memory import predicted, quietly
+from megatron.pipeline.cli.summary import check_output, write
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.costmodel.device import Device
+from megatron.pipeline.costmodel.estimate import estimate
+from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.memory import makes_weights_again
+from megatron.pipeline.costmodel.origin import described
+from megatron.pipeline.planning.refusals import MIB
+from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.shape.gpt import Shape
+from megatron.pipeline.view.table import plain_table
+
+HOW = "docs/model.md has the formulas and how far they are off; mpipe rehearse and --pipeline-costs profile measure instead."
+
+
+def add(commands: Commands) -> None:
+    help = "predict what the passes of a model take on a GPU, as a file for plan, compare and serve"
+    parser = commands.add_parser(
+        "costs",
+        help=help,
+        description=help,
+        epilog="All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. Stages are those "
+        f"of --pipeline-schedule; the other commands cut and join them for other numbers of stages. {HOW}",
+        parents=[report_flags("one JSON object, which --costs takes", "write there instead of to the terminal: .json or .txt")],
+        examples=[
+            "mpipe costs --config configs/llama3/8B.yaml --gpu H100-80GB -o costs.json",
+            "mpipe plan --schedule v-auto --pp 4 --microbatches 32 --costs costs.json --memory-limit 20GiB",
+        ],
+    )
+    gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"
+    parser.add_argument("--gpu", required=True, metavar="NAME|FILE", help=gpus)
+    parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="GPUs of a node (8)")
+    parser.add_argument("--data-parallel-size", type=count, default=1, metavar="D", help="replicas of the model (1)")
+    parser.set_defaults(run=run, takes_flags=True)
+
+
+def run(options: argparse.Namespace) -> None:
+    check_output(options)
+    gpu = device.read(options.gpu)
+    with quietly():
+        prediction = predicted(options.flags, options.data_parallel_size)
+    args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
+    costs = costs_of(args, placement, layers, gpu, options.gpus_per_node)
+    shared = max(args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size) > 1
+    data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shared else "none")}
+    brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
+    write(data, lambda: _text(costs, placement, layers, gpu), options, brief)
+
+
+def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: Device, per_node: int = 8) -> Costs:
+    """Seconds and bytes of the passes of a training, by the model of docs/model.md.
+
+    Args:
+        args: flags of a training, validated, with ``padded_vocab_size``.
+        layers: of every stage.
+        per_node: GPUs of a node, for the links between ranks.
+    """
+    shape = Shape.of(args)
+    sizes = [getattr(args, f"{name}_model_parallel_size") for name in ("tensor", "expert")]
+    tensor, expert, context = *sizes, args.context_parallel_size
+    links = Links.of(gpu, per_node, tensor, context, expert, args.data_parallel_size, placement.ranks)
+    vocabulary = Vocabulary(args.vocab_parallel) if args.vocab_parallel != "off" else None
+    weights_again = makes_weights_again(args)
+    costs = estimate(shape, placement, layers, gpu, vocabulary, not weights_again, links)
+    if shape.holding.recomputes:
+        costs = costs.remade(weights_again)
+    if tensor > 1:
+        return costs
+    # BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
+    return replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
+
+
+def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device) -> str:
+    heads = ["stage", "rank", "layers", "F ms", "B ms", "W ms", "activations, MiB", "held until W, MiB"]
+    cells = [
+        [
+            *(str(number) for number in (index, placement.home(index)[0], layers[index])),
+            *(f"{1e3 * seconds:.4g}" for seconds in (stage.forward, stage.backward, stage.weight)),
+            *(MIB.number(memory) for memory in (stage.activation, stage.retained)),
+        ]
+        for index, stage in enumerate(costs.stages)
+    ]
+    spread = costs.vocabulary
+    shards = f"; S takes {1e3 * spread.S:.4g} ms and T {1e3 * spread.T:.4g} ms on every rank" if spread.total else ""
+    message = f"a message between stages takes {1e3 * costs.hop:.4g} ms{shards}"
+    return f"one microbatch on {gpu.name}\n\n{plain_table(heads, cells)}\n\n{message}\n{HOW}"

@@ -1,0 +1,135 @@
+"""The costs files that pages have opened, and those made of models: kept as long as the server runs, each by what it contains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron.pipeline.costmodel import device
+from megatron.pipeline.planning.refusals import MIB, unit_of
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, VocabularyCosts
+
+MOST_BYTES = 4 << 20  # of a file
+_MOST = 64  # files; the ones opened first go first
+_PATIENCE = 120.0  # seconds for a model's costs: torch and megatron-core are imported for them
+_YAML = (".yaml", ".yml")
+_INSTEAD = "run mpipe costs, and open what that writes"
+
+
+class Opened:
+    """Costs files by a digest of their text. ``with`` makes the directory that has them, and removes it.
+
+    Args:
+        models: whether to make costs of a model's flags too. These may name files of this machine, so only its own pages may.
+    """
+
+    def __init__(self, models: bool) -> None:
+        self._models = models
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Opened:
+        self._folder = tempfile.TemporaryDirectory(prefix="mpipe-serve-")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._folder.cleanup()
+
+    @property
+    def gpus(self) -> list[str]:
+        """Those for which costs of a model are made; none where none are."""
+        return list(device.shipped()) if self._models else []
+
+    async def add(self, name: str, text: str, gpu: str) -> dict[str, Any]:
+        """Keep a file; returns what there is to know of it.
+
+        Args:
+            name: of the file, for people.
+            gpu: for which the costs of a model are predicted, where the text is YAML.
+
+        Raises:
+            ValueError: it has no costs, or no model that can be cut into stages.
+        """
+        file = Path(name).name or "costs.json"
+        if Path(file).suffix.lower() in _YAML:
+            if not self._models:
+                raise ValueError(f"{file}: a model's flags are read at 127.0.0.1 only; {_INSTEAD}")
+            text = await _predicted(file, text, gpu)
+        try:
+            costs = Costs.from_json(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: {error}") from None
+        id = hashlib.sha256(text.encode()).hexdigest()[:16]
+        self._path(id).write_text(text, encoding="utf-8")
+        self._known[id] = {"costs": id, "name": file, **_about(costs)}
+        while len(self._known) > _MOST:
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._path(oldest).unlink()
+        return self._known[id]
+
+    def about(self, id: str) -> dict[str, Any]:
+        """Raises:
+        ValueError: there is no such file, or no more.
+        """
+        if id not in self._known:
+            raise ValueError("mpipe serve does not have this costs file any more: open it again")
+        return self._known[id]
+
+    def path(self, id: str) -> str:
+        """Where the file is; empty for no file. Raises as ``about``."""
+        return str(self._path(self.about(id)["costs"])) if id else ""
+
+    def name(self, id: str) -> str:
+        return str(self.about(id)["name"]) if id else ""
+
+    def _path(self, id: str) -> Path:
+        return Path(self._folder.name, f"{id}.json")
+
+
+def _about(costs: Costs) -> dict[str, Any]:
+    """What a page shows of costs: ``microbatch`` is the memory of one on all stages together."""
+    unit = unit_of(costs)
+    return {
+        "stages": len(costs.stages),
+        "unit": unit.name if unit is MIB else "",
+        "size": unit.size,
+        "microbatch": math.fsum(stage.activation for stage in costs.stages),
+        "vocabulary": costs.vocabulary != VocabularyCosts(),
+        "copies": costs.copies != CopyCosts(),
+    }
+
+
+async def _predicted(file: str, text: str, gpu: str) -> str:
+    """The costs of a model, as ``mpipe costs`` writes them.
+
+    Raises:
+        ValueError: in the words of that command.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder, file)
+        config.write_text(text, encoding="utf-8")
+        command = [sys.executable, "-m", "megatron.pipeline.cli", "costs", "--config", str(config), "--gpu", gpu, "--json"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+        try:
+            out, complaint = await asyncio.wait_for(process.communicate(), _PATIENCE)
+        except TimeoutError:
+            raise ValueError(f"{file}: its costs took more than {_PATIENCE:g} s; {_INSTEAD}") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if process.returncode:
+            said = complaint.decode(errors="replace").strip().splitlines() or [f"{file}: exit code {process.returncode}"]
+            raise ValueError(said[-1].removeprefix("mpipe: ").replace(str(config), file))
+        return json.dumps(json.loads(out))
+
+
+__all__ = ["MOST_BYTES", "Opened"]

@@ -1,0 +1,96 @@
+"""``mpipe costs``: costs of a model, in a file that the other commands take; and limits in bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.pipeline.cli import main
+from megatron.pipeline.costmodel import origin
+from megatron.pipeline.schedule.core.costs import Costs
+
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
+LLAMA = ["costs", "--config", str(ROOT / "configs" / "llama3" / "8B.yaml"), "--gpu", "H100-80GB"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    assert main([*LLAMA, "-o", str(path)]) == 0
+    return str(path)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def planned(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
+    return json.loads(printed(capsys, "plan", "--schedule", "v-auto", "--pp", "4", "--microbatches", "16", *more, "--json"))
+
+
+def test_it_has_seconds_and_bytes_of_every_stage_and_what_they_are_of(file: str) -> None:
+    costs, of = origin.read(Path(file).read_text())
+    assert len(costs.stages) >= 4 and costs.hop > 0
+    assert of["num_layers"] == 32 and of["hidden_size"] == 4096 and of["numbers"] == "bf16"
+    first, middle, last = costs.stages[0], costs.stages[1], costs.stages[-1]
+    assert last.forward > middle.forward and 1e-4 < middle.forward < 1 and 2**20 < first.activation < 80 * GIB
+    assert middle.retained <= middle.activation
+
+
+def test_the_table_names_stages_milliseconds_and_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, *LLAMA)
+    assert out.startswith("one microbatch on H100-80GB\n")
+    assert "F ms" in out and "activations, MiB" in out and "a message between stages takes" in out
+
+
+def test_a_limit_in_bytes_holds_and_is_what_its_number_is(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    free = max(planned(capsys, "--costs", file)["peak_activation"])
+    gib = f"{0.6 * free / GIB:.3f}GiB"
+    plan = planned(capsys, "--costs", file, "--memory-limit", gib)
+    limit = int(float(gib.removesuffix("GiB")) * GIB)
+    assert plan["memory_limit"] == limit and max(plan["peak_activation"]) <= limit < free
+    same = planned(capsys, "--costs", file, "--memory-limit", str(limit))
+    assert same["passes"] == plan["passes"]
+
+
+def test_reports_and_refusals_count_mib(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--pp", "4", "--microbatches", "8", "--costs", file]
+    assert "MiB on the fullest rank; by rank" in printed(capsys, "plan", "--schedule", "zb-v", *sizes)
+    table = printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v", "--memory-limit", "1GiB", "--json")
+    assert "refused" in json.loads(table)
+    assert main(["plan", "--schedule", "v-auto", *sizes, "--memory-limit", "1MiB"]) == 2
+    message = capsys.readouterr().err
+    assert "MiB" in message or "raise" in message
+    assert "memory, MiB" in printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v")
+
+
+def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1}] * 4}))
+    flags = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"]
+    assert main(["plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"]) == 2
+    assert "--memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
+    plan = tmp_path / "plan.json"
+    assert main(["plan", *flags, "-o", str(plan)]) == 0
+    assert main(["simulate", str(plan), "--memory-limit", "1GiB"]) == 2
+    assert "the costs do not count bytes" in capsys.readouterr().err
+
+
+def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Costs.from_json(printed(capsys, *LLAMA, "--json"))
+    again = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    full = Costs.from_json(printed(capsys, *LLAMA, *again, "--json"))
+    assert full.stages[1].activation < plain.stages[1].activation / 4 and full.stages[1].backward > plain.stages[1].backward
+    shared = Costs.from_json(printed(capsys, *LLAMA, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--json"))
+    assert shared.stages[1].fused is not None and shared.stages[1].fused < shared.stages[1].backward + shared.stages[1].weight
+    assert plain.stages[1].fused is None
+
+
+def test_an_unknown_gpu_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["costs", "--config", "/nowhere.yaml", "--gpu", "H100"]) == 2
+    assert "unknown GPU 'H100'; known are A100-40GB" in capsys.readouterr().err
