@@ -33,8 +33,21 @@ def planned(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     return json.loads(printed(capsys, "plan", "--schedule", "v-auto", "--pp", "4", "--microbatches", "16", *more, "--json"))
 
 
-def test_it_has_seconds_and_bytes_of_every_stage_and_what_they_are_of(file: str) -> None:
-    costs, of = origin.read(Path(file).read_text())
+def test_a_spread_vocabulary_goes_to_the_ends_of_plans_without_one(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of a training with --vocab-parallel 2 on 8 ranks plans schedules without it, and on other numbers of ranks."""
+    flags = ["plan", "--schedule", "1f1b", "--pp", "4", "--microbatches", "4", "--costs", file, "--json"]
+    shards = Costs.from_json(Path(file).read_text()).vocabulary
+    assert shards.ranks == 8 and shards.S > 0
+    spread = json.loads(printed(capsys, *flags, "--vocab-parallel", "2"))
+    assert spread["vocab_costs"]["S"] == pytest.approx(2 * shards.S)
+    alone = json.loads(printed(capsys, *flags))["stage_costs"]["stages"]
+    assert alone[-1]["forward"] - alone[1]["forward"] == pytest.approx(8 * shards.S)
+    assert alone[0]["forward"] - alone[1]["forward"] == pytest.approx(8 * shards.IF)
+
+
+def test_it_has_seconds_and_bytes_of_every_stage_and_what_they_are_of(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    costs, of = origin.read(printed(capsys, *LLAMA, "--vocab-parallel", "off", "--json"))
+    assert len(Costs.from_json(Path(file).read_text()).stages) == len(costs.stages)
     assert len(costs.stages) >= 4 and costs.hop > 0
     assert of["num_layers"] == 32 and of["hidden_size"] == 4096 and of["numbers"] == "bf16"
     first, middle, last = costs.stages[0], costs.stages[1], costs.stages[-1]
@@ -61,11 +74,11 @@ def test_a_limit_in_bytes_holds_and_is_what_its_number_is(file: str, capsys: pyt
 def test_reports_and_refusals_count_mib(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--pp", "4", "--microbatches", "8", "--costs", file]
     assert "MiB on the fullest rank; by rank" in printed(capsys, "plan", "--schedule", "zb-v", *sizes)
-    table = printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v", "--memory-limit", "1GiB", "--json")
+    table = printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v", "--memory-limit", "40GiB", "--json")
     assert "refused" in json.loads(table)
     assert main(["plan", "--schedule", "v-auto", *sizes, "--memory-limit", "1MiB"]) == 2
     message = capsys.readouterr().err
-    assert "MiB" in message or "raise" in message
+    assert "--memory-limit 1MiB is too little for v-auto, which needs 11220MiB: raise it" in message
     assert "memory, MiB" in printed(capsys, "compare", *sizes, "--schedules", "1f1b,zb-v")
 
 

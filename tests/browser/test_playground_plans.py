@@ -123,7 +123,7 @@ def test_a_refusal_marks_the_field_and_has_the_reason(
     page = opened.page
     opened.go({"schedule": "zb-v"})
     page.get_by_label(name).fill(value)
-    complaint = "“x” is not a number of at least 0"
+    complaint = "“x” is not a number of at least 0, or bytes such as 20GiB"
     if flags is not None:
         complaint = command(SMALL | {"schedule": "zb-v"} | flags)[1].removeprefix("mpipe: ").replace("--chunks", "chunks")
     expect(page.get_by_role("alert")).to_have_text(complaint)

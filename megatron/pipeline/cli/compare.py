@@ -135,9 +135,7 @@ def _under_jitter(plan: Planned, jitters: list[float]) -> dict[float, list[float
 
 
 def _peak_of_1f1b(options: argparse.Namespace) -> float | None:
-    if options.costs and len(options.costs.stages) % options.pp:
-        return None
-    costs = options.costs or costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
+    costs = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
     return peak_of_1f1b(options.pp, options.microbatches, costs)
 
 

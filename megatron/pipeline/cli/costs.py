@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         parents=[report_flags("one JSON object, which --costs takes", "write there instead of to the terminal: .json or .txt")],
         examples=[
             "mpipe costs --config configs/llama3/8B.yaml --gpu H100-80GB -o costs.json",
-            "mpipe plan --schedule v-auto --pp 4 --microbatches 32 --costs costs.json --memory-limit 20GiB",
+            "mpipe costs --config configs/mixtral/8x7B.yaml --gpu A100-80GB --micro-batch-size 2 --json",
         ],
     )
     gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"

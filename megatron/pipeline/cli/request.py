@@ -49,7 +49,7 @@ def requested(options: Namespace) -> Request:
         name,
         options.pp,
         options.microbatches,
-        lambda placement: with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary),
+        lambda placement: with_shards(costs_of(costs, placement, copies=offload is not None), vocabulary, placement.ranks),
         given.get("chunks") if name == given.get("schedule") else None,
         options.memory_limit,
         objective=options.objective,

@@ -210,6 +210,7 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
         IB=device.latency + embedding[1],
         activation=activations.shard_activation(shape, rows),
         exchange=links.hop.all_gather(activations.hidden_bytes(shape), ranks),
+        ranks=ranks,
     )
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron.pipeline.planning.choose import NEAR
+from megatron.pipeline.planning.costs import with_whole_vocabulary
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.request import MOST_CHUNKS, Request
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.problem import Objective
 
 
@@ -33,23 +32,3 @@ def stock_at_its_best(costs: Costs, ranks: int, microbatches: int, layers: int |
             best = planned
     assert best is not None
     return best
-
-
-def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
-    """Costs with the embedding on the first stage and the output layer on the last, in place of a shard on every rank."""
-    shards = costs.vocabulary
-    if not shards.total:
-        return costs
-    first, *inner, last = costs.stages if len(costs.stages) > 1 else (costs.stages[0], StageCosts(0, 0, 0, 0, 0))
-    first = replace(first, forward=first.forward + ranks * shards.IF, weight=first.weight + ranks * shards.IB, fused=None)
-    kept = ranks * shards.activation
-    last = replace(
-        last,
-        forward=last.forward + ranks * shards.S,
-        # T makes the gradient by the weights; S made the one by the input, next to the logits.
-        weight=last.weight + ranks * shards.T,
-        activation=last.activation + kept,
-        retained=last.retained + kept,
-        fused=None,
-    )
-    return replace(costs, stages=(first, *inner, last), vocabulary=VocabularyCosts())

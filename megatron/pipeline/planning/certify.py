@@ -46,7 +46,8 @@ def _read(path: str, text: str, flags: CostFlags) -> Source:
     else:
         schedule, file = Schedule.from_json(text), json.loads(text)
     verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
-    costs = with_shards(costs_of(flags, schedule.placement, file, copies=schedule.has_copies), schedule.vocabulary)
+    costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
+    costs = with_shards(costs, schedule.vocabulary, schedule.ranks)
     try:
         dependencies_can_be_met(schedule)
     except ValueError:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.refusals import Refusal, Unit, nothing_fits
+from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, LimitTooLow, Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
 
@@ -179,6 +179,12 @@ def best(
             return request.plan(), None
         except ChunksDoNotFit as error:
             raise ValueError(f"{error}: leave --chunks out") from None
+        except LimitTooLow as error:
+            if request.unit is not MIB or request.limit is None:
+                raise
+            given = f"--memory-limit {request.unit.amount(request.limit)}"
+            words = str(request.unit.too_little(given, request.schedule, error.least))
+            raise LimitTooLow(words, error.least) from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")

@@ -129,9 +129,32 @@ def costs_of(flags: CostFlags, placement: Placement, file: Mapping[str, Any] | N
     return _with_extras(costs, placement, flags.first_stage or {}, flags.last_stage or {})
 
 
-def with_shards(costs: Costs, vocabulary: Vocabulary | None) -> Costs:
-    """Costs with the default ones of the vocabulary, if it is spread and neither flags nor file give its costs."""
-    return replace(costs, vocabulary=EQUAL_SHARDS) if vocabulary and costs.vocabulary == VocabularyCosts() else costs
+def with_shards(costs: Costs, vocabulary: Vocabulary | None, ranks: int) -> Costs:
+    """Costs with the vocabulary where it is: on all ranks, by default with equal shares; or else on the ends."""
+    if vocabulary is None:
+        return with_whole_vocabulary(costs, ranks)
+    none = costs.vocabulary == VocabularyCosts()
+    return replace(costs, vocabulary=EQUAL_SHARDS if none else costs.vocabulary.over(ranks))
+
+
+def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
+    """Costs with the embedding on the first stage and the output layer on the last, in place of a shard on each of the ranks."""
+    shards = costs.vocabulary.over(ranks)
+    if not shards.total:
+        return costs
+    first, *inner, last = costs.stages if len(costs.stages) > 1 else (costs.stages[0], StageCosts(0, 0, 0, 0, 0))
+    first = replace(first, forward=first.forward + ranks * shards.IF, weight=first.weight + ranks * shards.IB, fused=None)
+    kept = ranks * shards.activation
+    last = replace(
+        last,
+        forward=last.forward + ranks * shards.S,
+        # T makes the gradient by the weights; S made the one by the input, next to the logits.
+        weight=last.weight + ranks * shards.T,
+        activation=last.activation + kept,
+        retained=last.retained + kept,
+        fused=None,
+    )
+    return replace(costs, stages=(first, *inner, last), vocabulary=VocabularyCosts())
 
 
 _MOST_LAYERS = 1000  # of a rank: a braid is computed layer by layer

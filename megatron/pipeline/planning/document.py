@@ -270,7 +270,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     problem = Problem(
         schedule.placement,
         schedule.microbatches,
-        with_shards(costs, schedule.vocabulary),
+        with_shards(costs, schedule.vocabulary, schedule.ranks),
         None if limit is None else (limit,) * schedule.ranks,
         Objective(objective),
         splits=schedule.splits,

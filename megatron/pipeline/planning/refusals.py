@@ -124,8 +124,9 @@ def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) ->
     needs = {refusal.needs: refusal.variant for refusal in reversed(refused) if refusal.needs is not None}
     if needs and limit is not None:
         least = min(needs)
+        needed = unit.at_least(least) if unit is MIB else rounded_up(least)
         return LimitTooLow(
-            f"no schedule fits within a memory of {unit.amount(limit)}: the least that one needs is {unit.at_least(least)}, for "
+            f"no schedule fits within a memory of {unit.amount(limit)}: the least that one needs is {needed}, for "
             f"{needs[least]}; raise --memory-limit to that",
             least,
         )

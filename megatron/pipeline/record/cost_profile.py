@@ -63,7 +63,7 @@ def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -
         return Costs(tuple(stages), hop)
     seconds: dict[str, float] = {str(kind): statistics.median(samples[_SHARDS, kind]) for kind in VOCABULARY_KINDS}
     kept = max(0.0, statistics.median(changes[_SHARDS, Kind.S]))
-    return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept))
+    return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept, ranks=schedule.ranks))
 
 
 def _braided(passes: Iterable[Pass]) -> set[Pass]:

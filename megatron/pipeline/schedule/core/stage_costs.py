@@ -147,6 +147,7 @@ class VocabularyCosts:
         S, T, IF, IB: seconds of the passes of these names.
         activation: what S allocates, held until T ends.
         exchange: seconds of a collective between all ranks; None for those of a hop.
+        ranks: over how many it is spread in these costs; None for those of any plan.
     """
 
     S: float = 0.0
@@ -155,6 +156,13 @@ class VocabularyCosts:
     IB: float = 0.0
     activation: float = 0.0
     exchange: float | None = None
+    ranks: float | None = None
+
+    def over(self, ranks: int) -> VocabularyCosts:
+        """The costs of a share of all, where that many ranks have one each."""
+        times = (self.ranks or ranks) / ranks
+        shares = {name: times * getattr(self, name) for name in ("S", "T", "IF", "IB", "activation")}
+        return replace(self, **shares, ranks=None)
 
     def seconds(self, kind: Kind) -> float:
         """Seconds of a pass of the vocabulary."""

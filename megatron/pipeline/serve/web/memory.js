@@ -120,7 +120,8 @@ export class MemoryCurves {
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "right";
     const most = top / this.unit.size;
-    const step = [1, 2, 5, 10, 20, 50].find((one) => most / one <= 6) ?? 10 ** Math.ceil(Math.log10(most / 6));
+    const power = 10 ** Math.max(0, Math.floor(Math.log10(most / 6)));
+    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => most / one <= 6);
     for (let count = 0; count <= most; count += step) {
       const tick = count * this.unit.size;
       pen.fillStyle = colours.faint;
