@@ -1,8 +1,9 @@
 """Does a rehearsal predict what an iteration takes? Trainings whose passes sleep, side by side and rehearsed.
 
     python benchmarks/rehearsal.py --cases 20
+    python benchmarks/rehearsal.py --ranks 2 --only 1f1b
 
-4 ranks share this machine's cores. Every pass of a small GPT ends with a sleep, which needs no core: so ranks run side by side as
+4 ranks, or as many as are given, share this machine's cores. Every pass of a small GPT ends with a sleep, which needs no core: so ranks run side by side as
 if each had a device, and the makespan of an iteration can be measured. The same training is rehearsed, with its passes one at a
 time. The table compares the two: the prediction over the measured median. Needs a machine that does nothing else; 45 seconds a
 case.
@@ -28,11 +29,11 @@ from common import print_table
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
 
-RANKS, ITERATIONS = 4, 6
+ITERATIONS = 6
 MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-3 --mock-data "
     "--tokenizer-type ByteLevelTokenizer --num-workers 0 --eval-iters 0 --log-interval 1 --attention-dropout 0 "
-    f"--hidden-dropout 0 --pipeline-model-parallel-size {RANKS} --lr-warmup-iters 1 --train-iters {ITERATIONS}"
+    f"--hidden-dropout 0 --lr-warmup-iters 1 --train-iters {ITERATIONS}"
 )
 CASES = [
     "stock",
@@ -62,6 +63,7 @@ SLEEPS = {"F": 0.04, "B": 0.05, "W": 0.03, "BW": 0.08, "S": 0.012, "T": 0.012, "
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones")
+    parser.add_argument("--ranks", type=int, default=4, help="of the pipeline: 2 or 4")
     parser.add_argument("--only", nargs="+", help="those that begin so")
     parser.add_argument("--rounds", type=int, default=1, help="of both, in turn")
     parser.add_argument("--rehearsals", action="store_true", help="rehearsals alone: do two of one case say the same?")
@@ -69,8 +71,8 @@ def main() -> None:
     for case in [one for one in CASES[: given.cases] if one.startswith(tuple(given.only or [""]))]:
         measured, predicted = [], []
         for _ in range(given.rounds):
-            measured += [] if given.rehearsals else _measured(case)
-            predicted.append(_predicted(case))
+            measured += [] if given.rehearsals else _measured(case, given.ranks)
+            predicted.append(_predicted(case, given.ranks))
         said, spread = median(predicted), max(predicted) / min(predicted) - 1
         taken = [f"{1e3 * median(measured):.1f}", f"{1e3 * said:.1f}", f"{said / median(measured):.3f}"] if measured else []
         rows.append([case, *(taken or ["-", f"{1e3 * said:.1f}", "-"]), f"{spread:.1%}"])
@@ -78,23 +80,23 @@ def main() -> None:
     print_table("iterations of 8 microbatches", ["training", "measured ms", "predicted ms", "ratio", "between rounds"], rows)
 
 
-def _measured(case: str) -> list[float]:
+def _measured(case: str, ranks: int) -> list[float]:
     """Makespans of the iterations after those that warm up, with the ranks side by side."""
     with tempfile.TemporaryDirectory() as folder:
-        _train(f"{case} --pipeline-trace {folder}")
+        _train(f"{case} --pipeline-trace {folder}", ranks)
         paths = sorted(Path(folder).glob("iteration_*.json"))[2:]
         return [Timeline.from_json(path.read_text()).makespan for path in paths]
 
 
-def _predicted(case: str) -> float:
+def _predicted(case: str, ranks: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
-        _train(f"{case} --rehearse --rehearse-dir {folder} --exit-interval 5")
+        _train(f"{case} --rehearse --rehearse-dir {folder} --exit-interval 5", ranks)
         return float(json.loads((Path(folder) / "rehearsal.json").read_text())["passes_seconds"])
 
 
-def _train(case: str) -> None:
-    flags = f"{MODEL} --global-batch-size 16 --pipeline-schedule {case}".split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+def _train(case: str, ranks: int) -> None:
+    flags = f"{MODEL} --pipeline-model-parallel-size {ranks} --global-batch-size 16 --pipeline-schedule {case}".split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run([*torchrun, __file__, *flags], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -210,8 +210,8 @@ def _print_table(compared: Comparison) -> None:
 def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:
     """What a schedule holds without copies, what it has in host memory, and which share of all activations goes there."""
     fields = gain(plan)
-    amounts = (unit.number(max(fields[name])) for name in ("peak_without", "host_peak"))
-    return *amounts, f"{fmean(fields['moved_share']):.1%}"
+    without, host = (unit.number(max(fields[name])) for name in ("peak_without", "host_peak"))
+    return without, host, f"{fmean(fields['moved_share']):.1%}"
 
 
 def _exposed(plan: Planned) -> str:

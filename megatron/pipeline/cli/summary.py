@@ -70,7 +70,7 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         add("exposed", found["exposed"], words)
     if "offload" in data:
         rows += _offloaded(data, unit)
-    if "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):
+    if limit is not None and "sustaining_limit" in data and limit < data["sustaining_limit"] * (1 - 1e-9):
         why = "cannot sustain the rate: the bubble grows with every microbatch; the smallest limit that could is"
         add("limit", unit.number(limit), f"{why} {unit.amount(data['sustaining_limit'])}")
     wide = max(len(value) for _, value, _ in rows)
