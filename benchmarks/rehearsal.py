@@ -3,10 +3,10 @@
     python benchmarks/rehearsal.py --cases 20
     python benchmarks/rehearsal.py --ranks 2 --only 1f1b
 
-4 ranks, or as many as are given, share this machine's cores. Every pass of a small GPT ends with a sleep, which needs no core: so ranks run side by side as
-if each had a device, and the makespan of an iteration can be measured. The same training is rehearsed, with its passes one at a
-time. The table compares the two: the prediction over the measured median. Needs a machine that does nothing else; 45 seconds a
-case.
+4 ranks, or as many as are given, share this machine's cores. Every pass of a small GPT ends with a sleep, which needs no core: so
+ranks run side by side as if each had a device, and the makespan of an iteration can be measured. The same training is rehearsed,
+with its passes one at a time. The table compares the two: the prediction over the measured median. Needs a machine that does
+nothing else; 45 seconds a case.
 """
 
 from __future__ import annotations
