@@ -47,6 +47,13 @@ def test_planned_with_braids_is_between_the_bound_and_without(name: str) -> None
         assert overlapping.timeline.span < 0.97 * plain.timeline.span
 
 
+def test_a_schedule_of_many_passes_gets_braids() -> None:
+    """From 500 passes on, changes of schedules without braids are compared by a compiled replay, which knows no braids."""
+    request = Request("zb-v", 4, 24, lambda placement: with_parts_of(placement.last_stage + 1), overlap=True)
+    planned = request.plan()
+    assert planned.braids > 0 and sum(map(len, replace(request, overlap=False).plan().schedule.passes)) > 500
+
+
 def test_megatrons_combined_order() -> None:
     """The first backward of a rank runs with the forward after it, and so on; a rank holds a chunk more."""
     costs = with_parts_of(8)

@@ -125,7 +125,8 @@ class StageCosts:
         fused = self.value("fused") + self.recompute
         held: dict[str, Any] = {"activation": self.checkpoint, "checkpoint": 0.0, "recompute": 0.0, "movable": None}
         if weights:
-            return replace(self, backward=fused, weight=0.0, weight_experts=None, fused=None, retained=0.0, **held)
+            experts = None if self.weight_experts is None else 0.0
+            return replace(self, backward=fused, weight=0.0, weight_experts=experts, fused=None, retained=0.0, **held)
         return replace(self, backward=self.backward + self.recompute, fused=None if self.fused is None else fused, **held)
 
     @property

@@ -37,7 +37,7 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
     if schedule.splits > 1 or any(row.is_divided for row in schedule.rows):
         return schedule
     size = sum(map(len, schedule.passes))
-    trials = Trials(schedule, problem, min(_TRIALS, max(32, _EFFORT // size)))
+    trials = Trials(schedule, problem, min(_TRIALS, max(32, _EFFORT // size)), braids=True)
     for over_weights in (False, True):
         starts = [{timed.work: timed.start for timed in row} for row in simulate(trials.best, problem.costs).ranks]
         pairs = _pairs(trials.best, over_weights)

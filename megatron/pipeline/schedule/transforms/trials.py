@@ -34,12 +34,13 @@ class Trials:
 
     Args:
         most: simulations of the whole schedule.
+        braids: whether changes may be braids.
     """
 
-    def __init__(self, schedule: Schedule, problem: Problem, most: int) -> None:
+    def __init__(self, schedule: Schedule, problem: Problem, most: int, braids: bool = False) -> None:
         self.best, self.left = schedule, most
         self._problem = problem
-        self._orders = _orders(schedule, problem)
+        self._orders = None if braids else _orders(schedule, problem)
         self._value = self._of(schedule)
 
     def begin(self, schedules: Iterable[Schedule]) -> None:
@@ -84,7 +85,7 @@ class Trials:
 
 def _orders(schedule: Schedule, problem: Problem) -> Orders | None:
     """What replays a large schedule and its changes fast, where neither has braids."""
-    if problem.overlap or sum(map(len, schedule.passes)) < _LARGE:
+    if sum(map(len, schedule.passes)) < _LARGE:
         return None
     from megatron.pipeline.schedule.time.orders import Orders, can_be_compiled  # compiles, which small schedules do not need
 
