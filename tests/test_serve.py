@@ -196,6 +196,22 @@ def test_a_model_is_cut_into_the_stages_of_its_flags(address: str) -> None:
     assert status == 400 and "3" in told["message"] and "\n" not in told["message"]
 
 
+def test_a_model_of_experts_gets_the_ranks_that_share_them(address: str) -> None:
+    status, about = opened(address, "moe.yaml", (ROOT / "configs" / "mixtral" / "8x7B.yaml").read_text(), gpu="H100-80GB")
+    assert status == 200, about
+    _, told = ask(address, SMALL | {"schedule": "v-half", "costs": about["costs"], "overlap-experts": "on", "microbatches": "64"})
+    assert told["plan"]["overlap"]["braids"] > 0
+
+
+def test_names_of_files_are_plain(address: str) -> None:
+    status, about = opened(address, "../" + 300 * "x" + "<script>\n.json", BYTES)
+    assert (
+        status == 200
+        and about["name"].endswith("<script>_.json".replace("<", "_").replace(">", "_"))
+        and len(about["name"]) == 80
+    )
+
+
 def test_models_are_read_for_pages_of_this_machine_alone() -> None:
     with Opened(models=False) as elsewhere:
         assert elsewhere.gpus == []
@@ -244,6 +260,8 @@ def test_only_the_own_page_may_ask(address: str) -> None:
         assert get(address, {"Host": host})[0] == 400
     assert get(f"{address}api/about", {"Sec-Fetch-Site": "same-origin"})[0] == 200
     assert get(f"{address}api/about", {"Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert get(f"{address}api/about", {"Origin": "https://evil.example"})[0] == 403
+    assert get(f"{address}api/about", {"Origin": address.rstrip("/")})[0] == 200
 
 
 @pytest.mark.parametrize("path", ["", "web/playground.js", "view/paint.js", "api/about", "api/plan", "nothing"])

@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
@@ -41,6 +42,7 @@ def pose(library: Path) -> None:
     from gpu_model import nccl
 
     torch._dynamo.config.disable = True
+    vars(fake_tensor)["init_gpu_context"] = lambda device: None  # by which a torch that is built for CUDA asks for a GPU
     cuda.install(EngineDevice(library))
     for name in _FACTORIES:
         setattr(torch, name, _pinning(getattr(torch, name)))

@@ -26,8 +26,8 @@ from megatron.pipeline.schedule.families import AUTO
     [
         (MICROBATCHES, 3.0, 2.5, "needs 3 microbatches, limit 2.5"),
         (COSTS_UNIT, 3.0, 2.5, "needs 3, limit 2.5"),
-        (MIB, 3.5 * 2**20, 2**20, "needs 3.5MiB, limit 1"),
-        (Unit("GiB", 2**30), 2**31, 2**30, "needs 2GiB, limit 1"),
+        (MIB, 3.5 * 2**20, 2**20, "needs 3.5MiB, limit 1MiB"),
+        (Unit("GiB", 2**30), 2**31, 2**30, "needs 2GiB, limit 1GiB"),
         (Unit("", 4.0), 3.0, 2.0, "needs 0.75, limit 0.5"),  # shares of 1F1B's peak
     ],
 )

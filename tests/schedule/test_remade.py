@@ -16,6 +16,7 @@ from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.stage_costs import PARTS
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify
@@ -52,8 +53,8 @@ def test_a_backward_takes_and_holds_what_it_makes_again() -> None:
 
 def test_where_it_also_does_the_work_of_w() -> None:
     again = STAGE.remade(weights=True)
-    parts = dict(dispatch=0.1, experts=0.1, combine=0.1, backward_combine=0.1, backward_experts=0.1, backward_dispatch=0.1)
-    of_experts = Costs((replace(STAGE, **parts, weight_experts=0.1).remade(weights=True),))
+    parts = dict.fromkeys(PARTS, 0.1)
+    of_experts = Costs((replace(STAGE, **parts).remade(weights=True),))
     assert Costs.from_json(of_experts.to_json()) == of_experts
     assert (again.backward, again.weight, again.seconds(Kind.BW)) == (3.0, 0.0, 3.0)
     assert [again.allocated(kind) for kind in (Kind.F, Kind.B, Kind.W)] == [0.1, -0.1, 0.0]

@@ -112,7 +112,9 @@ def cost_flags() -> Parser:
         '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
         "of its activations, or bytes such as 20GiB",
     )
-    flags.add_argument("--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches")
+    flags.add_argument(
+        "--memory-limit", type=limit, metavar="X", help="limit of a rank's activations, in microbatches, or as --costs says"
+    )
     return flags
 
 
@@ -164,7 +166,7 @@ def offload_flags() -> Parser:
         "--host-memory-limit",
         type=limit,
         metavar="X",
-        help="with --offload: limit of a rank's activations in host memory, in microbatches (default: none)",
+        help="with --offload: limit of a rank's activations in host memory, as --memory-limit (default: none)",
     )
     return flags
 

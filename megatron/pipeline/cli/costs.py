@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
     gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"
     parser.add_argument("--gpu", required=True, metavar="NAME|FILE", help=gpus)
     parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="GPUs of a node (8)")
-    parser.add_argument("--data-parallel-size", type=count, default=1, metavar="D", help="replicas of the model (1)")
+    parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
     parser.set_defaults(run=run, takes_flags=True)
 
 

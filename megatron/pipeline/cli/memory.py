@@ -97,7 +97,9 @@ def add(commands: Commands) -> None:
         "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="memory on a GPU's label, in GB that are GiB (80)"
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (default: 1)")
+    size.add_argument(
+        "--data-parallel-size", type=count, metavar="D", help="replicas of the model (default: as few as experts allow)"
+    )
     size.add_argument("--world-size", type=count, metavar="N", help="all GPUs of the training")
     parser.set_defaults(run=run, takes_flags=True)
 
@@ -105,7 +107,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     check_output(options)
     flags = options.flags
-    prediction = predicted(flags, options.data_parallel_size or 1, options.world_size)
+    prediction = predicted(flags, options.data_parallel_size, options.world_size)
     world = _world_size(prediction.args)
     try:
         baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
@@ -124,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
 
 def predicted(
     flags: list[str],
-    data_parallel_size: int = 1,
+    data_parallel_size: int | None = None,
     world_size: int | None = None,
     changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> Prediction:
@@ -132,7 +134,7 @@ def predicted(
 
     Args:
         flags: of ``pretrain_gpt.py``; data may be left out, and nothing is written.
-        data_parallel_size: replicas of the model, where ``world_size`` is None.
+        data_parallel_size: replicas of the model, where ``world_size`` is None; by default as few as the experts allow.
         world_size: number of all ranks.
         changes: values by the names of flags that count in place of those in ``flags``: ``STOCK_1F1B``.
 
@@ -144,6 +146,7 @@ def predicted(
 
         from megatron.pipeline.flags.config import microbatch_counts
         from megatron.pipeline.flags.validation import validate
+        from megatron.pipeline.flags.validation_rehearsal import least_replicas
         from megatron.pipeline.model.layout import decoder_layers
         from megatron.pipeline.trainer.memory import largest_iteration
         from megatron.pipeline.trainer.planning import plan_pipeline
@@ -153,7 +156,7 @@ def predicted(
         # What is planned here runs on GPUs elsewhere, where fused attention is: only --transformer-impl local is without.
         engine, args.transformer_impl, args.distributed_backend = args.transformer_impl, "local", None
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-        world_size = world_size or data_parallel_size * model
+        world_size = world_size or (data_parallel_size or least_replicas(args)) * model
         if world_size > MOST_RANKS * MOST_RANKS or args.pipeline_model_parallel_size > MOST_RANKS:
             raise ValueError(f"{args.pipeline_model_parallel_size} pipeline ranks of {world_size} are too many to plan for")
         validate(args, world_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron.pipeline.planning.refusals import Unit, unit_of
+from megatron.pipeline.planning.refusals import MIB, Unit, unit_of
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.timeline import Timeline
@@ -114,12 +114,14 @@ def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
     longer = data["span"] / offload["span_without"] - 1 if offload["span_without"] else 0.0
 
     def amounts(name: str) -> tuple[str, str]:
-        return _amounts(unit, offload[name], ".4g")
+        return _amounts(unit, offload[name], number)
 
-    (most, by_rank), moved = amounts("peak_without"), " ".join(f"{value / unit.size:.4g}" for value in offload["moved"])
+    number = "g" if unit is MIB else ".4g"
+    per_iteration = f"{' MiB' if unit is MIB else unit.name} per iteration"
+    (most, by_rank), moved = amounts("peak_without"), " ".join(format(value / unit.size, number) for value in offload["moved"])
     return [
         ("host memory", *amounts("host_peak")),
-        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{unit.name} per iteration"),
+        ("moved", f"{mean(offload['moved_share']):.1%}", f"of all activations; by rank {moved}{per_iteration}"),
         ("k", f"{offload['k']:.3g}", f"time of D2H and H2D over that of F, B and W, per microbatch of a rank{mode}"),
         ("without", most, f"{by_rank}; span {offload['span_without']:g}, this one is {longer:z.1%} longer"),
     ]

@@ -14,6 +14,15 @@ MEASURED = 5  # iterations: what ``runtime/profiling.py`` takes
 _PER_NODE = 8  # GPUs of a machine that is rehearsed for
 
 
+def least_replicas(args: Namespace) -> int:
+    """The fewest data-parallel replicas of the other layers whose ranks can share the experts of a layer as the flags say."""
+    if not args.num_experts:
+        return 1
+    shared = args.tensor_model_parallel_size * args.context_parallel_size
+    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    return math.lcm(shared, experts) // shared
+
+
 def rehearsed_ranks(args: Namespace, world_size: int) -> int:
     """The ranks of the training that is rehearsed, of which ``world_size`` are there: all, or with ``--rehearse-replicas`` one
     of every stage.
@@ -33,9 +42,7 @@ def rehearsed_ranks(args: Namespace, world_size: int) -> int:
             "all ranks"
         )
     pipeline, shared = args.pipeline_model_parallel_size, args.tensor_model_parallel_size * args.context_parallel_size
-    experts = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
-    least = math.lcm(shared, experts) // shared if args.num_experts else 1
-    args.rehearse_share = shared * (int(number) if number else least)
+    args.rehearse_share = shared * (int(number) if number else least_replicas(args))
     if world_size != pipeline:
         raise ValueError(
             f"--rehearse-replicas {args.rehearse_replicas} runs one rank for each of the {pipeline} of "

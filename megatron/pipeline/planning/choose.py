@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, nothing_fits
+from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, in_mib, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
@@ -182,9 +182,7 @@ def best(
         except LimitTooLow as error:
             if request.unit is not MIB or request.limit is None:
                 raise
-            given = f"--memory-limit {request.unit.amount(request.limit)}"
-            words = str(request.unit.too_little(given, request.schedule, error.least))
-            raise LimitTooLow(words, error.least) from None
+            raise in_mib(error, request.limit, request.schedule) from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")

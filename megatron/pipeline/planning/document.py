@@ -15,10 +15,10 @@ from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
-from megatron.pipeline.planning.refusals import check_limit, unit_of
+from megatron.pipeline.planning.refusals import MIB, check_limit, in_mib, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
-from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
@@ -279,7 +279,10 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         offload=mode,
         host_limit=host_limit,
     )
-    schedule = adapted(schedule, problem, asked)
+    try:
+        schedule = adapted(schedule, problem, asked)
+    except LimitTooLow as error:
+        raise in_mib(error, limit, schedule.name) if limit is not None and unit_of(costs) is MIB else error from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
     return Planned(schedule, problem, Variant(schedule.name))

@@ -46,7 +46,7 @@ class Unit:
 
     def needs(self, least: float, limit: float) -> str:
         """What a schedule needs, against what it may have."""
-        return f"needs {self.at_least(least)}, limit {self.number(limit)}"
+        return f"needs {self.at_least(least)}, limit {self.number(limit) if self.name.startswith(' ') else self.amount(limit)}"
 
     def too_little(self, given: str, name: str, least: float, others: Sequence[str] = ()) -> ValueError:
         """What to raise where a limit is below what a schedule needs.
@@ -62,6 +62,7 @@ class Unit:
 MICROBATCHES = Unit(" microbatches")
 COSTS_UNIT = Unit()  # of a file of costs that are no bytes: any, and unnamed
 MIB = Unit("MiB", 2**20)
+_LEAST_LIMIT = 2**20  # bytes: a limit below is hardly meant in bytes
 ROUNDED_UP = 1.15  # host memory is rounded up, and reused for what is smaller: it takes this many times the copied bytes
 HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
 
@@ -74,6 +75,12 @@ def unit_of(costs: Costs | None) -> Unit:
     if costs is None:
         return MICROBATCHES
     return MIB if max(stage.activation for stage in costs.stages) >= _FEWEST_BYTES else COSTS_UNIT
+
+
+def in_mib(error: LimitTooLow, limit: float, name: str) -> LimitTooLow:
+    """A refusal at costs in bytes, worded in MiB."""
+    given = f"{limit:g}, which is in bytes (give such as 20GiB)," if limit < _LEAST_LIMIT else MIB.amount(limit)
+    return LimitTooLow(str(MIB.too_little(f"--memory-limit {given}", name, error.least)), error.least)
 
 
 def check_limit(limit: float | None, unit: Unit) -> None:

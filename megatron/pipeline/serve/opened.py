@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import math
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from megatron.pipeline.planning.refusals import MIB, unit_of
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, VocabularyCosts
 
 MOST_BYTES = 4 << 20  # of a file
+_LONGEST_NAME = 80  # letters
 _MOST = 64  # files; the ones opened first go first
 _PATIENCE = 120.0  # seconds for a model's costs: torch and megatron-core are imported for them
 _YAML = (".yaml", ".yml")
@@ -34,12 +36,17 @@ class Opened:
     def __init__(self, models: bool) -> None:
         self._models = models
         self._known: dict[str, dict[str, Any]] = {}
+        self._making: set[asyncio.subprocess.Process] = set()
 
     def __enter__(self) -> Opened:
         self._folder = tempfile.TemporaryDirectory(prefix="mpipe-serve-")
+        self._one_by_one = asyncio.Lock()  # each imports torch, and uses a core
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._making:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         self._folder.cleanup()
 
     @property
@@ -57,11 +64,12 @@ class Opened:
         Raises:
             ValueError: it has no costs, or no model that can be cut into stages.
         """
-        file = Path(name).name or "costs.json"
+        file = re.sub(r"[^\w. -]", "_", Path(name).name)[-_LONGEST_NAME:] or "costs.json"
         if Path(file).suffix.lower() in _YAML:
             if not self._models:
                 raise ValueError(f"{file}: a model's flags are read at 127.0.0.1 only; {_INSTEAD}")
-            text = await _predicted(file, text, gpu)
+            async with self._one_by_one:
+                text = await self._predicted(file, text, gpu)
         try:
             costs = Costs.from_json(text)
         except (ValueError, RecursionError) as error:
@@ -93,6 +101,32 @@ class Opened:
     def _path(self, id: str) -> Path:
         return Path(self._folder.name, f"{id}.json")
 
+    async def _predicted(self, file: str, text: str, gpu: str) -> str:
+        """The costs of a model, as ``mpipe costs`` writes them.
+
+        Raises:
+            ValueError: in the words of that command.
+        """
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
+            config = Path(folder, file)
+            config.write_text(text, encoding="utf-8")
+            command = [sys.executable, "-m", "megatron.pipeline.cli", "costs", "--config", str(config), "--gpu", gpu, "--json"]
+            pipe = asyncio.subprocess.PIPE
+            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+            self._making.add(process)
+            try:
+                out, complaint = await asyncio.wait_for(process.communicate(), _PATIENCE)
+            except TimeoutError:
+                raise ValueError(f"{file}: its costs took more than {_PATIENCE:g} s; {_INSTEAD}") from None
+            finally:
+                self._making.discard(process)
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+            if process.returncode:
+                said = complaint.decode(errors="replace").strip().splitlines() or [f"{file}: exit code {process.returncode}"]
+                raise ValueError(said[-1].removeprefix("mpipe: ").replace(str(config), file))
+            return json.dumps(json.loads(out))
+
 
 def _about(costs: Costs) -> dict[str, Any]:
     """What a page shows of costs: ``microbatch`` is the memory of one on all stages together."""
@@ -105,31 +139,6 @@ def _about(costs: Costs) -> dict[str, Any]:
         "vocabulary": costs.vocabulary != VocabularyCosts(),
         "copies": costs.copies != CopyCosts(),
     }
-
-
-async def _predicted(file: str, text: str, gpu: str) -> str:
-    """The costs of a model, as ``mpipe costs`` writes them.
-
-    Raises:
-        ValueError: in the words of that command.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, file)
-        config.write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "megatron.pipeline.cli", "costs", "--config", str(config), "--gpu", gpu, "--json"]
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-        try:
-            out, complaint = await asyncio.wait_for(process.communicate(), _PATIENCE)
-        except TimeoutError:
-            raise ValueError(f"{file}: its costs took more than {_PATIENCE:g} s; {_INSTEAD}") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        if process.returncode:
-            said = complaint.decode(errors="replace").strip().splitlines() or [f"{file}: exit code {process.returncode}"]
-            raise ValueError(said[-1].removeprefix("mpipe: ").replace(str(config), file))
-        return json.dumps(json.loads(out))
 
 
 __all__ = ["MOST_BYTES", "Opened"]

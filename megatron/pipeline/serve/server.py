@@ -188,11 +188,17 @@ class _OwnPageOnly:
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["path"].startswith("/api/") and (b"sec-fetch-site", b"cross-site") in scope["headers"]:
+        elif scope["path"].startswith("/api/") and _is_of_another_site(dict(scope["headers"])):
             refused = JSONResponse({"message": "this is for the page of mpipe serve only"}, 403)
             await refused(scope, receive, send_with_headers)
         else:
             await self._app(scope, receive, send_with_headers)
+
+
+def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a page of another site made a browser ask; older browsers say where the page is from alone."""
+    origin = headers.get(b"origin", b"").partition(b"://")[2]
+    return headers.get(b"sec-fetch-site") == b"cross-site" or (origin != b"" and origin != headers.get(b"host"))
 
 
 def _query(given: Mapping[str, str]) -> Query:
