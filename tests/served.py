@@ -9,6 +9,9 @@ import os
 import re
 import subprocess
 import sys
+import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,3 +59,17 @@ def untimed(plan: dict[str, Any]) -> dict[str, Any]:
     for told in [plan, *plan.get("candidates", [])]:
         told.pop("plan_seconds", None)
     return plan
+
+
+def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, bytes, dict[str, str]]:
+    request = urllib.request.Request(url, headers=headers or {})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read(), dict(response.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers)
+
+
+def ask(address: str, flags: dict[str, str], suffix: str = "") -> tuple[int, Any]:
+    status, body, _ = get(f"{address}api/plan{suffix}?{urllib.parse.urlencode(flags)}")
+    return status, body if suffix else json.loads(body)

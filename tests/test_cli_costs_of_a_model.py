@@ -94,6 +94,14 @@ def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest
     assert "the costs do not count bytes" in capsys.readouterr().err
 
 
+def test_limits_of_host_memory_are_in_mib_too(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8", "--offload", "full"]
+    assert main([*flags, "--host-memory-limit", "1GiB"]) == 2
+    assert "--host-memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
+    assert main([*flags, "--costs", file, "--host-memory-limit", "1MiB"]) == 2
+    assert "--host-memory-limit 1MiB has no room for one microbatch of a chunk, which takes 8704MiB" in capsys.readouterr().err
+
+
 def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     plain = Costs.from_json(printed(capsys, *LLAMA, "--json"))
     again = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]

@@ -45,6 +45,7 @@ def requested(options: Namespace) -> Request:
         )
     jitter, unit = given.get("jitter") or 0.0, unit_of(options.costs)
     check_limit(options.memory_limit, unit)
+    check_limit(options.host_memory_limit, unit, "--host-memory-limit")
     return Request(
         name,
         options.pp,

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, in_mib, nothing_fits
+from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, host_in_mib, in_mib, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, LimitTooLow, Objective
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
 
@@ -183,6 +183,8 @@ def best(
             if request.unit is not MIB or request.limit is None:
                 raise
             raise in_mib(error, request.limit, request.schedule) from None
+        except HostLimitTooLow as error:
+            raise host_in_mib(error, request.host_limit) if request.unit is MIB else error from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")

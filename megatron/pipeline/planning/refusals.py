@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; the others are counted
@@ -83,13 +83,20 @@ def in_mib(error: LimitTooLow, limit: float, name: str) -> LimitTooLow:
     return LimitTooLow(str(MIB.too_little(f"--memory-limit {given}", name, error.least)), error.least)
 
 
-def check_limit(limit: float | None, unit: Unit) -> None:
+def host_in_mib(error: HostLimitTooLow, limit: float | None) -> HostLimitTooLow:
+    """The same of a limit of host memory."""
+    given, needed = MIB.amount(limit or 0.0), MIB.at_least(error.least)
+    words = f"--host-memory-limit {given} has no room for one microbatch of a chunk, which takes {needed} or more"
+    return HostLimitTooLow(f"{words}: raise it, or leave --offload out", error.least)
+
+
+def check_limit(limit: float | None, unit: Unit, flag: str = "--memory-limit") -> None:
     """Raises:
     ValueError: a limit in bytes is for costs that do not count bytes.
     """
     if isinstance(limit, Bytes) and unit is not MIB:
         raise ValueError(
-            f"--memory-limit of {limit / 2**30:g}GiB, but the costs do not count bytes: give --costs FILE of mpipe costs or "
+            f"{flag} of {limit / 2**30:g}GiB, but the costs do not count bytes: give --costs FILE of mpipe costs or "
             "mpipe rehearse, or a limit in microbatches"
         )
 
