@@ -32,6 +32,8 @@ def in_turns(path: Path, count: int, together: bool) -> list[Interval]:
             with turns.turn():
                 start = time.monotonic()
                 time.sleep(0.005)
+                if group is not None:  # only ranks that have the turn at once can meet in it
+                    torch.distributed.barrier(group)
                 found.append((start, time.monotonic()))
     return found
 
