@@ -84,7 +84,7 @@ def test_reports_and_refusals_count_mib(file: str, capsys: pytest.CaptureFixture
 
 def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1}] * 4}))
+    path.write_text(json.dumps({"stages": [{"forward": 1, "backward": 1, "weight": 1, "activation": 40_000}] * 4}))  # MiB
     flags = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "4"]
     assert main(["plan", *flags, "--costs", str(path), "--memory-limit", "1GiB"]) == 2
     assert "--memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; the others are counted
-_FEWEST_BYTES = 1024  # of a microbatch on its largest stage, where costs count bytes
+_FEWEST_BYTES = 2**17  # of a microbatch on its largest stage, where costs count bytes: as MiB more than a GPU of 128 GiB has
 
 
 class Bytes(float):
@@ -70,7 +70,7 @@ HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
 def unit_of(costs: Costs | None) -> Unit:
     """How memory is written at the costs of a file; None for costs in microbatches.
 
-    A file does not name its unit. Activations of a stage that are 1024 or more count bytes: no other unit is that small.
+    A file does not name its unit. From ``_FEWEST_BYTES`` on they are bytes: as many MiB would not fit on a GPU.
     """
     if costs is None:
         return MICROBATCHES
