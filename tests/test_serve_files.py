@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 from served import ask, command, get, serving, untimed
 
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.serve.opened import MOST_BYTES, Opened
+from megatron.pipeline.serve.workers import ENDING
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"pp": "4", "microbatches": "8"}
@@ -107,6 +111,21 @@ def test_names_of_files_are_plain(address: str) -> None:
         and about["name"].endswith("<script>_.json".replace("<", "_").replace(">", "_"))
         and len(about["name"]) == 80
     )
+
+
+def test_the_server_ends_with_what_makes_a_model_s_costs() -> None:
+    text = (ROOT / "configs" / "llama3" / "70B.yaml").read_text()
+    with serving() as (address, process), ThreadPoolExecutor(1) as asking:
+        answer = asking.submit(opened, address, "70B.yaml", text, gpu="H100-80GB")
+        server, deadline = psutil.Process(process.pid), time.monotonic() + 30
+        while not (made := [one for one in server.children(recursive=True) if "costs" in one.cmdline()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        assert answer.result() == (400, {"message": ENDING})
+        process.wait(20)
+        psutil.wait_procs(made, 5)
+        assert not any(one.is_running() for one in made)
 
 
 def test_models_are_read_for_pages_of_this_machine_alone() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.planning.refusals import MIB, unit_of
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, VocabularyCosts
+from megatron.pipeline.serve.workers import ENDING
 
 MOST_BYTES = 4 << 20  # of a file
 _LONGEST_NAME = 80  # letters
@@ -36,7 +37,8 @@ class Opened:
     def __init__(self, models: bool) -> None:
         self._models = models
         self._known: dict[str, dict[str, Any]] = {}
-        self._making: set[asyncio.subprocess.Process] = set()
+        self._making: asyncio.subprocess.Process | None = None
+        self._ending = False
 
     def __enter__(self) -> Opened:
         self._folder = tempfile.TemporaryDirectory(prefix="mpipe-serve-")
@@ -44,10 +46,18 @@ class Opened:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process in self._making:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+        self.refuse()
         self._folder.cleanup()
+
+    def refuse(self) -> None:
+        """Make no more costs of models, so that none delays the end of the server; those that are being made end."""
+        self._ending = True
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._making is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._making.kill()
 
     @property
     def gpus(self) -> list[str]:
@@ -69,6 +79,8 @@ class Opened:
             if not self._models:
                 raise ValueError(f"{file}: a model's flags are read at 127.0.0.1 only; {_INSTEAD}")
             async with self._one_by_one:
+                if self._ending:
+                    raise ValueError(ENDING)
                 text = await self._predicted(file, text, gpu)
         try:
             costs = Costs.from_json(text)
@@ -113,15 +125,18 @@ class Opened:
             command = [sys.executable, "-m", "megatron.pipeline.cli", "costs", "--config", str(config), "--gpu", gpu, "--json"]
             pipe = asyncio.subprocess.PIPE
             process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=pipe)
-            self._making.add(process)
+            self._making = process
+            if self._ending:  # meanwhile
+                self._kill()
             try:
                 out, complaint = await asyncio.wait_for(process.communicate(), _PATIENCE)
             except TimeoutError:
                 raise ValueError(f"{file}: its costs took more than {_PATIENCE:g} s; {_INSTEAD}") from None
             finally:
-                self._making.discard(process)
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                self._kill()
+                self._making = None
+            if self._ending:
+                raise ValueError(ENDING)
             if process.returncode:
                 said = complaint.decode(errors="replace").strip().splitlines() or [f"{file}: exit code {process.returncode}"]
                 raise ValueError(said[-1].removeprefix("mpipe: ").replace(str(config), file))

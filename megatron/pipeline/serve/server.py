@@ -169,7 +169,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         middleware=[Middleware(_OwnPageOnly), Middleware(TrustedHostMiddleware, allowed_hosts=_names(host), www_redirect=False)],
         lifespan=lifespan,
     )
-    app.state.refuse = pool.refuse
+    app.state.refuse = [pool.refuse, opened.refuse]
     return app
 
 
@@ -266,10 +266,10 @@ class _Server(uvicorn.Server):
     """Ends quietly, and at once: also when its terminal is closed, and with plans that are being made.
 
     Args:
-        refuse: called first; it answers all who wait for a plan.
+        refuse: called first; they answer all who wait for a plan, or for a model's costs.
     """
 
-    def __init__(self, config: uvicorn.Config, refuse: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, refuse: list[Callable[[], None]]) -> None:
         super().__init__(config)
         self._refuse = refuse
 
@@ -285,7 +285,8 @@ class _Server(uvicorn.Server):
                 signal.signal(signal.SIGHUP, before)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._refuse()
+        for refuse in self._refuse:
+            refuse()
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # who does not read an answer is cut off, without a word
         await super().shutdown(sockets)
 
