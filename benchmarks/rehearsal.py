@@ -63,7 +63,7 @@ SLEEPS = {"F": 0.04, "B": 0.05, "W": 0.03, "BW": 0.08, "S": 0.012, "T": 0.012, "
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones")
-    parser.add_argument("--ranks", type=int, default=4, help="of the pipeline: 2 or 4")
+    parser.add_argument("--ranks", type=int, default=4, choices=(2, 4), help="of the pipeline")
     parser.add_argument("--only", nargs="+", help="those that begin so")
     parser.add_argument("--rounds", type=int, default=1, help="of both, in turn")
     parser.add_argument("--rehearsals", action="store_true", help="rehearsals alone: do two of one case say the same?")

@@ -61,10 +61,13 @@ def untimed(plan: dict[str, Any]) -> dict[str, Any]:
     return plan
 
 
-def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, bytes, dict[str, str]]:
-    request = urllib.request.Request(url, headers=headers or {})
+def get(
+    url: str, headers: dict[str, str] | None = None, sent: bytes | None = None, timeout: float = 60.0
+) -> tuple[int, bytes, dict[str, str]]:
+    """Status, body and headers of an answer; ``sent`` is posted."""
+    request = urllib.request.Request(url, data=sent, headers=headers or {})
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
             return response.status, response.read(), dict(response.headers)
     except urllib.error.HTTPError as error:
         return error.code, error.read(), dict(error.headers)

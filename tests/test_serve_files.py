@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,12 +33,8 @@ def address() -> Iterator[str]:
 def opened(address: str, name: str, text: str | bytes, **more: str) -> tuple[int, dict[str, Any]]:
     """What the server says of a file that a page opens."""
     url = f"{address}api/costs?{urllib.parse.urlencode({'name': name, **more})}"
-    request = urllib.request.Request(url, data=text.encode() if isinstance(text, str) else text)
-    try:
-        with urllib.request.urlopen(request, timeout=180) as response:
-            return response.status, json.loads(response.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    status, body, _ = get(url, sent=text.encode() if isinstance(text, str) else text, timeout=180)
+    return status, json.loads(body)
 
 
 def test_a_plan_at_the_costs_of_a_file_is_the_one_of_the_command(address: str, tmp_path: Path) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron.pipeline.cli.arguments import Commands, count, report_flags
-from megatron.pipeline.cli.memory import predicted, quietly
+from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.costmodel.estimate import estimate
-from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.links import links_of
 from megatron.pipeline.costmodel.memory import makes_weights_again
-from megatron.pipeline.costmodel.origin import described
+from megatron.pipeline.costmodel.origin import described, shares_layers
 from megatron.pipeline.planning.refusals import MIB
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Vocabulary
@@ -51,12 +50,10 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> None:
     check_output(options)
     gpu = device.read(options.gpu)
-    with quietly():
-        prediction = predicted(options.flags, options.data_parallel_size)
+    prediction = predicted(options.flags, options.data_parallel_size)
     args, layers, placement = prediction.args, prediction.layers, prediction.schedule.placement
     costs = costs_of(args, placement, layers, gpu, options.gpus_per_node)
-    shared = max(args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size) > 1
-    data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shared else "none")}
+    data: dict[str, Any] = costs.fields() | {"of": described(args, "priced" if shares_layers(args) else "none")}
     brief = f"{len(costs.stages)} stages, seconds and bytes of a microbatch of {args.micro_batch_size} x {args.seq_length} tokens"
     write(data, lambda: _text(costs, placement, layers, gpu), options, brief)
 
@@ -69,19 +66,14 @@ def costs_of(args: Namespace, placement: Placement, layers: Sequence[int], gpu: 
         layers: of every stage.
         per_node: GPUs of a node, for the links between ranks.
     """
-    shape = Shape.of(args)
-    sizes = [getattr(args, f"{name}_model_parallel_size") for name in ("tensor", "expert")]
-    tensor, expert, context = *sizes, args.context_parallel_size
-    links = Links.of(gpu, per_node, tensor, context, expert, args.data_parallel_size, placement.ranks)
+    shape, links = Shape.of(args), links_of(gpu, per_node, args)
     vocabulary = Vocabulary(args.vocab_parallel) if args.vocab_parallel != "off" else None
     weights_again = makes_weights_again(args)
     costs = estimate(shape, placement, layers, gpu, vocabulary, not weights_again, links)
     if shape.holding.recomputes:
         costs = costs.remade(weights_again)
-    if tensor > 1:
-        return costs
-    # BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
-    return replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
+    # Else BW would save the start of a pass alone, for which no plan gives up the choice of when W runs: as mpipe tune plans.
+    return costs if args.tensor_model_parallel_size > 1 else costs.without_fused()
 
 
 def _text(costs: Costs, placement: Placement, layers: Sequence[int], gpu: Device) -> str:

@@ -117,7 +117,7 @@ def _offloaded(data: dict[str, Any], unit: Unit) -> list[tuple[str, str, str]]:
         return _amounts(unit, offload[name], number)
 
     number = "g" if unit is MIB else ".4g"
-    per_iteration = f"{' MiB' if unit is MIB else unit.name} per iteration"
+    per_iteration = f" {unit.name.strip()} per iteration" if unit.name else " per iteration"
     (most, by_rank), moved = amounts("peak_without"), " ".join(format(value / unit.size, number) for value in offload["moved"])
     return [
         ("host memory", *amounts("host_peak")),

@@ -5,6 +5,7 @@ Megatron-LM's order of ranks is assumed, tp-cp-ep-dp-pp: tensor-parallel ranks a
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import dataclass
 
 from megatron.pipeline.costmodel import activations
@@ -96,6 +97,17 @@ class Links:
             expert_data=group(own, stage // own),
             expert=Spread(device.within, device.between, together),
         )
+
+
+def links_of(device: Device, per_node: int, args: Namespace) -> Links:
+    """The links between the ranks of a training.
+
+    Args:
+        per_node: GPUs of a node.
+        args: its flags, with ``data_parallel_size``.
+    """
+    tensor, context, expert = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
+    return Links.of(device, per_node, tensor, context, expert, args.data_parallel_size, args.pipeline_model_parallel_size)
 
 
 def collective_seconds(kind: str, size: float, ranks: int, link: Link, spread: Spread | None = None) -> float:

@@ -38,6 +38,12 @@ def described(args: Namespace, collectives: str) -> dict[str, Any]:
     }
 
 
+def shares_layers(args: Namespace) -> bool:
+    """Whether several ranks share a layer, and so exchange data within passes."""
+    sizes = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
+    return max(sizes) > 1
+
+
 def quantized(of: Mapping[str, Any]) -> list[str]:
     """``fp8`` or ``fp4`` and its recipe, of what ``described`` wrote; empty without them."""
     return str(of.get("numbers", "")).split()[1:]

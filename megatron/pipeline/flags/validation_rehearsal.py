@@ -6,7 +6,7 @@ import math
 from argparse import Namespace
 
 from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.links import links_of
 from megatron.pipeline.flags.flags import PROFILE, given
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 
@@ -117,9 +117,8 @@ def _hop(text: str | float, args: Namespace) -> float:
 
 def _over_links(gpu: device.Device, args: Namespace) -> float:
     """The same over the links of a kind of GPU, for the layout that the flags have; keeps these links."""
-    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
-    sizes = tensor, context, args.expert_model_parallel_size, args.data_parallel_size, args.pipeline_model_parallel_size
     number = 2 if args.bf16 or args.fp16 else 4  # bytes
     size = number * args.micro_batch_size * args.seq_length * args.hidden_size
-    args.rehearse_links = links = Links.of(gpu, _PER_NODE, *sizes)
-    return links.hop.seconds(size / context / (tensor if args.sequence_parallel else 1))
+    args.rehearse_links = links = links_of(gpu, _PER_NODE, args)
+    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return links.hop.seconds(size / shared)

@@ -222,5 +222,4 @@ def _raised(counts: Sequence[int], least: Sequence[int]) -> list[int]:
 def _more(end: StageCosts, inner: StageCosts) -> StageCosts:
     """What an end of the model costs more than its neighbour."""
     more = combined(lambda values: values[0] - values[1] if values[0] > values[1] * _LONGER else 0.0, [end, inner])
-    more = replace(more, checkpoint=min(more.checkpoint, more.activation))
-    return more if end.grows else replace(more, retained=min(more.retained, more.activation))
+    return more.capped(end)

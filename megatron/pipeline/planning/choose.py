@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, host_in_mib, in_mib, nothing_fits
+from megatron.pipeline.planning.refusals import Refusal, Unit, host_in_unit, in_unit, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
@@ -180,11 +180,9 @@ def best(
         except ChunksDoNotFit as error:
             raise ValueError(f"{error}: leave --chunks out") from None
         except LimitTooLow as error:
-            if request.unit is not MIB or request.limit is None:
-                raise
-            raise in_mib(error, request.limit, request.schedule) from None
+            raise in_unit(error, request.unit, request.limit, request.schedule) from None
         except HostLimitTooLow as error:
-            raise host_in_mib(error, request.host_limit) if request.unit is MIB else error from None
+            raise host_in_unit(error, request.unit, request.host_limit) from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")

@@ -15,7 +15,7 @@ from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
-from megatron.pipeline.planning.refusals import MIB, check_limit, in_mib, unit_of
+from megatron.pipeline.planning.refusals import check_limit, in_unit, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
@@ -257,8 +257,8 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         asked = None if changes.offload == OFF else Offload(changes.offload)
         schedule, mode, host_limit = without_copies(schedule), asked, changes.host_limit
     costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
-    limit = changes.memory_limit
-    check_limit(limit, unit_of(costs))
+    limit, unit = changes.memory_limit, unit_of(costs)
+    check_limit(limit, unit)
     if limit is None and not asked:  # offloading is to lower the memory, so the file's own limit does not count
         limit = _number(file, "memory_limit")
     objective = changes.objective or file.get("objective", GOAL)
@@ -282,7 +282,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     try:
         schedule = adapted(schedule, problem, asked)
     except LimitTooLow as error:
-        raise in_mib(error, limit, schedule.name) if limit is not None and unit_of(costs) is MIB else error from None
+        raise in_unit(error, unit, limit, schedule.name) from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
     return Planned(schedule, problem, Variant(schedule.name))

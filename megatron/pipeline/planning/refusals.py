@@ -77,15 +77,19 @@ def unit_of(costs: Costs | None) -> Unit:
     return MIB if max(stage.activation for stage in costs.stages) >= _FEWEST_BYTES else COSTS_UNIT
 
 
-def in_mib(error: LimitTooLow, limit: float, name: str) -> LimitTooLow:
-    """A refusal at costs in bytes, worded in MiB."""
+def in_unit(error: LimitTooLow, unit: Unit, limit: float | None, name: str) -> LimitTooLow:
+    """A refusal, worded in MiB where costs count bytes."""
+    if unit is not MIB or limit is None:
+        return error
     given = f"{limit:g}, which is in bytes (give such as 20GiB)," if limit < _LEAST_LIMIT else MIB.amount(limit)
     return LimitTooLow(str(MIB.too_little(f"--memory-limit {given}", name, error.least)), error.least)
 
 
-def host_in_mib(error: HostLimitTooLow, limit: float | None) -> HostLimitTooLow:
+def host_in_unit(error: HostLimitTooLow, unit: Unit, limit: float | None) -> HostLimitTooLow:
     """The same of a limit of host memory."""
-    given, needed = MIB.amount(limit or 0.0), MIB.at_least(error.least)
+    if unit is not MIB or limit is None:
+        return error
+    given, needed = MIB.amount(limit), MIB.at_least(error.least)
     words = f"--host-memory-limit {given} has no room for one microbatch of a chunk, which takes {needed} or more"
     return HostLimitTooLow(f"{words}: raise it, or leave --offload out", error.least)
 

@@ -18,6 +18,7 @@ from megatron.pipeline.planning.costs import with_parts
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.core import costs_fields
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
@@ -27,7 +28,7 @@ from megatron.pipeline.schedule.rules.verify import per_rank, verify
 
 MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute
-MOST_RANKS = 4096
+MOST_RANKS = costs_fields.MOST_RANKS
 
 StagesOf = Callable[[Placement], Iterable[int]]
 CostsOf = Callable[[Placement], Costs]

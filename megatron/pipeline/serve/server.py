@@ -94,14 +94,15 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
                 yield
 
     async def planned(query: Query, ahead: bool = False, quick: bool = False) -> Answer:
-        answer, costs = kept.get(query), opened.path(dict(query).get("costs", ""))
+        id = dict(query).get("costs", "")
+        answer, costs = kept.get(query), opened.path(id)
         if answer is None:
             if quick:
                 return await pool.run(answers.planned, query, ask, quick, costs)
             try:
                 answer = await pool.run(answers.planned, query, ask, False, costs, ahead=ahead, work=answers.work(query))
             except Late as error:
-                run = answers.command(query, opened.name(dict(query).get("costs", "")))
+                run = answers.command(query, opened.name(id))
                 raise Busy(f"{error}, which is all that the page has for a plan; run {run}") from None
             kept.put(query, answer)
         return answer

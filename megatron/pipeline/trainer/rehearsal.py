@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.links import Links, collective_seconds
-from megatron.pipeline.costmodel.origin import described
+from megatron.pipeline.costmodel.origin import described, shares_layers
 from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.costmodel.replicas import replica_seconds
 from megatron.pipeline.model.layout import decoder_layers
@@ -110,7 +110,7 @@ def _replicas(args: Namespace, placement: Placement, costs: Costs) -> float | No
 
 def _collectives(args: Namespace) -> str:
     """How collectives within passes were timed, for ``described``."""
-    if args.tensor_model_parallel_size * args.context_parallel_size * args.expert_model_parallel_size == 1:
+    if not shares_layers(args):
         return "none"
     if args.rehearse_share == 1:
         return "run"

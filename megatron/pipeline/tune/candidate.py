@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.links import Links
 from megatron.pipeline.planning.request import Variant
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import OFF, STOCK
@@ -90,16 +89,3 @@ class Candidate:
     def tokens(self) -> int:
         """Tokens of an iteration."""
         return int(self.args.global_batch_size * self.args.seq_length)
-
-
-def links_of(cluster: Cluster, args: Namespace) -> Links:
-    """The links between the ranks of a training."""
-    return Links.of(
-        cluster.device,
-        cluster.per_node,
-        args.tensor_model_parallel_size,
-        args.context_parallel_size,
-        args.expert_model_parallel_size,
-        args.data_parallel_size,
-        args.pipeline_model_parallel_size,
-    )

@@ -14,7 +14,7 @@ from statistics import fmean
 
 from megatron.pipeline import planning
 from megatron.pipeline.costmodel.estimate import estimate, layer_seconds, saved_seconds
-from megatron.pipeline.costmodel.links import Links
+from megatron.pipeline.costmodel.links import Links, links_of
 from megatron.pipeline.costmodel.memory import (
     FixedMemory,
     RankMemory,
@@ -38,7 +38,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import combined
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.tune.candidate import Candidate, Cluster, links_of
+from megatron.pipeline.tune.candidate import Candidate, Cluster
 
 STEP_BYTES = 34  # of a parameter: Adam reads its gradient, weight and two moments, and writes the latter, and a copy in 16 bits
 _SEARCHED = 150  # thousands of passes: a search's own budget hardly depends on the size, and what it runs is compiled
@@ -188,15 +188,15 @@ def costs_of(cluster: Cluster, candidate: Candidate) -> Costs:
     waits = candidate.is_stock and args.pipeline_model_parallel_size > 1 and not overlaps
     family = families.named(candidate.variant.name)
     exposed = family.exposed_hops if waits else 0.0
-    split, links = not (family.fused or makes_weights_again(args)), links_of(cluster, args)
+    split, links = not (family.fused or makes_weights_again(args)), links_of(cluster.device, cluster.per_node, args)
     costs = estimate(shape, candidate.placement, candidate.layers, cluster.device, candidate.vocabulary, split, links, exposed)
     # A plan joins B and W where BW hides sums over tensor-parallel ranks, not to save a pass's start alone.
-    return costs if _fuses(candidate) else replace(costs, stages=tuple(replace(stage, fused=None) for stage in costs.stages))
+    return costs if _fuses(candidate) else costs.without_fused()
 
 
 def between_pipelines(cluster: Cluster, candidate: Candidate, fixed: list[FixedMemory], costs: Costs) -> float:
     """Seconds from the end of one pipeline to the start of the next on the slowest rank: see ``replica_seconds`` too."""
-    args, links, device = candidate.args, links_of(cluster, candidate.args), cluster.device
+    args, links, device = candidate.args, links_of(cluster.device, cluster.per_node, candidate.args), cluster.device
     largest = max((each.count for each in fixed), key=lambda count: count.total)
     step = device.moving(STEP_BYTES * optimizer_parameters(args, largest))
     tied = 0.0
@@ -333,7 +333,7 @@ def _parts(cluster: Cluster, candidate: Candidate, costs: Costs, schedule: Sched
     behind = [seconds * count / schedule.microbatches for seconds in _overlapped(costs, schedule)]
     vocabulary = count * costs.vocabulary.total
     alone = layer_seconds(shape, cluster.device, Links.within(cluster.device.with_links(1e30)))
-    links = links_of(cluster, candidate.args)
+    links = links_of(cluster.device, cluster.per_node, candidate.args)
     shared = layer_seconds(shape, cluster.device, links).total
     layers = sum(candidate.layers) / candidate.placement.ranks
     hides = count * layers * saved_seconds(shape, cluster.device, links)

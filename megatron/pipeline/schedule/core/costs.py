@@ -96,14 +96,16 @@ class Costs:
         if parts == 1 or place not in (0, last) or last < 2:
             return [stage.share(parts)] * parts
         plain = combined(min, [stage, self.stages[1 if place == 0 else last - 1]]).share(parts)
-        end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain])
-        end = replace(end, checkpoint=min(end.checkpoint, end.activation))
-        end = end if stage.grows else replace(end, retained=min(end.retained, end.activation))
+        end = combined(lambda values: values[0] - (parts - 1) * values[1], [stage, plain]).capped(stage)
         return [end, *[plain] * (parts - 1)] if place == 0 else [*[plain] * (parts - 1), end]
 
     def remade(self, weights: bool = False) -> Costs:
         """The costs where backwards make again what forwards did not keep, and no R runs: see ``StageCosts.remade``."""
         return replace(self, stages=tuple(stage.remade(weights) for stage in self.stages))
+
+    def without_fused(self) -> Costs:
+        """The costs where BW takes what B and W take."""
+        return replace(self, stages=tuple(replace(stage, fused=None) for stage in self.stages))
 
     def sliced(self, splits: int) -> Costs:
         """The costs of one slice, where every microbatch is cut into ``splits`` equal ones."""

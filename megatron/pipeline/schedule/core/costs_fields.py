@@ -9,7 +9,7 @@ from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, StageC
 
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
 COST_RANGE = "0 or between 1e-100 and 1e100"
-_MOST_RANKS = 4096
+MOST_RANKS = 4096  # of a pipeline
 _MAY_FOLLOW = ("fused", "movable", *PARTS, "layers")  # from other costs, where they are None
 
 
@@ -67,8 +67,8 @@ def _shared(data: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{what}: expected costs by name, of {', '.join(allowed)}, got {row!r}")
         for name, value in row.items():
             _check_number(f"{what}: {name}", value)
-        if (ranks := row.get("ranks")) is not None and not (ranks == int(ranks) and 1 <= ranks <= _MOST_RANKS):
-            raise ValueError(f"{what}: ranks is how many have a share each, from 1 to {_MOST_RANKS}, got {ranks!r}")
+        if (ranks := row.get("ranks")) is not None and not (ranks == int(ranks) and 1 <= ranks <= MOST_RANKS):
+            raise ValueError(f"{what}: ranks is how many have a share each, from 1 to {MOST_RANKS}, got {ranks!r}")
         numbers: dict[str, Any] = {name: value if name == "switch" else float(value) for name, value in row.items()}
         costs[what] = kind(**numbers)
     return costs

@@ -134,6 +134,11 @@ class StageCosts:
         """How much more is held after B than before it; 0 where B frees."""
         return max(0.0, self.retained - self.activation)
 
+    def capped(self, like: StageCosts) -> StageCosts:
+        """With no more kept for R than F allocates, nor held after B, unless the backwards of ``like`` make activations again."""
+        kept = replace(self, checkpoint=min(self.checkpoint, self.activation))
+        return kept if like.grows else replace(kept, retained=min(kept.retained, kept.activation))
+
     def share(self, parts: int) -> StageCosts:
         """The costs of one of ``parts`` equal parts."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
