@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -30,6 +31,7 @@ def serving(*flags: str, start_new_session: bool = False) -> Iterator[tuple[str,
         text=True,
         env=environment,
         start_new_session=start_new_session,
+        preexec_fn=_hears_hangups,  # noqa: PLW1509  # sets a signal, takes no lock
     ) as process:
         try:
             assert process.stdout is not None
@@ -43,6 +45,11 @@ def serving(*flags: str, start_new_session: bool = False) -> Iterator[tuple[str,
                 process.wait(20)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _hears_hangups() -> None:
+    """Also where the tests run under nohup, whose children ignore SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def command(flags: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
