@@ -13,7 +13,6 @@ from megatron.pipeline.patches import compat
 
 
 def install() -> None:
-    """Replace the grouped product, once."""
     experts = compat.module("megatron.core.transformer.moe.experts")
     if compat.optional(experts.__name__, "GroupedMLP") is None:
         return  # since 0.17 all grouped experts are Transformer Engine's

@@ -16,7 +16,7 @@ from releases import reduces_experts_wrong
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.flags import add_new_flags
+from megatron.pipeline.flags.flags import NEW, add_flags
 from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.launch import script
 from megatron.pipeline.launch.run import Run
@@ -30,7 +30,7 @@ SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_
 def as_read(**given: object) -> Namespace:
     """What a launched script's parser leaves of no flags of ours, then ``given``."""
     parser = ArgumentParser(allow_abbrev=False)
-    add_new_flags(parser)
+    add_flags(parser, NEW)
     return Namespace(**vars(parser.parse_args([])) | given)
 
 
@@ -139,10 +139,7 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
         ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \(CUDA graphs\) .* take --pipeline-schedule stock"),
         ({"external_cuda_graph": True}, r"--external-cuda-graph \(CUDA graphs\) .* take --pipeline-schedule stock"),
         ({"fp8": "hybrid", "offload": "full"}, "^--offload with FP8: .* recompute activations"),
-        (
-            {"fp4": "e2m1"},
-            r"--fp4-format is not tested with delayed weight gradients \(--fp8-format is\): leave it out, or",
-        ),
+        ({"fp4": "e2m1"}, r"--fp4-format is not tested with delayed weight gradients \(--fp8-format is\): leave it out, or"),
         (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True, "vocab_parallel": "2"},
             "--fp8-output-proj computes the output layer in FP8, which is tested neither .* nor with --vocab-parallel: leave",

@@ -113,6 +113,11 @@ def warned(flags: str) -> list[str]:
     return found
 
 
+def ran(errors: list[str]) -> bool:
+    assert not any(errors), errors
+    return True
+
+
 def metrics(path: Path) -> list[tuple[int, float, float]]:
     """Iteration, loss and gradient norm of every iteration, exactly."""
     records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -54,7 +54,6 @@ class _Line:
         return int(values[0]) if values and values[0].isdecimal() else 0
 
     def whole(self, flag: str, default: int = 0) -> int:
-        """The value of one of the forks' flags."""
         text = self.old.get(flag, str(default))
         if not text.isdecimal():
             raise ValueError(f"{flag} {text}: expected a whole number of at least 0")

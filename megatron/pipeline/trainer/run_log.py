@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +26,7 @@ class Log:
         self._args = args
         self.writes = writes
         self._world_size = world_size
+        self._outputs = ExitStack()
         self._window: list[Step] = []
         self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
         self._progress: Progress | None = None
@@ -40,27 +41,21 @@ class Log:
         if not self.writes:
             return self
         if args.metrics:
-            self._metrics = Metrics(args.metrics, args.seq_length)
+            self._metrics = self._outputs.enter_context(closing(Metrics(args.metrics, args.seq_length)))
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(args.tensorboard_dir)
+            self._board = self._outputs.enter_context(SummaryWriter(args.tensorboard_dir))
         console = Console()
         if console.is_terminal:
             loss = TextColumn("loss {task.fields[loss]}")
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console)
+            self._progress = self._outputs.enter_context(Progress(*columns, console=console))
             self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
-            self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._progress:
-            self._progress.stop()
-        if self._metrics:
-            self._metrics.close()
-        if self._board:
-            self._board.close()
+    def __exit__(self, *_: object) -> None:
+        self._outputs.close()
 
     def line(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -105,7 +100,6 @@ class Log:
             self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
-        """Tell the mean loss over one split."""
         perplexity = math.exp(min(20.0, loss))
         self.line(f" {split} loss at iteration {iteration} | lm loss value: {loss!r} | lm loss PPL: {perplexity:.6E} |")
         if self._board:
