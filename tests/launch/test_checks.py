@@ -17,8 +17,11 @@ from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flags import NEW, add_flags
+from megatron.pipeline.flags.validation import check_new_flags
 from megatron.pipeline.flags.validation_experts import check_overlap
+from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.launch import script
+from megatron.pipeline.launch.check import check_flags, check_plan, untested
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
 from megatron.pipeline.model import te_linear
@@ -77,7 +80,6 @@ def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
-    from megatron.pipeline.launch.check import check_flags, untested
 
     given = {"pipeline_schedule": "zb-h1", "optimizer": "muon", "fp8": "hybrid", "sft": False} | SIZES_OF_RANKS
     warned = untested(as_read(**given))
@@ -122,7 +124,6 @@ def test_what_upstream_makes_of_a_flag_is_refused_as_well(
     ],
 )
 def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: dict[str, float], words: str | None) -> None:
-    from megatron.pipeline.launch.check import check_plan
 
     args = {"seq_length": 16, "sequence_parallel": False, "context_parallel_size": 1, "transformer_impl": "local"}
     given = Namespace(**args | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | flags)
@@ -170,8 +171,6 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
 def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
     flags: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.pipeline.flags.validation import check_new_flags
-    from megatron.pipeline.launch.check import check_flags
 
     monkeypatch.setattr(te_linear, "get_te_version", lambda: Version(te_linear.OLDEST))
     refused = as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"} | flags)
@@ -184,8 +183,6 @@ def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])
 def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: str) -> None:
-    from megatron.pipeline.flags.validation_quantized import check_quantized
-    from megatron.pipeline.launch.check import check_plan
 
     fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
     args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8)

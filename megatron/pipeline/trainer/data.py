@@ -118,8 +118,9 @@ class Samples:
 
 def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
     """Which of this rank's chunks need data; see ``Samples``."""
-    sharded = args.vocab_parallel != OFF
-    return [args.reset_attention_mask or (sharded and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
+    everywhere, sharded = args.reset_attention_mask, args.vocab_parallel != OFF
+    ends = [any(get_attr_wrapped_model(chunk, end) for end in ("pre_process", "post_process")) for chunk in chunks]
+    return [everywhere or (sharded and chunk is chunks[0]) or end for chunk, end in zip(chunks, ends, strict=True)]
 
 
 def cut_for_context_parallelism(batch: Batch) -> Batch:
@@ -195,10 +196,6 @@ def _stream(loader: torch.utils.data.DataLoader[Batch]) -> Generator[Batch, None
 def _ignore_termination(_worker: int) -> None:
     """A SIGTERM to the whole process group is the trainer's to handle: it still needs its readers for one iteration."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _at_an_end(chunk: MegatronModule) -> bool:
-    return bool(get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process"))
 
 
 def _build(args: Namespace, tokenizer: Any, sizes: list[int], needed: bool) -> list[tuple[bool, Any]]:

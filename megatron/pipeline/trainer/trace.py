@@ -9,9 +9,10 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.record.report import Report
+from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.program import Collective, Message
@@ -22,10 +23,6 @@ from megatron.pipeline.view.consecutive import Iteration, latest
 from megatron.pipeline.view.picture import Profile, draw
 
 logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from megatron.pipeline.record.report import Report
-    from megatron.pipeline.runtime.pipeline import Pipeline
 
 _MOST_JOINED = 4  # iterations of one picture: boxes of more are too narrow to tell apart
 
