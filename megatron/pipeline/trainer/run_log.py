@@ -28,7 +28,6 @@ class Log:
         self._world_size = world_size
         self._outputs = ExitStack()
         self._window: list[Step] = []
-        self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._metrics: Metrics | None = None
@@ -79,11 +78,7 @@ class Log:
         """
         if not self.writes:
             return
-        finite = math.isfinite(step.loss)
-        self._nan_iterations += not finite
-        self._skipped_iterations += step.grad_norm is None
-        self._undone_steps += step.step == "undone"
-        if finite:
+        if math.isfinite(step.loss):
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.last_loss = step.loss
         self._window.append(step)
@@ -97,7 +92,6 @@ class Log:
         if step.iteration % self._args.log_interval == 0:
             self.line(self._log_line(step, measured))
             self._window.clear()
-            self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         perplexity = math.exp(min(20.0, loss))
@@ -124,11 +118,11 @@ class Log:
             f"lm loss: {step.loss!r}",
             f"loss scale: {step.loss_scale:.1f}",
             f"grad norm: {step.grad_norm!r}",
-            f"number of skipped iterations: {self._skipped_iterations:3d}",
-            f"number of nan iterations: {self._nan_iterations:3d}",
+            f"number of skipped iterations: {sum(one.grad_norm is None for one in self._window):3d}",
+            f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in self._window):3d}",
         ]
         if self._args.post_validation:
-            parts.append(f"number of undone steps: {self._undone_steps:3d}")
+            parts.append(f"number of undone steps: {sum(one.step == 'undone' for one in self._window):3d}")
         if measured:
             parts.append(f"bubble: {measured.bubble_rate:.1%}")
             if measured.slowdown:
