@@ -1,4 +1,4 @@
-"""Whatever megatron-core's own schedules call, ours do too, do in another way, or refuse: the list of all those calls.
+"""All that megatron-core's own schedules call, ours do too, do in another way, or refuse: the list of all those calls.
 
 A call that is new in a release fails here until somebody has read what it is for.
 """

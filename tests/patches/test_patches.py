@@ -163,7 +163,7 @@ def as_an_older_release() -> list[Any]:
 
 
 def test_older_releases_get_what_they_lack(pool: Pool) -> None:
-    """Whatever release is installed: an older one is imitated."""
+    """With any release installed: an older one is imitated."""
     assert pool.run(1, as_an_older_release)[0] == [["done", "done"], 2, [(None, "mine"), (5, "groups")], True]
 
 
@@ -194,7 +194,7 @@ def test_installing_twice_changes_nothing(pool: Pool) -> None:
     assert all(pool.run(1, installed_twice)[0])
 
 
-def inactive_with_a_gpu(told: Connection) -> None:
+def inactive_with_a_gpu(found: Connection) -> None:
     """In a process that has not installed the patch, with torch saying that there is a GPU."""
     torch.cuda.is_available = lambda: True
     original = torch.Tensor.cuda, torch.Tensor.type
@@ -203,7 +203,7 @@ def inactive_with_a_gpu(told: Connection) -> None:
     cpu.install()
     from megatron.core.optimizer import clip_grads
 
-    told.send([clip_grads.torch is torch, (torch.Tensor.cuda, torch.Tensor.type) == original])
+    found.send([clip_grads.torch is torch, (torch.Tensor.cuda, torch.Tensor.type) == original])
 
 
 def test_cpu_backend_is_inactive_where_there_is_a_gpu() -> None:

@@ -59,7 +59,7 @@ def test_ramp_up() -> None:
 
 @given(start=st.integers(1, 4), step=st.integers(1, 4), steps=st.integers(1, 6), samples=st.integers(0, 300))
 def test_the_batch_grows_as_it_did_before_megatron_core_0_18(start: int, step: int, steps: int, samples: int) -> None:
-    """Batch size as that release's calculator has it: so many steps of ``samples / steps`` samples, in floating point."""
+    """Batch size as that release's calculator has it: steps of ``samples / steps`` samples each, in floating point."""
     largest = start + step * steps
     grown = batch_size_steps(Namespace(rampup_batch_size=[start, step, samples], global_batch_size=largest))
     for consumed in range(samples + 3):

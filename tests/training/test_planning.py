@@ -222,7 +222,7 @@ def test_the_log_predicts_the_memory_of_every_rank(flags: str) -> None:
 
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
-    assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"
+    assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "it is not expected without a GPU"
     monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(startup_lines, "has_transformer_engine", lambda: False)
     assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]

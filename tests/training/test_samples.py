@@ -1,4 +1,4 @@
-"""The order of samples: which rank takes which, whatever was consumed before."""
+"""The order of samples: which rank takes which, after any number of consumed samples."""
 
 from __future__ import annotations
 

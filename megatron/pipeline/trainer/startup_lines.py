@@ -60,9 +60,8 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
         knows_memory: whether the formulas of memory are for a model like this.
     """
     lines = [*pipeline.notes, _plan(args, pipeline)]
-    if (
-        knows_memory and not pipeline.is_stock and getattr(args, "padded_vocab_size", None)
-    ):  # a script of the user's may have no tokenizer
+    knows_vocabulary = getattr(args, "padded_vocab_size", None)  # a script of the user's may have no tokenizer
+    if knows_memory and knows_vocabulary and not pipeline.is_stock:
         lines.append(_memory(args, pipeline))
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
         lines.append(_messages(args, pipeline))
