@@ -63,14 +63,6 @@ class _Line:
     def ranks(self) -> int:
         return self.number("--pipeline-model-parallel-size") or 1
 
-    @property
-    def chunks(self) -> int:
-        """Chunks per rank; 1 if the command line does not say."""
-        if chunks := self.number("--num-virtual-stages-per-pipeline-rank"):
-            return chunks
-        layers, each = self.number("--num-layers"), self.number("--num-layers-per-virtual-pipeline-stage")
-        return layers // (self.ranks * each) if each else 1
-
 
 def _v(line: _Line) -> str:
     schedules = {"zb": "zb-v", "half": "v-half", "min": "v-min"}
@@ -139,7 +131,9 @@ def _layers(line: _Line) -> str:
 
 
 def _offload(line: _Line) -> str:
-    number, chunks = line.whole("--offload-chunk-num"), line.chunks
+    number, chunks = line.whole("--offload-chunk-num"), line.number("--num-virtual-stages-per-pipeline-rank")
+    if not chunks and (each := line.number("--num-layers-per-virtual-pipeline-stage")):
+        chunks = line.number("--num-layers") // (line.ranks * each)
     part = "selective" if number and chunks > 1 and 2 * number <= chunks else "full"
     return f"--offload {part}: the planner chooses the activations for which offloading pays"
 
