@@ -55,7 +55,7 @@ def test_a_picture_names_every_panel_and_number(tmp_path: Path) -> None:
     memory = {"planned": activation_profile(schedule, planned, costs)}
     draw({"planned": planned, "measured": shifted}, path, memory, unit="ms")
     text = path.read_text()
-    for label in ("planned", "measured", "span 10, bubble 10.0%", "time (ms)", "rank 1", "memory", "B  backward, input"):
+    for label in ("planned", "measured", "span 10 ms, bubble 10.0%", "time (ms)", "rank 1", "memory", "B  backward, input"):
         assert f"<!-- {label} -->" in text
     assert "BW  backward" not in text
     assert text.count("<!-- 2 -->") >= 2 * 2 * 3  # microbatch 2 of every rank and kind, in both panels

@@ -15,7 +15,7 @@ from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
-from megatron.pipeline.planning.refusals import check_limit, in_unit, unit_of
+from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
@@ -23,7 +23,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
 from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile, simulate
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
@@ -153,6 +153,25 @@ def _allocated(schedule: Schedule, problem: Problem) -> list[float]:
         )
         for rank, row in enumerate(schedule.passes)
     ]
+
+
+def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
+    """What ``view.draw`` takes to draw the memory of schedules: by title what each rank holds over time, and the unit of all."""
+    units = {_unit(planned) for planned in shown.values()}
+    unit = units.pop() if len(units) == 1 else COSTS_UNIT
+    memory = {
+        title: [
+            [(moment, held / unit.size) for moment, held in steps]
+            for steps in activation_profile(planned.schedule, planned.timeline, planned.problem.costs)
+        ]
+        for title, planned in shown.items()
+    }
+    return {"memory": memory, "memory_unit": unit.name.strip()}
+
+
+def _unit(planned: Planned) -> Unit:
+    costs = planned.problem.costs
+    return unit_of(costs if "stage_costs" in cost_fields(planned.schedule.placement, costs) else None)
 
 
 @dataclass(frozen=True)

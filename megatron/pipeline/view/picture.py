@@ -103,7 +103,7 @@ def draw(
 
     for title, timeline in timelines.items():
         top -= _TITLE
-        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title))
+        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title), unit)
         top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
@@ -166,24 +166,24 @@ def _bars(timeline: Timeline) -> dict[Kind | None, tuple[float, float]]:
 
 
 def _panel(
-    axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, consecutive: Consecutive | None
+    axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, joined: Consecutive | None, unit: str
 ) -> None:
     """One row per rank; grey is idle time between the first pass of any rank and the last."""
     ranks = len(timeline.ranks)
     if numbers.crowded(timeline):
         _columns(axes, timeline)
     else:
-        _boxes(axes, title, timeline, numbers, waits, idle=consecutive is None)
+        _boxes(axes, title, timeline, numbers, waits, idle=joined is None)
     top = -0.5
-    if consecutive:
-        _iterations(axes, consecutive, numbers)
+    if joined:
+        _iterations(axes, joined, numbers)
         top -= _ITERATIONS / _row(timeline)
     axes.set_ylim(ranks - 0.5, top)
     every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=INK)
-    summary = consecutive.summary() if consecutive else _summary(timeline)
+    summary = joined.summary() if joined else _summary(timeline, unit)
     axes.text(1, 1.0, summary, transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
 
 
@@ -310,7 +310,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
     axes.set_yticks([0, top], ["0", f"{top:.4g}"])
-    axes.set_ylabel(f"memory ({unit})" if unit else "memory", fontsize=_FONT, color=INK)
+    axes.set_ylabel(f"memory\n({unit})" if unit else "memory", fontsize=_FONT, color=INK)
     if len(profile) <= 8:
         axes.legend(ncols=len(profile), loc="upper right", fontsize=_FONT - 1, frameon=False, handlelength=1.2, borderaxespad=0.1)
     else:
@@ -380,8 +380,11 @@ def _chunks(timelines: Iterable[Timeline]) -> int:
     return 1 + max((timed.work.chunk for timeline in timelines for rank in timeline.ranks for timed in rank), default=0)
 
 
-def _summary(timeline: Timeline) -> str:
-    text = f"span {timeline.span:.4g}, bubble {timeline.bubble_rate:.1%}"
+def _summary(timeline: Timeline, unit: str) -> str:
+    def lengths(name: str, length: float, bubble: float) -> str:
+        return f"{name} {f'{length:.4g} {unit}'.rstrip()}, bubble {bubble:.1%}"
+
+    text = lengths("span", timeline.span, timeline.bubble_rate)
     if timeline.makespan > timeline.span * 1.0005:
-        text += f"   (makespan {timeline.makespan:.4g}, bubble {timeline.makespan_bubble_rate:.1%})"
+        text += f"   ({lengths('makespan', timeline.makespan, timeline.makespan_bubble_rate)})"
     return text

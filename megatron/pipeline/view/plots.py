@@ -55,7 +55,12 @@ class Training(NamedTuple):
 
 
 def draw_pareto(
-    points: Sequence[Point], path: str | Path, reference: float | None = None, title: str = "", unit: str = "microbatches"
+    points: Sequence[Point],
+    path: str | Path,
+    reference: float | None = None,
+    title: str = "",
+    unit: str = "microbatches",
+    measured: str = "time",
 ) -> None:
     """Draw the bubble of schedules against their memory, and the frontier: the least bubble at every amount of memory.
 
@@ -65,6 +70,7 @@ def draw_pareto(
         reference: the memory of 1F1B, in the same unit; adds an axis in multiples of it.
         title: of the plot, such as the shape and the costs.
         unit: of memory, for the axis.
+        measured: what bubbles are shares of, for the axis, such as makespan.
 
     Raises:
         ValueError: there is nothing to draw, the suffix is another one, or the reference is not positive.
@@ -88,7 +94,7 @@ def draw_pareto(
         axes.plot(*place, "o", color=_RED if place in winning else _BLUE, markersize=7, markeredgecolor="white", zorder=3)
     _label(axes, list(places), [", ".join(titles) for titles in places.values()])
     axes.set_xlabel(f"peak activation memory of a rank ({unit})", fontsize=_FONT, color=INK)
-    axes.set_ylabel("bubble (idle share of the time)", fontsize=_FONT, color=INK)
+    axes.set_ylabel(f"bubble (idle share of the {measured})", fontsize=_FONT, color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}" if widest < 0.05 else f"{value:.0%}")
     if reference is not None:
         functions = (partial(_times, factor=1 / reference), partial(_times, factor=reference))

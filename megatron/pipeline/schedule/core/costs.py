@@ -198,22 +198,22 @@ class Costs:
         say of which training they are; nothing here reads it.
 
         Raises:
-            ValueError: not JSON, or as ``from_fields``.
+            ValueError: not JSON, or as ``costs_fields.read``.
         """
         try:
             data = json.loads(text)
         except ValueError as error:
             raise ValueError(f"not costs: invalid JSON ({error})") from None
-        return cls.from_fields(data)
+        return cls(**costs_fields.read(data, cut=False))
 
     @classmethod
     def from_fields(cls, data: object) -> Costs:
-        """Costs from the object that ``from_json`` reads.
+        """Costs from what ``fields`` returned: as ``from_json`` reads, also where chunks have parts of layers.
 
         Raises:
             ValueError: as ``costs_fields.read``.
         """
-        return cls(**costs_fields.read(data))
+        return cls(**costs_fields.read(data, cut=True))
 
 
 def _sum(stages: Sequence[StageCosts]) -> StageCosts:
