@@ -140,7 +140,6 @@ def with_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _within(schedule: Schedule, problem: Problem) -> Schedule:
-    """The schedule, once it is known to stay within the limits."""
     if problem.limits is not None:
         memory_stays_within(schedule, problem.costs, problem.limits)
     return schedule
@@ -203,7 +202,6 @@ def _largest(attempt: Callable[[tuple[float, ...]], Schedule], given: tuple[floa
 
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
-    """The schedule of a family with the vocabulary's passes."""
     more, shard = _spreading(problem), _logits(problem)
     needs = []
     # With few microbatches, or where stages run again, less may be held than in a schedule without end.

@@ -27,16 +27,8 @@ from megatron.pipeline.schedule.core.stage_costs import PARTS
 Numbers: TypeAlias = dict[str, float]
 
 COPIES = ("D2H", "H2D")
-_PART_FIELDS = {
-    "F.dispatch": "dispatch",
-    "F.experts": "experts",
-    "F.combine": "combine",
-    "B.combine": "backward_combine",
-    "B.experts": "backward_experts",
-    "B.dispatch": "backward_dispatch",
-    "W.experts": "weight_experts",
-    "layers": "layers",
-}
+_PARTS = ("F.dispatch", "F.experts", "F.combine", "B.combine", "B.experts", "B.dispatch", "W.experts")
+_PART_FIELDS = dict(zip(_PARTS, PARTS, strict=True)) | {"layers": "layers"}
 TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PART_FIELDS)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
@@ -238,8 +230,7 @@ def _check_parts(cost: Numbers) -> None:
     layers = cost.get("layers", 1)
     if not is_layers(layers):
         raise ValueError(f"layers={layers:g}: give a whole number of layers per rank, from 1 to {MOST_LAYERS}")
-    names = [name for name in _PART_FIELDS if name != "layers"]
-    given, missing = ([name for name in names if (name in cost) is has] for has in (True, False))
+    given, missing = ([name for name in _PARTS if (name in cost) is has] for has in (True, False))
     if given and missing:
         raise ValueError(
             f"{', '.join(given)} without {', '.join(missing)}: give all parts of the layers (0 for what there is none of), or "

@@ -21,9 +21,10 @@ from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
 from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
-from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile, simulate
+from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks, activation_profile, simulate
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
@@ -128,8 +129,11 @@ def gain(planned: Planned) -> dict[str, Any]:
     """
     schedule, problem, costs = planned.schedule, planned.problem, planned.problem.costs
     plain = without_copies(schedule)
-    allocated = _allocated(plain, problem)
     away = moved(schedule, costs)
+    allocated = [
+        sum(change for work, change in zip(*row, strict=True) if work.kind is Kind.F)
+        for row in zip(plain.passes, activation_changes(plain, costs), strict=True)
+    ]
     return {
         "mode": problem.offload and str(problem.offload),
         "k": costs.k(problem.recompute),
@@ -140,19 +144,6 @@ def gain(planned: Planned) -> dict[str, Any]:
         **({} if problem.host_limit in (None, math.inf) else {"host_limit": problem.host_limit}),
         "span_without": simulate(plain, costs).span,
     }
-
-
-def _allocated(schedule: Schedule, problem: Problem) -> list[float]:
-    """What all F of a rank allocate in an iteration."""
-    stages = problem.costs.sliced(schedule.splits).stages
-    return [
-        sum(
-            stages[schedule.placement.stage(rank, work.chunk)].allocated(Kind.F, schedule.recomputes(rank, work))
-            for work in row
-            if work.kind is Kind.F
-        )
-        for rank, row in enumerate(schedule.passes)
-    ]
 
 
 def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
@@ -259,18 +250,22 @@ def read_text(path: str) -> str:
         raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
 
 
+def is_csv(path: str) -> bool:
+    return Path(path).suffix.lower() == ".csv"
+
+
+def schedule_of(path: str, text: str) -> tuple[Schedule, dict[str, Any]]:
+    """The schedule in the text of a file, and the fields of its JSON; a CSV has none."""
+    return (from_csv(text, Path(path).stem), {}) if is_csv(path) else (Schedule.from_json(text), json.loads(text))
+
+
 def is_schedule(path: str) -> bool:
     """Whether a file holds passes without times."""
-    return Path(path).suffix.lower() == ".csv" or '"passes"' in read_text(path)
+    return is_csv(path) or '"passes"' in read_text(path)
 
 
 def _planned(path: str, text: str, changes: Changes) -> Planned:
-    if Path(path).suffix.lower() == ".csv":
-        from megatron.pipeline.schedule.lower.torch_csv import from_csv
-
-        schedule, file = from_csv(text, Path(path).stem), {}
-    else:
-        schedule, file = Schedule.from_json(text), json.loads(text)
+    schedule, file = schedule_of(path, text)
     asked, (mode, host_limit) = None, _offload(file)
     if changes.offload:
         asked = None if changes.offload == OFF else Offload(changes.offload)

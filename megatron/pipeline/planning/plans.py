@@ -72,7 +72,6 @@ class Plans:
 
     @property
     def splits(self) -> int:
-        """How many slices along the sequence every microbatch is cut into."""
         if self._file:
             return self._file.splits
         return 1 if self.is_stock else families.named(self.name).splits
@@ -92,7 +91,6 @@ class Plans:
 
     @property
     def planned(self) -> dict[int, Schedule]:
-        """The schedules of training, by the number of microbatches."""
         plans = list(self._plans.items())  # a copy, since another thread may be asking
         return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
 

@@ -45,7 +45,6 @@ class Unit:
         return f"{rounded_up(memory / self.size)}{self.name}"
 
     def needs(self, least: float, limit: float) -> str:
-        """What a schedule needs, against what it may have."""
         return f"needs {self.at_least(least)}, limit {self.number(limit) if self.name.startswith(' ') else self.amount(limit)}"
 
     def too_little(self, given: str, name: str, least: float, others: Sequence[str] = ()) -> ValueError:
@@ -130,11 +129,8 @@ def folded(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> list[
     lines: dict[str, list[str]] = {}
     for refusal in refused:
         lines.setdefault(refusal.short(unit, limit), []).append(str(refusal.variant))
-    return [f"{', '.join(names[:_MOST_NAMED])}{_others(len(names) - _MOST_NAMED)}: {why}" for why, names in lines.items()]
-
-
-def _others(number: int) -> str:
-    return f" and {number} more" if number > 0 else ""
+    more = {why: f" and {len(names) - _MOST_NAMED} more" for why, names in lines.items() if len(names) > _MOST_NAMED}
+    return [f"{', '.join(names[:_MOST_NAMED])}{more.get(why, '')}: {why}" for why, names in lines.items()]
 
 
 def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> ValueError:

@@ -83,7 +83,6 @@ def work(query: Query) -> int:
 
 
 def command(query: Query, costs: str = "") -> str:
-    """The command that makes the same plan."""
     return shlex.join(["mpipe", "plan", *flags(query, costs)])
 
 

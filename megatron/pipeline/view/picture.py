@@ -134,7 +134,6 @@ class _Numbers:
         self.size = min(_FONT, self._height, max(_SMALLEST, self._largest(typical_length(timelines.values()))))
 
     def text(self, title: str, timed: Timed) -> str:
-        """The text in a box of the panel with that title."""
         return number(timed.work, self._splits.get(title, 1))
 
     def fits(self, length: float) -> bool:
@@ -188,7 +187,6 @@ def _panel(
 
 
 def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
-    """One box per pass and per copy, on idle time."""
     origin, chunks, bars = start_of(timeline), _chunks([timeline]), _bars(timeline)
     for row, rank in enumerate(timeline.ranks):
         low, high = (row + edge for edge in bars[None])
@@ -350,12 +348,10 @@ def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[
 
 
 def _lines(handles: Sequence[Patch]) -> int:
-    """How many lines of the legend they take."""
     return math.ceil(sum(len(str(handle.get_label())) + _BESIDE_LABEL for handle in handles) / _LETTERS_OF_LINE)
 
 
 def _legend(figure: Figure, handles: Sequence[Patch], total: float) -> None:
-    """Once for the whole picture."""
     figure.legend(
         handles=handles,
         loc="upper left",

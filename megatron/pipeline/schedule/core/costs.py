@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import asdict, dataclass, fields, replace
 from math import lcm
 from typing import Any
@@ -88,7 +88,7 @@ class Costs:
         common = lcm(stages, len(self.stages))
         parts, joined = common // len(self.stages), common // stages
         pieces = [piece for place in range(len(self.stages)) for piece in self._parts(place, parts)]
-        return replace(self, stages=tuple(_sum(pieces[start : start + joined]) for start in range(0, common, joined)))
+        return replace(self, stages=tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined)))
 
     def _parts(self, place: int, parts: int) -> list[StageCosts]:
         """A stage in equal parts; what an end of the model costs more than its neighbour is in the part at that end."""
@@ -214,11 +214,6 @@ class Costs:
             ValueError: as ``costs_fields.read``.
         """
         return cls(**costs_fields.read(data, cut=True))
-
-
-def _sum(stages: Sequence[StageCosts]) -> StageCosts:
-    """The costs of one stage with the layers of several."""
-    return combined(sum, stages)
 
 
 # A rank's whole share where nothing is known.

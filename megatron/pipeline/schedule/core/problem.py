@@ -24,7 +24,6 @@ class Objective(StrEnum):
         return timeline.span if self is Objective.SPAN else timeline.makespan
 
     def bubble_rate(self, timeline: Timeline) -> float:
-        """The idle share of that length."""
         return timeline.bubble_rate if self is Objective.SPAN else timeline.makespan_bubble_rate
 
 
@@ -127,7 +126,6 @@ class Problem:
         return self.placement.ranks
 
     def value(self, timeline: Timeline | Lengths) -> float:
-        """What the problem wants to be short, of a timeline."""
         return self.objective.length(timeline)
 
     def microbatch_memory(self, rank: int) -> float:

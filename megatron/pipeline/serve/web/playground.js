@@ -57,8 +57,9 @@ class Page {
     const [input, gpu] = [byId("file"), byId("gpu")];
     for (const name of gpus) element("option", name, gpu);
     gpu.parentElement.hidden = !gpus.length;
-    input.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
-    gpu.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+    for (const one of [input, gpu]) {
+      one.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+    }
     byId("opened").querySelector("button").addEventListener("click", () => {
       input.value = "";
       this.#use(null);
@@ -66,19 +67,22 @@ class Page {
     });
   }
 
-  /** Use the costs that are asked for, or say why there are none. */
   async #open(asked) {
-    byId("wrong-file").textContent = "";
     this.#tell("opening the costs");
+    await this.#useAsked(asked);
+    if (this.opened) for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
+    this.update();
+  }
+
+  /** Use the costs that are asked for, or say why there are none. */
+  async #useAsked(asked) {
+    byId("wrong-file").textContent = "";
     try {
-      const opened = await asked();
-      this.#use(opened);
-      for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
+      this.#use(await asked());
     } catch (error) {
       this.#use(null);
       byId("wrong-file").textContent = error.message;
     }
-    this.update();
   }
 
   #use(opened) {
@@ -98,13 +102,7 @@ class Page {
     const { common, cards } = parse(location.hash);
     clearTimeout(this.writing);
     this.common = common;
-    byId("wrong-file").textContent = "";
-    try {
-      this.#use(common.costs ? await known(common.costs) : null);
-    } catch (error) {
-      this.#use(null);
-      byId("wrong-file").textContent = error.message;
-    }
+    await this.#useAsked(() => (common.costs ? known(common.costs) : null));
     for (const [name, value] of Object.entries(common)) if (this.form.elements[name]) this.form.elements[name].value = value;
     for (const one of this.shown) one.delete();
     this.shown = cards.map((values) => new Shown(this, values));

@@ -189,6 +189,12 @@ class Panel extends Table {
   }
 }
 
+/** The least of 1, 2, 5, 10, 20, .. times a power of ten that is at least this: the distance of an axis's ticks. */
+function roundStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= least);
+}
+
 /** A number with six digits, without the noise that floats leave behind them. */
 function plain(value) {
   return String(Number(value.toPrecision(6)));

@@ -362,9 +362,7 @@ class Chart {
     pen.fillStyle = theme.faint;
     pen.fillText(this.unit ? `time, ${this.unit}` : "time", 12, AXIS / 2 - 2, LABELS - 22);
     pen.textAlign = "center";
-    const rough = ((this.to - this.from) * 110) / (this.right - LABELS);
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+    const step = roundStep(((this.to - this.from) * 110) / (this.right - LABELS));
     for (let tick = Math.ceil(this.from / step); tick * step <= this.to; tick++) {
       const x = this.x(tick * step);
       pen.fillRect(x, AXIS - 4, 1, 4);
