@@ -18,7 +18,7 @@ from megatron.pipeline.planning.planned import Planned, Variant, above
 from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.torch_csv import from_csv
@@ -273,6 +273,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
     limit, unit = changes.memory_limit, unit_of(costs)
     check_limit(limit, unit)
+    check_limit(changes.host_limit, unit, "--host-memory-limit")
     if limit is None and not asked:  # offloading is to lower the memory, so the file's own limit does not count
         limit = _number(file, "memory_limit")
     objective = changes.objective or file.get("objective", GOAL)
@@ -295,8 +296,8 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     )
     try:
         schedule = adapted(schedule, problem, asked)
-    except LimitTooLow as error:
-        raise in_unit(error, unit, limit, schedule.name) from None
+    except TooLow as error:
+        raise in_unit(error, unit, schedule.name, limit, host_limit) from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
     return Planned(schedule, problem, Variant(schedule.name))

@@ -208,7 +208,7 @@ class Plans:
         schedule = planned.schedule
         if schedule.placement.replicas > 1:
             raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
-        if schedule.splits > 1 and any(work.kind is Kind.R for row in schedule.passes for work in row):
+        if schedule.splits > 1 and schedule.reruns:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         verify_programs(schedule, planned.programs, self._posting)
         return planned

@@ -10,11 +10,11 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING, AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
+from megatron.pipeline.schedule.core.kinds import AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 
-__all__ = ["MOST_WAITING", "RankPasses", "Schedule", "ScheduleError"]
+__all__ = ["RankPasses", "Schedule", "ScheduleError"]
 
 
 @dataclass(frozen=True)
