@@ -103,6 +103,19 @@ def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys:
     refused = "--host-memory-limit 1MiB has no room for one microbatch of a chunk, which takes 8704MiB"
     assert refused in capsys.readouterr().err
     assert main(["plan", *sizes, "-o", plan]) == 0
+    several = [
+        "compare",
+        "--schedules",
+        "zb-h1,1f1b",
+        *sizes[2:],
+        "--offload",
+        "full",
+        "--costs",
+        file,
+        "--host-memory-limit",
+        "1MiB",
+    ]
+    assert main(several) == 2 and refused in capsys.readouterr().err
     again = ["simulate", plan, "--offload", "full", "--host-memory-limit"]
     assert main([*again, "1GiB"]) == 2 and "of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
     assert main([*again, "1MiB", "--costs", file]) == 2 and refused in capsys.readouterr().err

@@ -15,7 +15,7 @@ from megatron.pipeline.planning.refusals import Refusal, Unit, in_unit, nothing_
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, TooLow
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
 
@@ -41,6 +41,9 @@ def candidates(
             progress(done, len(wanted))
         try:
             planned.append(request.of(variant).plan())
+        except HostLimitTooLow as error:
+            worded = in_unit(error, request.unit, variant.name, None, request.host_limit)
+            refused.append(Refusal(variant, str(worded), _needs(request.of(variant))))
         except ValueError as error:
             refused.append(Refusal(variant, str(error), _needs(request.of(variant))))
     if progress:
