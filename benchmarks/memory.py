@@ -35,7 +35,7 @@ def draw(path: Path) -> None:
         extras = {"--vocab-parallel": own.args.vocab_parallel, "--offload": own.args.offload}
         with_ = " ".join(f"{flag} {value}" for flag, value in extras.items() if value != "off")
         _bars(right, own, f"{own.args.pipeline_schedule} {with_}")
-        left.set_ylabel("GiB")
+        left.set_ylabel("memory (GiB)")
     rows[-1][0].set_xlabel("rank")
     rows[-1][1].set_xlabel("rank")
     rows[0][0].legend(fontsize=7, loc="upper right", framealpha=1)
