@@ -219,7 +219,7 @@ class Replay:
         alike = replace(costs, stages=costs.stages[:1] * (whole.placement.last_stage + 1))
         self._programs[mode] = lower(whole, alike)[self._rank]
 
-    def run(self, mode: str, offloading: Offloading, recorder: Recorder | Unmeasured) -> None:
+    def run(self, mode: str, offloading: Offloading, recorder: Unmeasured) -> None:
         """One iteration, which on a GPU has not ended yet."""
         program = self._programs[mode]
         staying = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))

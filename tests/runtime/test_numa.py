@@ -54,25 +54,6 @@ def test_says_why_nothing_is_bound(machine: Path) -> None:
     assert os.sched_getaffinity(0) == {2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_asks_torch_first(machine: Path, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
-    binding = pytest.importorskip("torch.numa.binding", reason="this torch binds nothing itself")
-    place(machine, 1)
-    asked = []
-
-    def by_torch(**options: object) -> None:
-        asked.append(options["gpu_index"])
-        if not works:
-            raise RuntimeError
-        os.sched_setaffinity(0, {5})
-
-    monkeypatch.setattr(binding, "_maybe_apply_numa_binding_to_current_process", by_torch)
-    monkeypatch.setattr(numa, "_SYSTEM", machine)
-    monkeypatch.setattr(numa.shutil, "which", lambda _: "numactl")
-    assert f"bound to {1 if works else 2} CPUs" in numa.bind(GPU, machine)
-    assert asked == [1]
-
-
 def test_reads_lists_of_cpus() -> None:
     assert numa.cpus("0-2,5,8-9\n") == {0, 1, 2, 5, 8, 9}
     assert numa.cpus("\n") == set()

@@ -47,7 +47,7 @@ class Record:
 
 
 class Unmeasured:
-    """A ``Recorder`` that measures nothing."""
+    """Measures nothing; ``Recorder`` does."""
 
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
@@ -69,7 +69,7 @@ class Unmeasured:
         """Nothing to end."""
 
 
-class Recorder:
+class Recorder(Unmeasured):
     """Measures one iteration of this rank.
 
     On a GPU passes and waits are timed by events, without waiting for them, and are ranges for NVIDIA's profilers (NVTX).
@@ -134,10 +134,6 @@ class Recorder:
     def observing(self) -> AbstractContextManager[None]:
         """A context in which tensors that outlive their pass are counted (see ``memory.hold``)."""
         return self._meter.observing() if self._meter else nullcontext()
-
-    def finishing(self) -> AbstractContextManager[None]:
-        """A context for what ends the backwards after the last pass; it is not timed."""
-        return nullcontext()
 
     def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation.

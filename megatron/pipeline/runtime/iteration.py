@@ -22,7 +22,7 @@ from megatron.pipeline.patches import param_and_grad_buffer
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
@@ -84,13 +84,13 @@ class Iteration:
 
     plan: Planned
     channels: Channels
-    record: Callable[[], Recorder | Unmeasured] = Unmeasured
+    record: Callable[[], Unmeasured] = Unmeasured
     posting: Posting = Posting.SINGLE
     resolve: Callable[[], ValidationResult] | None = None
     groups: Groups | None = None
     offloading: Offloading | None = None
     executor: Executor | None = field(default=None, init=False)
-    recorder: Recorder | Unmeasured | None = field(default=None, init=False)
+    recorder: Unmeasured | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
 
     def run(self, call: Call) -> list[Any]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-Tensors = Callable[[], Iterable[torch.Tensor]]
 _MIB = 2**20
 
 
@@ -27,19 +26,14 @@ class Parking:
         free: bytes that the device can give to this rank; None where that is not known.
     """
 
-    def __init__(self, tensors: Tensors, free: Callable[[], int | None] | None = None) -> None:
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], free: Callable[[], int | None] | None = None) -> None:
         self._tensors, self._free = tensors, free or _free
         self._hosts: dict[int, torch.UntypedStorage] = {}  # by storage; pinned once
         self._away: dict[int, tuple[torch.UntypedStorage, int]] = {}  # with their bytes
 
-    @property
-    def resident(self) -> int:
-        """Bytes on the device."""
-        return sum(storage.nbytes() for storage in self._storages().values())
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage is one of those that move."""
-        return key(tensor) in self._storages()
+        return _key(tensor) in self._storages()
 
     def leave(self) -> None:
         """Move everything to host memory. What is there already stays there."""
@@ -47,7 +41,8 @@ class Parking:
             if size := storage.nbytes():
                 host = self._hosts.get(name)
                 if host is None or host.nbytes() != size:
-                    host = self._hosts[name] = _host_storage(size, pinned=storage.device.type == "cuda")
+                    pinned = storage.device.type == "cuda"
+                    host = self._hosts[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
                 host.copy_(storage, non_blocking=True)
                 self._away[name] = storage, size
         _synchronize()  # before the memory of a storage is freed, its copy is complete
@@ -79,10 +74,10 @@ class Parking:
         self._away.clear()
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        return {key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
+        return {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
 
 
-def key(tensor: torch.Tensor) -> int:
+def _key(tensor: torch.Tensor) -> int:
     """What names a tensor's storage as long as it lives, wherever its memory lies."""
     return tensor.untyped_storage()._cdata
 
@@ -115,10 +110,6 @@ def _with_gradients(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     for gradient in (parameter.grad, getattr(parameter, "main_grad", None), getattr(parameter, "decoupled_grad", None)):
         if gradient is not None:
             yield gradient
-
-
-def _host_storage(size: int, pinned: bool) -> torch.UntypedStorage:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
 
 
 def _free() -> int | None:

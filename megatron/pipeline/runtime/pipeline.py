@@ -131,7 +131,7 @@ class Pipeline(Plans):
         copies, reruns = plan.schedule.has_copies, plan.schedule.reruns
         te_linear.check_quantized(call.config, copies, counted, steps_ahead=self._resolve is not None, reruns=reruns)
 
-        def record() -> Recorder | Unmeasured:
+        def record() -> Unmeasured:
             return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())
 
         channels = self._channels_of(call.pipeline, call.config.variable_seq_lengths)
@@ -215,7 +215,7 @@ class Pipeline(Plans):
             channels.connect(new, self._posting)
             self._connected |= new
 
-    def _in_turns(self, recorder: Recorder | Unmeasured) -> Recorder | Unmeasured:
+    def _in_turns(self, recorder: Unmeasured) -> Unmeasured:
         return InTurns(recorder, self._turns()) if self._turns else recorder
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:

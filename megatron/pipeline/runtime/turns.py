@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.clock import undisturbed
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.parking import Parking, state_of
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.program import Collective, Message
@@ -245,7 +245,7 @@ def _sharing_passes() -> torch.distributed.ProcessGroup | None:
 class InTurns(Unmeasured):
     """What measures an iteration, or does not, with every pass in a turn."""
 
-    def __init__(self, recorder: Recorder | Unmeasured, turns: Turns) -> None:
+    def __init__(self, recorder: Unmeasured, turns: Turns) -> None:
         self._recorder, self._turns = recorder, turns
 
     @contextmanager
