@@ -11,12 +11,11 @@ from pool import Pool
 from runtime.layouts import SCHEDULES
 
 from gpu_model.judge import SETTINGS, Setting, judge
-from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, Mutation, mutated, shapes_first
+from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, UNTIED, Mutation, mutated, shapes_first
 from gpu_model.recorded import recording, stuck, trained
 from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
 
-UNTIED = "--untie-embeddings-and-output-weights"
 EXTRAS = {
     "plain": "",
     "batched": "--pipeline-p2p batched",

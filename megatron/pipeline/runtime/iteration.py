@@ -191,7 +191,7 @@ class Iteration:
             raise ValueError(f"schedule {self.plan.schedule.name} copies activations to host memory: say with what (offloading)")
         # DDP has a list called ``buffers``.
         staying = (tensor for chunk in unwrap_model(list(chunks)) for tensor in (*chunk.parameters(), *chunk.buffers()))
-        return self.offloading.iteration(program, staying)
+        return InFlight(self.offloading, program, staying)
 
     def _finish_gradients(self, call: Call, attempt: _Attempt, reduces_late: bool) -> None:
         config = call.config

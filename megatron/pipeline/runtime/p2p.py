@@ -95,11 +95,6 @@ class _Sending:
     tensors: Tensors
     when_sent: Callable[[], None]
 
-    def finish(self) -> None:
-        for request in self.requests:
-            request.wait()
-        self.when_sent()
-
 
 @dataclass
 class _Receiving:
@@ -232,7 +227,9 @@ class Transport:
 
     def _finish_first(self, queue: deque[_Sending]) -> None:
         first = queue.popleft()
-        first.finish()
+        for request in first.requests:
+            request.wait()
+        first.when_sent()
         del self._unsent[first.message, first.peer]
 
     def _post_buffers(self, receiving: _Receiving, peer: int, shapes: Sequence[Shape]) -> None:

@@ -78,7 +78,6 @@ class StagePasses:
 
     @property
     def handlers(self) -> Handlers:
-        """For the executor."""
         backward = dict.fromkeys((kind for kind in Kind if kind.sends_gradient), self.backward)
         passes = {Kind.F: self.forward, Kind.R: self.recompute, **backward, Kind.W: self.weight}
         handlers = Handlers(passes, release=self._stages.release, abandon=(self._graphs.clear,), braid=self.braid)

@@ -49,21 +49,17 @@ class Offloading:
     def pool(self) -> HostPool:
         return HostPool(self.settings.host_limit, pinned=self._device.type == "cuda")
 
-    def iteration(self, program: Program, staying: Iterable[torch.Tensor]) -> InFlight:
-        """The stores of one iteration.
-
-        Args:
-            staying: tensors that stay on the device, such as parameters and buffers.
-        """
-        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying))
-
 
 class InFlight:
-    """The stores of one iteration, by microbatch and chunk, and the copies that its program starts and waits for."""
+    """The stores of one iteration, by microbatch and chunk, and the copies that its program starts and waits for.
 
-    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int]) -> None:
+    Args:
+        staying: tensors that stay on the device, such as parameters and buffers.
+    """
+
+    def __init__(self, offloading: Offloading, program: Program, staying: Iterable[torch.Tensor]) -> None:
         self._offloading = offloading
-        self._staying = staying
+        self._staying = frozenset(one.untyped_storage().data_ptr() for one in staying)
         self._moved = {one.work[1:3] for one in program if isinstance(one, Copy)}
         self._stores: dict[tuple[int, int], Store] = {}
         self._ended: dict[tuple[int, int], Store] = {}
