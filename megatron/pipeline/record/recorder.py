@@ -105,7 +105,7 @@ class Recorder(Unmeasured):
     @contextmanager
     def measure(self, work: Pass) -> Iterator[None]:
         """Time a pass; if it is a forward, count what it saves."""
-        with self._range(work):
+        with torch.cuda.nvtx.range(str(work)) if self._on_gpu else nullcontext():
             start = self._mark()
             if self._host and not self._on_gpu:
                 now = self._host()
@@ -165,9 +165,6 @@ class Recorder(Unmeasured):
 
     def _held(self) -> int:
         return self._meter.current if self._meter else _allocated() - self._allocated
-
-    def _range(self, work: Pass) -> AbstractContextManager[Any]:
-        return torch.cuda.nvtx.range(str(work)) if self._on_gpu else nullcontext()
 
     def _mark(self) -> Any:
         if not self._on_gpu:

@@ -44,7 +44,11 @@ def _bind(device: torch.device, root: Path) -> str:
         return f"nothing to bind: all {len(allowed)} CPUs of this process are on node {node}, next to GPU {index}"
     if not allowed & near:
         return f"nothing bound: this process may not use the CPUs of node {node}, next to GPU {index}"
-    _bind_threads(allowed, allowed & near)
+    os.sched_setaffinity(0, allowed & near)
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it may have ended
+            if os.sched_getaffinity(int(thread)) == allowed:  # it has not been bound to others
+                os.sched_setaffinity(int(thread), allowed & near)
     return f"bound to {len(os.sched_getaffinity(0))} CPUs of node {node}, next to GPU {index} ({address})"
 
 
@@ -55,11 +59,3 @@ def cpus(ranges: str) -> set[int]:
         first, _, last = part.partition("-")
         numbers.update(range(int(first), int(last or first) + 1))
     return numbers
-
-
-def _bind_threads(before: set[int], after: set[int]) -> None:
-    os.sched_setaffinity(0, after)
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(OSError):  # it may have ended
-            if os.sched_getaffinity(int(thread)) == before:  # it has not been bound to others
-                os.sched_setaffinity(int(thread), after)
