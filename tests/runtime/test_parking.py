@@ -79,9 +79,10 @@ def test_views_and_values_return() -> None:
         whole.neg_()
 
 
-def test_what_does_not_fit_is_named_with_what_is_missing() -> None:
+def test_what_does_not_fit_is_named_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.zeros(3 * 2**18)  # 3 MiB
-    parking = Parking(lambda: [parameter], free=lambda: 2**20)
+    parking = Parking(lambda: [parameter])
+    monkeypatch.setattr("megatron.pipeline.runtime.parking._free", lambda: 2**20)
     parking.leave()
     with pytest.raises(
         DoesNotFit, match=r"are 3\.0 MiB, and the device has 1\.0 MiB .*: 2\.0 MiB are missing\. Raise --pipeline"

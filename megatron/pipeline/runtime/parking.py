@@ -23,11 +23,10 @@ class Parking:
 
     Args:
         tensors: what moves, asked every time that it leaves: optimizers make their state in their first step.
-        free: bytes that the device can give to this rank; None where that is not known.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], free: Callable[[], int | None] | None = None) -> None:
-        self._tensors, self._free = tensors, free or _free
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._tensors = tensors
         self._hosts: dict[int, torch.UntypedStorage] = {}  # by storage; pinned once
         self._away: dict[int, tuple[torch.UntypedStorage, int]] = {}  # with their bytes
 
@@ -59,7 +58,7 @@ class Parking:
             DoesNotFit: the device has less memory than this rank needs; says how much is missing.
         """
         needed = sum(size for _, size in self._away.values())
-        free = self._free()
+        free = _free()
         if free is not None and needed > free:
             raise DoesNotFit(
                 f"weights, gradients and optimizer state of this rank are {needed / _MIB:,.1f} MiB, and the device has "
@@ -113,7 +112,7 @@ def _with_gradients(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _free() -> int | None:
-    """Of the GPU, and what torch keeps for this process without using it; None on a CPU."""
+    """Bytes that a GPU can give to this rank: its own, and what torch keeps for this process without using it; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info()

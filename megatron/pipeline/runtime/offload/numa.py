@@ -9,16 +9,13 @@ from typing import Any
 
 import torch
 
-_SYSTEM = Path("/sys")
+_SYSTEM = Path("/sys")  # where the system describes its hardware
 
 
-def bind(device: torch.device, root: Path = _SYSTEM) -> str:
+def bind(device: torch.device) -> str:
     """Bind all threads that this process has by now, and those to come. Call it before host memory is allocated.
 
     Never raises: a training runs without it, only slower.
-
-    Args:
-        root: where the system describes its hardware.
 
     Returns:
         A line for the log: what was bound, or why nothing was.
@@ -26,19 +23,19 @@ def bind(device: torch.device, root: Path = _SYSTEM) -> str:
     if device.type != "cuda":
         return "NUMA: nothing bound: this process computes on the CPU"
     try:
-        return f"NUMA: {_bind(device, root)}"
+        return f"NUMA: {_bind(device)}"
     except Exception as error:  # training goes on without binding
         return f"NUMA: nothing bound: {type(error).__name__}: {error}"
 
 
-def _bind(device: torch.device, root: Path) -> str:
+def _bind(device: torch.device) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
     properties: Any = torch.cuda.get_device_properties(index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    node = int((root / "bus/pci/devices" / address / "numa_node").read_text())
+    node = int((_SYSTEM / "bus/pci/devices" / address / "numa_node").read_text())
     if node < 0:
         return f"nothing bound: the system does not say which node GPU {index} ({address}) is next to"
-    near = cpus((root / f"devices/system/node/node{node}/cpulist").read_text())
+    near = cpus((_SYSTEM / f"devices/system/node/node{node}/cpulist").read_text())
     allowed = os.sched_getaffinity(0)
     if allowed <= near:
         return f"nothing to bind: all {len(allowed)} CPUs of this process are on node {node}, next to GPU {index}"
