@@ -58,6 +58,7 @@ class _Attempt(NamedTuple):
     stages: ModelStages
     offloaded: InFlight | None
     executor: Executor
+    recorder: Unmeasured
     embedding: Any  # upstream's buffer of inputs of the output layer
 
 
@@ -78,7 +79,6 @@ class Iteration:
 
     Attributes:
         executor: runs the program; None before ``run``.
-        recorder: has measured the iteration, once it has run; None before.
         attempts: how many times the program has begun.
     """
 
@@ -90,7 +90,6 @@ class Iteration:
     groups: Groups | None = None
     offloading: Offloading | None = None
     executor: Executor | None = field(default=None, init=False)
-    recorder: Unmeasured | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
 
     def run(self, call: Call) -> list[Any]:
@@ -122,13 +121,12 @@ class Iteration:
                     return []
                 if result is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
-            assert self.recorder is not None
             with param_and_grad_buffer.together():
-                with sync, self.recorder.observing():
+                with sync, attempt.recorder.observing():
                     attempt.executor.finish()
-                self.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+                attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
                 if not call.forward_only:
-                    with self.recorder.finishing():
+                    with attempt.recorder.finishing():
                         self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
@@ -139,7 +137,7 @@ class Iteration:
         if not call.forward_only and config.finalize_model_grads_func is not None:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
-        self.recorder = self.record()
+        recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages
         if plan.schedule.vocabulary:
@@ -155,13 +153,11 @@ class Iteration:
         device = next(call.chunks[0].parameters()).device
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, device, self.posting)
         progress = DeviceProgress() if device.type == "cuda" else None
-        self.executor = executor = Executor(
-            program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around, progress
-        )
+        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
         self.attempts += 1
-        with self.recorder.observing():
+        with recorder.observing():
             executor.begin()
-        return _Attempt(stages, offloaded, executor, embedding)
+        return _Attempt(stages, offloaded, executor, recorder, embedding)
 
     def situation(self, iterations: int) -> Situation:
         """Where this rank is, for a report of a failure. May be called from another thread.
