@@ -94,8 +94,7 @@ class Turns:
             with self._not_counted():
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()
-                self._park()
-                self._meet()
+                self._leave()
         finally:
             with self._not_counted():
                 self._end()
@@ -165,8 +164,7 @@ class Turns:
         assert not keywords.get("async_op"), "a collective over stages that outlives the turn cannot be given up for"
         assert self.parking is not None
         carried = tensor.clone() if self.parking.holds(tensor) else tensor
-        self._park()
-        self._meet()
+        self._leave()
         self._end()
         found = function(carried, *arguments, **keywords)
         self._begin()
@@ -187,9 +185,11 @@ class Turns:
             self._end()
             raise
 
-    def _park(self) -> None:
+    def _leave(self) -> None:
+        """Park, and wait until all that share the turn have."""
         if self.parking:
             self.parking.leave()
+        self._meet()
 
     def _end(self) -> None:
         self._has_turn = False
