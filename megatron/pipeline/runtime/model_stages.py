@@ -51,7 +51,6 @@ class ModelStages:
         return self._num_tokens
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
-        """Upstream's forward step."""
         self._ask_for_parameters(work.chunk)
         first = work.chunk not in self._forwarded
         self._forwarded.add(work.chunk)
@@ -71,7 +70,6 @@ class ModelStages:
         return outputs
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        """Upstream's backward step."""
         with self._slices.around(work):
             return schedules_patch.backward(inputs, outputs, gradients, self._config, self._chunks[work.chunk])
 

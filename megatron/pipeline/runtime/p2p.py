@@ -147,7 +147,6 @@ class Transport:
         return [self._buffer(shape) for shape in self._shapes[flow]]
 
     def receive(self, message: Message, peer: int) -> None:
-        """Post the buffers of a message."""
         receiving = _Receiving([], [], [])
         self._posted[message] = receiving
         if self._channels.shapes is None:

@@ -93,7 +93,6 @@ class StagePasses:
         return self._keep(job, inputs, outputs)
 
     def recompute(self, job: Job) -> ByPeer:
-        """R."""
         received, inputs, _ = self._graphs[job.work[1:3]]
         self._graphs[job.work[1:3]] = received, inputs, self._stages.recompute(job.work, inputs)
         return {}
@@ -122,7 +121,6 @@ class StagePasses:
         return _by_peer(gradients, sources, other.peers)
 
     def weight(self, job: Job) -> ByPeer:
-        """W."""
         run_weights(self._weights.pop(job.work[1:3]))
         return {}
 

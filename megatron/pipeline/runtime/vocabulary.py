@@ -187,7 +187,6 @@ class VocabularyPasses:
         return {}
 
     def start(self, collective: Collective) -> None:
-        """Start this rank's part in a collective."""
         one = self._microbatches[collective.microbatch]
         first, last = self._roots
         pipeline = self._groups.pipeline
@@ -217,7 +216,6 @@ class VocabularyPasses:
         self._works[collective] = work
 
     def finish(self, collective: Collective) -> None:
-        """Wait for a collective; on a GPU the stream of the passes waits, not the host."""
         self._works.pop(collective).wait()
         one = self._microbatches.get(collective.microbatch)
         if one is None:

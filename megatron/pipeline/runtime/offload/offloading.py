@@ -84,7 +84,6 @@ class InFlight:
         store.start_offload() if copy.kind is Kind.D2H else store.start_reload()
 
     def finish(self, copy: Pass) -> None:
-        """Go on once a copy has ended; on a GPU without the host."""
         if copy.kind is Kind.D2H:
             self._stores[copy[1:3]].finish_offload()
         else:
@@ -92,7 +91,6 @@ class InFlight:
             store.finish_reload()
 
     def abandon(self) -> None:
-        """Give up the iteration."""
         for store in self._stores.values():
             store.abandon()
         self._stores.clear()
