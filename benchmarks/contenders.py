@@ -22,7 +22,7 @@ from torch.distributed import pipelining
 
 from megatron.pipeline import patches, planning
 from megatron.pipeline.dist.groups import new_group
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading
@@ -226,7 +226,7 @@ class Ours:
         schedule: Schedule | None = None,
     ) -> None:
         self.name, self._megatron = name, megatron
-        self.record: Callable[[], Recorder | Unmeasured] = Unmeasured
+        self.record: Callable[[], Unmeasured] = Unmeasured
         mode, offloading = offload or (None, None)
         name, _, posting = name.partition("/")
         family, _, memory = name.partition("@")

@@ -58,7 +58,7 @@ from megatron.pipeline.record.recorder import Record, Recorder, Unmeasured
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.offload import numa, probe
-from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
+from megatron.pipeline.runtime.offload.offloading import InFlight, Offloading, Settings
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
@@ -219,11 +219,11 @@ class Replay:
         alike = replace(costs, stages=costs.stages[:1] * (whole.placement.last_stage + 1))
         self._programs[mode] = lower(whole, alike)[self._rank]
 
-    def run(self, mode: str, offloading: Offloading, recorder: Recorder | Unmeasured) -> None:
+    def run(self, mode: str, offloading: Offloading, recorder: Unmeasured) -> None:
         """One iteration, which on a GPU has not ended yet."""
         program = self._programs[mode]
         staying = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
-        offloaded = offloading.iteration(program, staying)
+        offloaded = InFlight(offloading, program, staying)
         handlers = StagePasses(self._stages, program, offloaded=offloaded).handlers
         connected = wiring(program, self._rank, self._schedule.placement)
         executor = Executor(program, connected, handlers, NoOthers(self._hidden), recorder)

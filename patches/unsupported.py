@@ -81,3 +81,9 @@ def reason(settings: Any, in_config: bool = False) -> tuple[str, str] | None:
         if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none", setting.neutral):
             return name, setting.reason
     return None
+
+
+def refuse(config: Any) -> None:
+    """Raises: ValueError: a ``TransformerConfig`` has a setting that our schedules exclude; with the reason."""
+    if refused := reason(config, in_config=True):
+        raise ValueError("{} {}: switch it off, or use --pipeline-schedule stock".format(*refused))

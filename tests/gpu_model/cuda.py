@@ -48,9 +48,8 @@ class Device:
         self.syncs: list[Sync] = []
         self.kernels = 0
         self._local = threading.local()
-        self.arriving: list[
-            tuple[set[int], Callable[[], None]]
-        ] = []  # storages that gloo has yet to fill, and how to wait for that
+        # Storages that gloo has yet to fill, and how to wait for that.
+        self.arriving: list[tuple[set[int], Callable[[], None]]] = []
         self.waits: list[Callable[[], None]] = []  # what ``synchronize`` waits for beside the streams: posted messages
 
     @property

@@ -9,13 +9,11 @@ from unittest.mock import patch
 
 from gpu_model import device, fake
 from gpu_model.aside import ddp_aside, first_stage_aside, linears_aside
-from gpu_model.mutations import Mutation, mutated
-from gpu_model.recorded import recording
+from gpu_model.mutations import UNTIED, Mutation, mutated
+from gpu_model.recorded import racing, recording
 from gpu_model.shim import EngineDevice
 from gpu_model.test_trainer import races
 from gpu_model.trace import At, HostWait, Item
-
-UNTIED = "--untie-embeddings-and-output-weights"
 
 
 class Drive(NamedTuple):
@@ -112,7 +110,7 @@ def drive(name: str, mutation: str | None = None, without: str | None = None) ->
         if isinstance(one, EngineDevice):  # by the second way
             stack.enter_context(fake.driven(one))
             one.begin(without)
-        one.memory.forget()
+        races = stack.enter_context(racing())
         if mutation:
             stack.enter_context(mutated(READ if mutation == "a read" else MUTATIONS[mutation][1]))
         stack.enter_context(around())
@@ -124,8 +122,6 @@ def drive(name: str, mutation: str | None = None, without: str | None = None) ->
             run.forward_backward(0)
         kernels = one.kernels - before
         run.optimizer.step()
-        one.memory.sweep()
-        races = [str(race) for race in one.memory.races]
     program = [at for at, item in enumerate(trace) if isinstance(item, At)]
     reads = [item.place for item in trace[program[0] : program[-1]] if isinstance(item, HostWait)]
     return Report(races, reads, trace, one.did() if isinstance(one, EngineDevice) else {}, kernels)

@@ -32,7 +32,6 @@ class Mutation(NamedTuple):
     run: str
 
 
-STREAM = "self._stream.wait_stream(torch.cuda.current_stream())"
 UNTIED = "--untie-embeddings-and-output-weights"
 TWO = "--pipeline-model-parallel-size 2"
 FOUR = f"{TWO} --tensor-model-parallel-size 2"
@@ -141,96 +140,56 @@ RUNS = {
     ),
     "profile": Run(2, f"{TWO} --pipeline-schedule zb-v --pipeline-costs profile --train-iters 12"),
 }
-_WAIT, _NOTHING = "request.wait()", "pass"
+_NOTHING, _WAIT, _GATHERED, _REDUCED = "pass", "request.wait()", "gathering.wait()", "reduction.wait()"
+_CURRENT = "torch.cuda.current_stream()"
+_P2P, _PASSES = "runtime.p2p:Transport", "runtime.vocabulary:VocabularyPasses"
+_EMBEDDING, _OUTPUT = "model.vocabulary.input:EmbeddingShard", "model.vocabulary.output:OutputPart"
+_COPIES, _STORE, _SNAPSHOT = "runtime.offload.copy_streams", "runtime.offload.activations:Store", "optimizer.snapshot:Snapshot"
+_GATHER = "all_gather_into_tensor(whole, ", "all_gather(list(one.gathered.unbind()), "
 MUTATIONS = (
-    Mutation("runtime.p2p:Transport.wait", _WAIT, _NOTHING, "line"),
-    Mutation("runtime.p2p:Transport.wait", _WAIT, _NOTHING, "batched"),
-    Mutation("runtime.vocabulary:VocabularyPasses.finish", "pop(collective).wait()", "pop(collective)", "vocabulary"),
-    Mutation("runtime.vocabulary:VocabularyPasses.finish", "pop(collective).wait()", "pop(collective)", "two barriers"),
-    Mutation("runtime.vocabulary:VocabularyPasses._gradient_ready", "statistics.wait()", _NOTHING, "vocabulary"),
+    Mutation(f"{_P2P}.wait", _WAIT, _NOTHING, "line"),
+    Mutation(f"{_P2P}.wait", _WAIT, _NOTHING, "batched"),
+    Mutation(f"{_PASSES}.finish", "pop(collective).wait()", "pop(collective)", "vocabulary"),
+    Mutation(f"{_PASSES}.finish", "pop(collective).wait()", "pop(collective)", "two barriers"),
+    Mutation(f"{_PASSES}._gradient_ready", "statistics.wait()", _NOTHING, "vocabulary"),
+    Mutation(f"{_PASSES}._gradient_ready", f"tensor.record_stream({_CURRENT})", _NOTHING, "vocabulary"),
+    Mutation(f"{_PASSES}._gradient_ready", f"one.gradient.record_stream({_CURRENT})", _NOTHING, "vocabulary"),
+    Mutation(f"{_PASSES}._gradient_ready", "return side_stream(device)", "return nullcontext()", "vocabulary"),
+    Mutation(f"{_PASSES}.start", *_GATHER, "vocabulary"),
+    Mutation(f"{_OUTPUT}.__init__", _GATHERED, _NOTHING, "two barriers, sequence"),
+    Mutation(f"{_OUTPUT}.input_gradient", _REDUCED, _NOTHING, "vocabulary, sequence"),
+    Mutation(f"{_OUTPUT}.backward", f"    if self._logits is None:\n        {_GATHERED}", "", "logits in parts"),
+    Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "tensor"),
+    Mutation("backward.linear:SplitLinear.backward", _REDUCED, _NOTHING, "sequence"),
+    Mutation("runtime.layer_plans:_record_use", f"made.record_stream({_CURRENT})", _NOTHING, "layer plans"),
+    Mutation("backward.linear:WeightGradient.run", _GATHERED, _NOTHING, "sequence"),
     Mutation(
-        "runtime.vocabulary:VocabularyPasses._gradient_ready",
-        "tensor.record_stream(torch.cuda.current_stream())",
-        _NOTHING,
-        "vocabulary",
+        f"{_COPIES}:_StreamTicket.wait", "torch.cuda.current_stream(self.device).wait_event(self.times[1])", _NOTHING, "offload"
     ),
+    Mutation(f"{_COPIES}:CudaCopyStreams._start", "end.record(stream)", _NOTHING, "offload"),
     Mutation(
-        "runtime.vocabulary:VocabularyPasses._gradient_ready",
-        "one.gradient.record_stream(torch.cuda.current_stream())",
-        _NOTHING,
-        "vocabulary",
+        f"{_COPIES}:CudaCopyStreams._start", "stream.wait_stream(torch.cuda.current_stream(self.device))", _NOTHING, "offload"
     ),
-    Mutation(
-        "runtime.vocabulary:VocabularyPasses._gradient_ready", "return side_stream(device)", "return nullcontext()", "vocabulary"
-    ),
-    Mutation(
-        "runtime.vocabulary:VocabularyPasses.start",
-        "all_gather_into_tensor(whole, ",
-        "all_gather(list(one.gathered.unbind()), ",
-        "vocabulary",
-    ),
-    Mutation("model.vocabulary.output:OutputPart.__init__", "gathering.wait()", _NOTHING, "two barriers, sequence"),
-    Mutation("model.vocabulary.output:OutputPart.input_gradient", "reduction.wait()", _NOTHING, "vocabulary, sequence"),
-    Mutation(
-        "model.vocabulary.output:OutputPart.backward",
-        "    if self._logits is None:\n        gathering.wait()",
-        "",
-        "logits in parts",
-    ),
-    Mutation("backward.linear:SplitLinear.backward", "reduction.wait()", _NOTHING, "tensor"),
-    Mutation("backward.linear:SplitLinear.backward", "reduction.wait()", _NOTHING, "sequence"),
-    Mutation("runtime.layer_plans:_record_use", "made.record_stream(torch.cuda.current_stream())", _NOTHING, "layer plans"),
-    Mutation("backward.linear:WeightGradient.run", "gathering.wait()", _NOTHING, "sequence"),
-    Mutation(
-        "runtime.offload.copy_streams:_StreamTicket.wait",
-        "torch.cuda.current_stream(self.device).wait_event(self.times[1])",
-        _NOTHING,
-        "offload",
-    ),
-    Mutation("runtime.offload.copy_streams:CudaCopyStreams._start", "end.record(stream)", _NOTHING, "offload"),
-    Mutation(
-        "runtime.offload.copy_streams:CudaCopyStreams._start",
-        "stream.wait_stream(torch.cuda.current_stream(self.device))",
-        _NOTHING,
-        "offload",
-    ),
-    Mutation(
-        "optimizer.snapshot:Snapshot.take",
-        "self._stream.wait_stream(torch.cuda.current_stream())",
-        _NOTHING,
-        "copies on the host",
-    ),
-    Mutation("optimizer.snapshot:Snapshot.take", "self._copied = self._stream.record_event()", _NOTHING, "copies on the host"),
-    Mutation("runtime.offload.activations:Store.finish_offload", "self._tickets[-1].wait()", _NOTHING, "offload"),
-    Mutation("runtime.offload.activations:Store.finish_reload", "self._tickets[-1].wait()", _NOTHING, "offload"),
-    Mutation(
-        "optimizer.snapshot:Snapshot.ready",
-        "torch.cuda.current_stream().wait_event(self._copied)",
-        _NOTHING,
-        "copies on the host",
-    ),
+    Mutation(f"{_SNAPSHOT}.take", f"self._stream.wait_stream({_CURRENT})", _NOTHING, "copies on the host"),
+    Mutation(f"{_SNAPSHOT}.take", "self._copied = self._stream.record_event()", _NOTHING, "copies on the host"),
+    Mutation(f"{_STORE}.finish_offload", "self._tickets[-1].wait()", _NOTHING, "offload"),
+    Mutation(f"{_STORE}.finish_reload", "self._tickets[-1].wait()", _NOTHING, "offload"),
+    Mutation(f"{_SNAPSHOT}.ready", f"{_CURRENT}.wait_event(self._copied)", _NOTHING, "copies on the host"),
     Mutation("record.report:start_gathering", _WAIT, _NOTHING, "measured, read at once"),
-    Mutation("model.vocabulary.input:EmbeddingShard.forward", "reduction.wait()", _NOTHING, "rotary"),
-    Mutation("model.vocabulary.input:EmbeddingShard.backward", "gathering.wait()", _NOTHING, "rotary"),
-    Mutation(
-        "model.vocabulary.output:OutputPart.backward",
-        "if self._logits is not None:\n            gathering.wait()",
-        _NOTHING,
-        "two barriers, sequence",
-    ),
-    Mutation("model.vocabulary.output:OutputPart.backward", "reduction.wait()", _NOTHING, "two barriers, sequence"),
+    Mutation(f"{_EMBEDDING}.forward", _REDUCED, _NOTHING, "rotary"),
+    Mutation(f"{_EMBEDDING}.backward", _GATHERED, _NOTHING, "rotary"),
+    Mutation(f"{_OUTPUT}.backward", f"if self._logits is not None:\n            {_GATHERED}", _NOTHING, "two barriers, sequence"),
+    Mutation(f"{_OUTPUT}.backward", _REDUCED, _NOTHING, "two barriers, sequence"),
     Mutation("runtime.executor:Executor.abandon", "self.transport.wait(message)", _NOTHING, "undone, shapes first"),
-    Mutation(
-        "runtime.ping:_now", "torch.cuda.current_stream().synchronize()", "torch.cuda.synchronize()", "profile beside a message"
-    ),
-    Mutation("runtime.offload.activations:Store.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
+    Mutation("runtime.ping:_now", f"{_CURRENT}.synchronize()", "torch.cuda.synchronize()", "profile beside a message"),
+    Mutation(f"{_STORE}.abandon", "self._tickets[-1].wait()", _NOTHING, "offload, undone"),
     Mutation("dist.reduction:Reduction.wait", "while not self._work.is_completed():", "while False:", "measured"),
 )
 
 # Each has a test of its own, of memory: what the allocator's peak is, what the host waits for, and what is unpinned too early.
-KEEPS_ALL_THAT_IS_SENT = Mutation("runtime.p2p:Transport.sweep", "self._finish_first(queue)", "break", "")
+KEEPS_ALL_THAT_IS_SENT = Mutation(f"{_P2P}.sweep", "self._finish_first(queue)", "break", "")
 NEVER_USED = Mutation(
-    "runtime.offload.host_memory:Arena.end_use", "self._last_use[:] = [torch.cuda.current_stream().record_event()]", _NOTHING, ""
+    "runtime.offload.host_memory:Arena.end_use", f"self._last_use[:] = [{_CURRENT}.record_event()]", _NOTHING, ""
 )
 UNPINS_AT_ONCE = Mutation("runtime.offload.host_memory:_unpin", "last_use[0].synchronize()", _NOTHING, "")
 

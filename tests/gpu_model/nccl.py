@@ -22,6 +22,7 @@ ends here, after a moment, with an error that says so.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gpu_model.cuda import Stream, device
 from gpu_model.memory import _frames, _place
-from gpu_model.order import Clock
+from gpu_model.order import Clock, join
 from gpu_model.trace import Create, Part, Post
 from gpu_model.work import Line, Over, Work
 
@@ -62,7 +63,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self.high_priority = False
         self.max_ctas = 0
         self.communicators: dict[tuple[Any, ...], Stream] = {}
-        self._lines: dict[Stream, Line] = {}
+        self._lines: defaultdict[Stream, Line] = defaultdict(Line)  # of each communicator's work
         self.places = _places()
         self.posted_from: set[str] = set()
         _groups.append(self)
@@ -97,7 +98,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         moment = self.note(stream, made, [(what, peer)], alone=alone) if batch is None else batch
         device().memory.record(tensor, stream.name)
         if not _has_bytes([tensor]):
-            return Work([], done, moment, _nothing, self._line(stream).put([]))
+            return Work([], done, moment, lambda: None, self._lines[stream].put([]))
         with _disable_current_modes(), torch.no_grad():
             staged = tensor.detach().clone()
             # What is batched or not are other messages, although gloo has one queue for each pair.
@@ -107,7 +108,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             if not sends:
                 tensor.detach().copy_(staged)
 
-        work = Work([], done, moment, move, self._line(stream).put([request]))
+        work = Work([], done, moment, move, self._lines[stream].put([request]))
         if not sends:
             device().waits.append(work.land_before)
             device().arriving.append((_storages([tensor]), work.land))
@@ -133,7 +134,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        return self._collective("all_reduce", tensors, tensors, opts, lambda g, staged: g.allreduce(staged, _reduction(opts)))
+        return self.allreduce_coalesced(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         def start(gloo: Any, staged: list[torch.Tensor]) -> Any:
@@ -249,7 +250,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
         kept = [*reads, *writes, *extra]
         del extra, temporary
-        over = self._line(whole).put(requests if isinstance(requests, list) else [requests])
+        over = self._lines[whole].put(requests if isinstance(requests, list) else [requests])
         work = Work(kept if asynchronous else [], done, moment, move, over)
         device().arriving.append((_storages(writes), work.land))
         if not asynchronous:
@@ -266,12 +267,6 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             name = f"nccl {_groups.index(self)}:{'-'.join(map(str, key))}"
             self.communicators[key] = Stream(priority=-self.high_priority, name=name)
         return self.communicators[key], made and not eager()
-
-    def _line(self, stream: Stream) -> Line:
-        """Of a communicator's work."""
-        if stream not in self._lines:
-            self._lines[stream] = Line()
-        return self._lines[stream]
 
     def close(self) -> None:
         """End the threads."""
@@ -361,8 +356,7 @@ def batch_isend_irecv(operations: list[Any]) -> list[Work]:
     works = [group._message([one.tensor], one.group_peer, one.op is dist.isend, moment) for one in operations]
     done: Clock = {}
     for work in works:
-        for timeline, count in work.done.items():
-            done[timeline] = max(count, done.get(timeline, 0))
+        join(done, work.done)
 
     def move() -> None:
         for work in works:
@@ -389,10 +383,6 @@ def _places() -> set[str]:
 def _has_bytes(tensors: Tensors) -> bool:
     """Fake tensors have none: nothing moves."""
     return not any(isinstance(tensor, FakeTensor) for tensor in tensors)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _storages(tensors: Tensors) -> set[int]:

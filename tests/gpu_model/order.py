@@ -31,7 +31,7 @@ class Order:
         """The next piece of work of a stream, launched by the host now; or of the host itself."""
         clock = self._clocks[timeline]
         if timeline != HOST:
-            _join(clock, self._clocks[HOST])
+            join(clock, self._clocks[HOST])
         clock[timeline] = clock.get(timeline, 0) + 1
         return At(timeline, clock[timeline])
 
@@ -41,19 +41,20 @@ class Order:
 
     def wait(self, timeline: str, event: Clock) -> None:
         """What a stream is given from now on, or what the host does, comes after an event."""
-        _join(self._clocks[timeline], event)
+        join(self._clocks[timeline], event)
 
     def wait_for_all(self) -> None:
         """The host waits for every stream."""
         for clock in list(self._clocks.values()):
-            _join(self._clocks[HOST], clock)
+            join(self._clocks[HOST], clock)
 
     def comes_before(self, work: At, timeline: str) -> bool:
         """Whether work is over before anything that a timeline does from now on."""
         return work.number <= self._clocks[timeline].get(work.timeline, 0)
 
 
-def _join(clock: Clock, other: Clock) -> None:
+def join(clock: Clock, other: Clock) -> None:
+    """Have a clock be behind another, too."""
     for timeline, count in other.items():
         if clock.get(timeline, 0) < count:
             clock[timeline] = count

@@ -28,6 +28,16 @@ def recording(memory: bool = False) -> Iterator[list[Item]]:
         yield trace
 
 
+@contextmanager
+def racing() -> Iterator[list[str]]:
+    """The races of what runs in here, as text, once it has been left."""
+    memory, found = device().memory, list[str]()
+    memory.forget()
+    yield found
+    memory.sweep()
+    found += map(str, memory.races)
+
+
 def trained(schedule: str, **given: Any) -> list[Item]:
     """The trace of a training of a tiny GPT."""
     import tiny_gpt

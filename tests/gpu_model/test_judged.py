@@ -11,12 +11,11 @@ from pool import Pool
 from runtime.layouts import SCHEDULES
 
 from gpu_model.judge import SETTINGS, Setting, judge
-from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, Mutation, mutated, shapes_first
+from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, UNTIED, Mutation, mutated, shapes_first
 from gpu_model.recorded import recording, stuck, trained
 from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
 
-UNTIED = "--untie-embeddings-and-output-weights"
 EXTRAS = {
     "plain": "",
     "batched": "--pipeline-p2p batched",
@@ -39,27 +38,12 @@ class Case(NamedTuple):
         return f"{self.schedule} on {self.ranks}, {self.extra}"
 
 
-def _goes_with(schedule: str, extra: str) -> bool:
-    if schedule == "seq-1f1b":
-        return extra in ("plain", "batched")
-    return True
-
-
-CASES = [
-    Case(schedule, ranks, extra)
-    for ranks in (2, 4, 8)
-    for schedule in SCHEDULES
-    for extra in EXTRAS
-    if _goes_with(schedule, extra)
-]
+# By schedule, those that it goes with.
+EXTRAS_OF = {schedule: ["plain", "batched"] if schedule == "seq-1f1b" else [*EXTRAS] for schedule in SCHEDULES}
+CASES = [Case(schedule, ranks, extra) for ranks in (2, 4, 8) for schedule in SCHEDULES for extra in EXTRAS_OF[schedule]]
 # Every schedule on 2 ranks with one of the extras, each of which is there; and a few on 4.
 FEW = [
-    *(
-        Case(
-            schedule, 2, [extra for extra in EXTRAS if _goes_with(schedule, extra)][number % (7 if schedule != "seq-1f1b" else 2)]
-        )
-        for number, schedule in enumerate(SCHEDULES)
-    ),
+    *(Case(name, 2, extras[number % len(extras)]) for number, (name, extras) in enumerate(EXTRAS_OF.items())),
     Case("zb-v", 4, "one barrier"),
     Case("1f1b", 4, "interlaced"),
 ]

@@ -13,7 +13,7 @@ from pool import Pool
 from runtime import plans
 from runtime.braids import BraidingExecutor
 
-from gpu_model import device
+from gpu_model.recorded import racing
 from megatron.pipeline.runtime.executor import Executor
 
 RANKS, PIPELINE, MICROBATCHES, ITERATIONS = 4, 2, 4, 2
@@ -53,13 +53,10 @@ CHANGES = {
 
 def train(schedule: str, flags: str = "", change: str | None = None, overlaps: bool = True) -> tuple[Any, int, list[str]]:
     """Losses and norms, how many braids' outputs left on the stream of communication, and the races that were found."""
-    one = device()
-    one.memory.forget()
     flags = f"{plans.OVERLAP} {flags}" if overlaps else flags
-    with patch(*CHANGES[change]) if change else nullcontext():
+    with racing() as races, patch(*CHANGES[change]) if change else nullcontext():
         steps, _ = plans.train(schedule, PIPELINE, MICROBATCHES, flags, ITERATIONS, braided=overlaps, digested=False)
-    one.memory.sweep()
-    return steps, BraidingExecutor.beside, [str(race) for race in one.memory.races]
+    return steps, BraidingExecutor.beside, races
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,15 @@ from pool import Pool
 from runtime.test_rehearsal_groups import everything
 from training.short_runs import metrics
 
-from gpu_model import device
+from gpu_model.recorded import racing
 from gpu_model.test_trainer import TWO, races
 from megatron.pipeline.dist.device import local_device
 
 
 def collectives() -> tuple[dict[str, object], list[str]]:
-    one = device()
-    one.memory.forget()
-    found = everything(1, "cuda")
-    one.memory.sweep()
-    return found, [str(race) for race in one.memory.races]
+    with racing() as races:
+        found = everything(1, "cuda")
+    return found, races
 
 
 def test_collectives_and_messages_go_through_host_memory(gpus: Pool) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pool import Pool
 
-from gpu_model import device
-from gpu_model.recorded import recording, stuck
+from gpu_model.recorded import racing, recording, stuck
 from gpu_model.trace import Item
 
 TWO = "--pipeline-model-parallel-size 2"
@@ -34,12 +33,10 @@ def races(flags: str, train: str = "train") -> list[str]:
     """
     from training import short_runs
 
-    one = device()
-    one.memory.forget()
-    error = getattr(short_runs, train)(flags)
+    with racing() as found:
+        error = getattr(short_runs, train)(flags)
     assert not error, error
-    one.memory.sweep()
-    return [str(race) for race in one.memory.races]
+    return found
 
 
 def races_and_trace(flags: str) -> tuple[list[str], list[Item]]:

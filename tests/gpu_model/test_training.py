@@ -8,17 +8,14 @@ import pytest
 import tiny_gpt
 from pool import Pool
 
-from gpu_model import device
+from gpu_model.recorded import racing
 
 
 def train(schedule: str, **given: Any) -> tuple[list[tiny_gpt.Step], list[str]]:
     """Losses and norms, and the races that were found."""
-    one = device()
-    one.memory.forget()
-    one.syncs.clear()
-    steps = tiny_gpt.train(schedule, iterations=2, **given)
-    one.memory.sweep()
-    return steps, [str(race) for race in one.memory.races]
+    with racing() as races:
+        steps = tiny_gpt.train(schedule, iterations=2, **given)
+    return steps, races
 
 
 def test_numbers_are_those_of_a_cpu(gpus: Pool, pool: Pool) -> None:
@@ -31,8 +28,6 @@ def test_numbers_are_those_of_a_cpu(gpus: Pool, pool: Pool) -> None:
 
 
 _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-
-
 TRAININGS = [  # ranks, schedule, flags; on_gpus/test_several_gpus.py trains them on GPUs
     (2, "zb-h1", ""),
     (2, "v-half", ""),
@@ -42,8 +37,6 @@ TRAININGS = [  # ranks, schedule, flags; on_gpus/test_several_gpus.py trains the
     (4, "zb-h1", _DISTRIBUTED),
     (4, "v-half", "--tensor-model-parallel-size 2 --sequence-parallel"),
 ]
-
-
 PART = [pytest.param(*run, marks=pytest.mark.whole) if number in (1, 3, 5) else run for number, run in enumerate(TRAININGS)]
 
 

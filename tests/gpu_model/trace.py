@@ -97,7 +97,9 @@ class Post(NamedTuple):
         """
         if eager or not self.alone:
             return self.group, self.ranks
-        return self.group, pair_of(self.rank, self.parts[0].peer)
+        [part] = self.parts
+        assert part.peer is not None
+        return self.group, tuple(sorted((self.rank, part.peer)))
 
 
 class Bytes(NamedTuple):
@@ -120,10 +122,6 @@ class HostWait(NamedTuple):
 
 
 Item: TypeAlias = At | Kernels | Mark | Follow | Create | Post | HostWait | Bytes
-
-
-def pair_of(rank: int, peer: int | None) -> tuple[int, ...]:
-    return tuple(sorted((rank, -1 if peer is None else peer)))
 
 
 class Trace:

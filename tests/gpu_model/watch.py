@@ -14,17 +14,7 @@ from gpu_model.order import HOST, At
 
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "item")
 _NO_KERNEL = ("detach", "alias", "lift_fresh", "_unsafe_view", "set_", "resize_", "is_pinned", "record_stream")
-_NO_READ = (
-    "empty_like",
-    "new_empty",
-    "new_empty_strided",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-)
+_NO_READ = "empty_like new_empty new_empty_strided new_zeros new_ones new_full zeros_like ones_like full_like".split()
 
 
 def on_device(tensor: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
+from model.test_random import sums
 from pool import Pool
 from releases import needs_local_grouped_experts
 
@@ -88,12 +89,7 @@ def test_context_parallel_mask(pool: Pool) -> None:
 
 def weights(pp: int, flags: str) -> dict[str, float]:
     """The sum of every parameter on this rank, by its global name."""
-    run = tiny_gpt.Run("zb-h1", pp=pp, flags=tuple(flags.split()))
-    found: dict[str, float] = {}
-    for tensor in run.chunks[0].module.sharded_state_dict(metadata={"dp_cp_group": torch.distributed.group.WORLD}).values():
-        if isinstance(getattr(tensor, "data", None), torch.Tensor):
-            found[f"{tensor.key}{tensor.global_offset}"] = tensor.data.double().sum().item()
-    return found
+    return sums(tiny_gpt.Run("zb-h1", pp=pp, flags=tuple(flags.split())).chunks)
 
 
 def test_weights_do_not_depend_on_the_pipeline_size(pool: Pool) -> None:

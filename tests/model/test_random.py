@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny_gpt
 import torch
@@ -14,11 +16,15 @@ def weights(pp: int, tp: int = 1, vpp: int = 1) -> dict[str, float]:
     """The sum of every parameter on this rank, by its global name."""
     flags = (*UNTIED, "--num-virtual-stages-per-pipeline-rank", str(vpp)) if vpp > 1 else UNTIED
     run = tiny_gpt.Run("1f1b" if vpp == 1 else "stock", pp=pp, tp=tp, flags=flags)
+    return sums(run.chunks)
+
+
+def sums(chunks: Any) -> dict[str, float]:
+    """Of every parameter, by its global name."""
     found: dict[str, float] = {}
-    for chunk in run.chunks:
-        sharded = chunk.module.sharded_state_dict(metadata={"dp_cp_group": torch.distributed.group.WORLD})
-        for _name, tensor in sharded.items():
-            if hasattr(tensor, "data") and isinstance(tensor.data, torch.Tensor):
+    for chunk in chunks:
+        for tensor in chunk.module.sharded_state_dict(metadata={"dp_cp_group": torch.distributed.group.WORLD}).values():
+            if isinstance(getattr(tensor, "data", None), torch.Tensor):
                 found[f"{tensor.key}{tensor.global_offset}"] = tensor.data.double().sum().item()
     return found
 

@@ -12,7 +12,7 @@ from pool import Pool
 
 from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
-from megatron.pipeline.runtime.executor import Executor, Handlers
+from megatron.pipeline.runtime.executor import Executor, Handlers, Job
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -84,16 +84,16 @@ def test_what_a_braids_forward_makes_is_sent_while_its_backward_runs() -> None:
     events: list[str] = []
     position: list[str] = []
 
-    def run(work: Pass, _received: Any, peers: tuple[int, ...]) -> dict[int, Tensors]:
-        events.append(str(work))
-        return {peer: [None] for peer in peers}
+    def run(job: Job) -> dict[int, Tensors]:
+        events.append(str(job.work))
+        return {peer: [None] for peer in job.peers}
 
-    def braided(work: Pass, _: Any, peers: tuple[int, ...], other: Pass, __: Any, others: tuple[int, ...], made: Any) -> Any:
-        events.append(f"{work} and {other}")
-        made({peer: [None] for peer in peers})
+    def braided(job: Job, other: Job, made: Any) -> Any:
+        events.append(f"{job.work} and {other.work}")
+        made({peer: [None] for peer in job.peers})
         position.append(str(executor.position))
-        events.append(f"end of {other}")
-        return {peer: [None] for peer in others}
+        events.append(f"end of {other.work}")
+        return {peer: [None] for peer in other.peers}
 
     transport: Any = Sends(events)
     handlers = Handlers(dict.fromkeys(Kind, run), braid=braided)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+
 from megatron.pipeline import planning
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
@@ -39,6 +42,11 @@ class Event:
         Event.device = max(Event.device, self._place)
 
 
+@pytest.fixture(autouse=True)
+def events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
 def run_ahead() -> Iteration:
     """An iteration whose host has launched everything."""
     Event.device = Event.recorded = 0
@@ -46,7 +54,7 @@ def run_ahead() -> Iteration:
         receive=lambda *_: None, wait=lambda _: [], start=lambda: None, sweep=lambda: None, unsent=list, finish=lambda *_: None
     )
     handlers = Handlers({Kind.F: lambda *_: {}, Kind.B: lambda *_: {}})
-    executor = Executor(PROGRAM, Wiring({}, {}, {}), handlers, transport, Unmeasured(), device=DeviceProgress(Event))
+    executor = Executor(PROGRAM, Wiring({}, {}, {}), handlers, transport, Unmeasured(), device=DeviceProgress())
     channels: Any = SimpleNamespace(ranks=(10, 11))
     iteration = Iteration(plan=None, channels=channels)  # type: ignore[arg-type]
     iteration.executor = executor
@@ -69,7 +77,7 @@ def test_the_device_is_reported() -> None:
 
 
 def test_events_are_let_go_of() -> None:
-    progress = DeviceProgress(Event)
+    progress = DeviceProgress()
     Event.device, Event.recorded = 5, 0
     for number in range(5):
         progress.launched(number)
@@ -87,7 +95,7 @@ def test_the_host_is_only_some_passes_ahead() -> None:
         return {}
 
     transport: Any = SimpleNamespace(start=lambda: None, sweep=lambda: None, unsent=list)
-    device = DeviceProgress(Event)
+    device = DeviceProgress()
     Executor(program, Wiring({}, {}, {}), Handlers({Kind.F: launch}), transport, Unmeasured(), device=device).begin()
     assert len(ahead) == 20 and max(ahead) == LEAD
 

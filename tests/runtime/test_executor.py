@@ -11,7 +11,7 @@ from pool import Pool
 
 from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
-from megatron.pipeline.runtime.executor import Executor, Handlers
+from megatron.pipeline.runtime.executor import Executor, Handlers, Job
 from megatron.pipeline.runtime.p2p import Channels, Tensors, Transport
 from megatron.pipeline.runtime.stage_passes import StagePasses
 from megatron.pipeline.runtime.wiring import wiring
@@ -157,9 +157,9 @@ def test_a_kind_needs_one_handler() -> None:
         def finish(self, started: Pass | Collective) -> None:
             done.append(f"finish {started}")
 
-    def handler(work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
-        assert (received, peers) == ({}, ())
-        done.append(str(work))
+    def handler(job: Job) -> Mapping[int, Tensors]:
+        assert (job.received, job.peers) == ({}, ())
+        done.append(str(job.work))
         return {}
 
     sums = Collective(Exchange.STATISTICS, 0)

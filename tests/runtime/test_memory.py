@@ -18,7 +18,7 @@ from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.kinds import MOST_WAITING
-from megatron.pipeline.schedule.core.passes import Pass, Vocabulary
+from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, linear, v
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.vocabulary import postponed
@@ -95,13 +95,14 @@ def test_a_spread_vocabulary_holds_a_microbatch_more_per_barrier(pool: Pool, sch
 
 def most_held(schedule: str, flags: tuple[str, ...]) -> tuple[list[int], int]:
     """Peak activation bytes of all ranks, and the most microbatches of which this one holds an embedding outside of a stage."""
+    from megatron.pipeline.runtime.executor import Job
     from megatron.pipeline.runtime.vocabulary import VocabularyPasses
 
     counts = []
     real = VocabularyPasses.run
 
-    def run(self: VocabularyPasses, work: Pass, *_: Any) -> dict[int, Any]:
-        made = real(self, work)
+    def run(self: VocabularyPasses, job: Job) -> dict[int, Any]:
+        made = real(self, job)
         counts.append(sum(one.embedding is not None for one in self._microbatches.values()))
         return made
 

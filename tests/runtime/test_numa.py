@@ -17,6 +17,7 @@ GPU = torch.device("cuda", 1)
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two nodes of four CPUs; this process may use CPUs 2 to 5."""
+    monkeypatch.setattr(numa, "_SYSTEM", tmp_path)
     properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     allowed = {2, 3, 4, 5}
@@ -39,38 +40,19 @@ def place(machine: Path, node: int) -> None:
 
 def test_binds_to_the_allowed_cpus_of_the_node(machine: Path) -> None:
     place(machine, 1)
-    assert numa.bind(GPU, machine) == "NUMA: bound to 2 CPUs of node 1, next to GPU 1 (0000:dc:00.0)"
+    assert numa.bind(GPU) == "NUMA: bound to 2 CPUs of node 1, next to GPU 1 (0000:dc:00.0)"
     assert os.sched_getaffinity(0) == {4, 5}
-    assert "nothing to bind: all 2 CPUs" in numa.bind(GPU, machine)
+    assert "nothing to bind: all 2 CPUs" in numa.bind(GPU)
     place(machine, 0)
-    assert "may not use the CPUs of node 0" in numa.bind(GPU, machine)
+    assert "may not use the CPUs of node 0" in numa.bind(GPU)
 
 
 def test_says_why_nothing_is_bound(machine: Path) -> None:
-    assert "FileNotFoundError" in numa.bind(GPU, machine)
+    assert "FileNotFoundError" in numa.bind(GPU)
     place(machine, -1)
-    assert "does not say which node GPU 1" in numa.bind(GPU, machine)
+    assert "does not say which node GPU 1" in numa.bind(GPU)
     assert "on the CPU" in numa.bind(torch.device("cpu"))
     assert os.sched_getaffinity(0) == {2, 3, 4, 5}
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_asks_torch_first(machine: Path, monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
-    binding = pytest.importorskip("torch.numa.binding", reason="this torch binds nothing itself")
-    place(machine, 1)
-    asked = []
-
-    def by_torch(**options: object) -> None:
-        asked.append(options["gpu_index"])
-        if not works:
-            raise RuntimeError
-        os.sched_setaffinity(0, {5})
-
-    monkeypatch.setattr(binding, "_maybe_apply_numa_binding_to_current_process", by_torch)
-    monkeypatch.setattr(numa, "_SYSTEM", machine)
-    monkeypatch.setattr(numa.shutil, "which", lambda _: "numactl")
-    assert f"bound to {1 if works else 2} CPUs" in numa.bind(GPU, machine)
-    assert asked == [1]
 
 
 def test_reads_lists_of_cpus() -> None:

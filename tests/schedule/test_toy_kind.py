@@ -19,7 +19,7 @@ import torch
 
 from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
-from megatron.pipeline.runtime.executor import Executor, Handlers
+from megatron.pipeline.runtime.executor import Executor, Handlers, Job
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -68,9 +68,10 @@ class Sleeping:
         self.ran: dict[Pass, tuple[float, float]] = {}
         self.handlers = Handlers(dict.fromkeys((Kind.F, Kind.B, Kind.W), self.compute), {C: self})
 
-    def compute(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
-        self._sleep(work, self._costs.seconds(work.kind) / (2 if work.kind is Kind.F else 1))
-        return {peer: [torch.ones(1)] for peer in peers}
+    def compute(self, job: Job) -> Mapping[int, Tensors]:
+        kind = job.work.kind
+        self._sleep(job.work, self._costs.seconds(kind) / (2 if kind is Kind.F else 1))
+        return {peer: [torch.ones(1)] for peer in job.peers}
 
     def start(self, work: Pass) -> None:
         self._running[work] = self._lane.submit(self._sleep, work, self._costs.seconds(work.kind))

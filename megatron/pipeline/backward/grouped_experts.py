@@ -38,24 +38,19 @@ def gmm(tokens: torch.Tensor, weights: torch.Tensor, tokens_per_expert: torch.Te
     return result
 
 
-def forward_without_tokens(experts: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
-    """GroupedMLP's forward for a microbatch in which no token comes to this rank's experts.
+def patched_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """GroupedMLP's forward, which also submits the weight tasks of microbatches of which no token comes to this rank's experts.
 
     Upstream multiplies nothing with all weights, so that they have gradients even so; by ``gmm``, W has them.
     """
-    first = experts.weight1.view(experts.num_local_experts, experts.config.hidden_size, -1)
-    second = experts.weight2.view(experts.num_local_experts, -1, experts.config.hidden_size)
-    hidden = experts.activation_func_with_probs(gmm(tokens, first, tokens_per_expert), probs.unsqueeze(-1))
-    return gmm(hidden, second, tokens_per_expert), None
-
-
-def patched_forward(upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """GroupedMLP's forward, which also submits the weight tasks of microbatches without tokens."""
 
     def forward(self: Any, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
-        if tokens.size(0) == 0 and weight_tasks.is_prepared(self.weight1):
-            return forward_without_tokens(self, tokens, tokens_per_expert, probs)
-        return upstream(self, tokens, tokens_per_expert, probs)
+        if tokens.size(0) or not weight_tasks.is_prepared(self.weight1):
+            return upstream(self, tokens, tokens_per_expert, probs)
+        first = self.weight1.view(self.num_local_experts, self.config.hidden_size, -1)
+        second = self.weight2.view(self.num_local_experts, -1, self.config.hidden_size)
+        hidden = self.activation_func_with_probs(gmm(tokens, first, tokens_per_expert), probs.unsqueeze(-1))
+        return gmm(hidden, second, tokens_per_expert), None
 
     return forward
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,9 +27,10 @@ def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.Process
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, tuple(ranks))
-    mine = None
+    world: Any = torch.distributed.group.WORLD
+    timeout, mine = world._get_backend(this_device()).options._timeout, None
     for wanted in sorted(set(filter(None, everyone))):
-        group = torch.distributed.new_group(list(wanted), timeout=_timeout_of_world(), **options)
+        group = torch.distributed.new_group(list(wanted), timeout=timeout, **options)
         if wanted == tuple(ranks):
             mine = group
     return mine
@@ -108,8 +108,3 @@ def _outside_of_allocator() -> int:
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
 
-
-def _timeout_of_world() -> timedelta:
-    world: Any = torch.distributed.group.WORLD
-    timeout: timedelta = world._get_backend(this_device()).options._timeout
-    return timeout

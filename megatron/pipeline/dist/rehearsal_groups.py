@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -83,42 +83,36 @@ def _make(options: Any, _: Any) -> Any:
     return HostGroup(options.group_rank, options.group_size, options.timeout, gloo, [present.index(rank) for rank in acting])
 
 
-class _Waitable(Protocol):
-    def wait(self) -> object: ...
-
-    def is_completed(self) -> bool: ...
-
-
 class _Work:
     """A collective under way.
 
     Args:
-        work: gloo's; None if no other rank takes part.
+        works: gloo's; none if no other rank takes part: then it ends at once.
         finish: brings what came to where it belongs; called once.
         delay: has passed when the collective would be over.
     """
 
-    def __init__(self, work: _Waitable | None, finish: Callable[[], None], delay: _Delay) -> None:
-        self._work, self._finish, self._delay = work, finish, delay
-        self._finished = False
+    def __init__(self, works: Sequence[Any], finish: Callable[[], None], delay: _Delay) -> None:
+        self._works, self._finish, self._delay = works, finish, delay
+        if not works:
+            self._end()
 
     def wait(self, *_: Any) -> bool:
-        if self._work is not None and not self._finished:
-            self._work.wait()
+        for work in self._works:
+            work.wait()
         self._end()
         self._delay.wait()
         return True
 
     def is_completed(self) -> bool:
-        if not self._finished and self._work is not None and not self._work.is_completed():
+        if not all(work.is_completed() for work in self._works):
             return False
         self._end()
         return self._delay.is_over()
 
     def _end(self) -> None:
-        if not self._finished:
-            self._finished = True
-            self._finish()
+        self._finish()
+        self._works, self._finish = (), lambda: None
 
 
 class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
@@ -282,10 +276,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
 
     def _work(self, works: Sequence[Any], finish: Callable[[], None], what: str, size: float) -> _Work:
         seconds = self.price(what, size, self.size()) if self.price else 0.0
-        work = _Work(_Together(works) if works else None, finish, self._delay(seconds))
-        if not works:
-            work._end()
-        return work
+        return _Work(works, finish, self._delay(seconds))
 
     def _delay(self, seconds: float) -> _Delay:
         """Collectives of a group run one after another."""
@@ -295,18 +286,6 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
             return _DeviceDelay(seconds, f"absent ranks of {id(self)}")
         self._free_at = max(self._free_at, time.perf_counter()) + seconds
         return _Delay(self._free_at)
-
-
-class _Together:
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 class _Delay:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -17,17 +15,12 @@ from megatron.pipeline.schedule.lower.posting import LEAD
 
 
 class DeviceProgress:
-    """The operations of one iteration whose end the device has yet to reach. ``current`` may be asked from another thread.
+    """The operations of one iteration whose end the device has yet to reach. ``current`` may be asked from another thread."""
 
-    Args:
-        make_event: returns an event with ``record``, ``query`` and ``synchronize``.
-    """
-
-    def __init__(self, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
-        self._make_event = make_event
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._launched: deque[tuple[int, Any]] = deque()
-        self._passes: deque[Any] = deque(maxlen=LEAD)  # the ends of the last ones
+        self._launched: deque[tuple[int, torch.cuda.Event]] = deque()
+        self._passes: deque[torch.cuda.Event] = deque(maxlen=LEAD)  # the ends of the last ones
 
     def catch_up(self) -> None:
         """Have the host wait until the device has no more than ``LEAD - 1`` passes to end; called before each pass.
@@ -44,7 +37,7 @@ class DeviceProgress:
             number: grows from operation to operation.
             is_pass: whether it computes, and does not wait.
         """
-        event = self._make_event()
+        event = torch.cuda.Event()
         event.record()
         if is_pass:
             self._passes.append(event)

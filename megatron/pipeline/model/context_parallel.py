@@ -68,19 +68,19 @@ class _GatherSequence(torch.autograd.Function):
         ranks = group.size()
         gathered = local.new_empty((ranks * local.size(0), *local.shape[1:]))
         torch.distributed.all_gather_into_tensor(gathered, local.contiguous(), group=group)
-        chunks = gathered.chunk(2 * ranks)  # of rank 0, of rank 1, ...
-        return torch.cat([chunks[place] for place in _places(ranks)])
+        chunks = dict(zip(_order(ranks), gathered.chunk(2 * ranks), strict=True))
+        return torch.cat([chunks[number] for number in range(2 * ranks)])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         ranks = ctx.group.size()
         chunks = gradient.chunk(2 * ranks)
-        by_rank = torch.cat([chunks[number] for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)])
+        by_rank = torch.cat([chunks[number] for number in _order(ranks)])
         local = by_rank.new_empty((by_rank.size(0) // ranks, *by_rank.shape[1:]))
         torch.distributed.reduce_scatter_tensor(local, by_rank, group=ctx.group)
         return local, None
 
 
-def _places(ranks: int) -> list[int]:
-    """For every chunk of the sequence, its place among the chunks of rank 0, rank 1, and so on."""
-    return [2 * chunk if chunk < ranks else 2 * (2 * ranks - 1 - chunk) + 1 for chunk in range(2 * ranks)]
+def _order(ranks: int) -> list[int]:
+    """The chunks of rank 0, of rank 1, and so on."""
+    return [number for rank in range(ranks) for number in (rank, 2 * ranks - 1 - rank)]

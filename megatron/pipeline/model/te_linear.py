@@ -56,9 +56,7 @@ def delay_weight_gradients(config: TransformerConfig) -> None:
         ValueError: as ``check_version``, or ``unsupported.UNSUPPORTED`` has a setting, such as ``tp_comm_overlap``.
     """
     check_version()
-    if refused := unsupported.reason(config, in_config=True):
-        setting, reason = refused
-        raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
+    unsupported.refuse(config)
     config.delay_wgrad_compute = True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -14,16 +14,15 @@ import torch
 
 from megatron.pipeline.record.report import Report
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
-from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass
-from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
 _REMADE = 1.05  # times what F holds: a B that leaves more makes activations again; up to that the two are taken to be as much
 _Kind = TypeVar("_Kind", StageCosts, VocabularyCosts)
 
 
-def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -> Costs:
-    """The costs of every stage, for one microbatch: medians over its passes.
+def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
+    """The costs of every stage, for one microbatch: medians over its passes. Hops and collectives: ``agree``.
 
     Where every backward is fused, only the sum of B and W is measured: half of it counts as B and half as W, and no memory
     counts as freed before W.
@@ -32,44 +31,46 @@ def measured_costs(timed: Sequence[Report], counted: Report, hop: float = 0.0) -
         timed: for the seconds.
         counted: for the bytes. All reports are of schedules on one placement, with one number of slices; how many
             microbatches each has does not matter.
-        hop: seconds.
     """
     schedule = counted.schedule
-    samples: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for report in timed:
-        for rank, record in enumerate(report.ranks):
-            braided = _braided(work for work, _, _ in record.passes)
-            for work, start, end in record.passes:
-                if work in braided:
-                    continue
-                samples[_where(schedule, rank, work), work.kind].append(end - start)
-    changes: dict[tuple[int, Kind], list[float]] = defaultdict(list)
-    for rank, record in enumerate(counted.ranks):
-        before = (0, *record.held)
-        braided = _braided(work for work, _, _ in record.passes)
-        for (work, _, _), held, earlier in zip(record.passes, record.held, before, strict=False):
-            if work in braided:
-                continue
-            changes[_where(schedule, rank, work), work.kind].append(held - earlier)
+    seconds = _medians((place, kind, seconds) for report in timed for place, kind, seconds, _ in _alone(report))
+    changes = _medians((place, kind, change) for place, kind, _, change in _alone(counted))
     stages = [
         _stage(
-            {kind: schedule.splits * statistics.median(samples[stage, kind]) for kind in Kind if samples[stage, kind]},
-            {kind: schedule.splits * statistics.median(changes[stage, kind]) for kind in Kind if changes[stage, kind]},
+            {kind: schedule.splits * value for kind, value in seconds[stage].items()},
+            {kind: schedule.splits * value for kind, value in changes[stage].items()},
         )
         for stage in range(schedule.placement.last_stage + 1)
     ]
     stages = _as_movable_as_others(stages)
     if schedule.vocabulary is None:
-        return Costs(tuple(stages), hop)
-    seconds: dict[str, float] = {str(kind): statistics.median(samples[_SHARDS, kind]) for kind in VOCABULARY_KINDS}
-    kept = max(0.0, statistics.median(changes[_SHARDS, Kind.S]))
-    return Costs(tuple(stages), hop, VocabularyCosts(**seconds, activation=kept, ranks=schedule.ranks))
+        return Costs(tuple(stages))
+    shards: dict[str, float] = {str(kind): seconds[_SHARDS][kind] for kind in VOCABULARY_KINDS}
+    kept = max(0.0, changes[_SHARDS][Kind.S])
+    return Costs(tuple(stages), vocabulary=VocabularyCosts(**shards, activation=kept, ranks=schedule.ranks))
 
 
-def _braided(passes: Iterable[Pass]) -> set[Pass]:
-    """The halves of braids: what each of them takes is not measured. Every stage has a forward and a backward that run alone, the
-    first and the last."""
-    return {half for first, second in pairwise(passes) if second.kind.row.braided for half in (first, second)}
+def _alone(report: Report) -> Iterator[tuple[int, Kind, float, int]]:
+    """The stage and kind of every pass, its seconds, and how many bytes more are held at its end than before it.
+
+    Not of the halves of braids: what each of them takes is not measured. Every stage has a forward and a backward that run
+    alone, the first and the last.
+    """
+    for rank, record in enumerate(report.ranks):
+        braids = ((first.work, second.work) for first, second in pairwise(record.passes) if second.work.kind.row.braided)
+        halves = set(itertools.chain.from_iterable(braids))
+        for (work, start, end), held, before in zip(record.passes, record.held, (0, *record.held), strict=False):
+            if work not in halves:
+                place = _SHARDS if work.kind.is_of_vocabulary else report.schedule.placement.stage(rank, work.chunk)
+                yield place, work.kind, end - start, held - before
+
+
+def _medians(samples: Iterable[tuple[int, Kind, float]]) -> dict[int, dict[Kind, float]]:
+    """By stage and kind."""
+    found: dict[int, dict[Kind, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for place, kind, value in samples:
+        found[place][kind].append(value)
+    return {place: {kind: statistics.median(values) for kind, values in kinds.items()} for place, kinds in found.items()}
 
 
 def _as_movable_as_others(stages: list[StageCosts]) -> list[StageCosts]:
@@ -79,10 +80,6 @@ def _as_movable_as_others(stages: list[StageCosts]) -> list[StageCosts]:
     if not whole:
         return stages
     return [replace(stage, movable=stage.activation * moved / whole) if stage.movable is None else stage for stage in stages]
-
-
-def _where(schedule: Schedule, rank: int, work: Pass) -> int:
-    return _SHARDS if work.kind.is_of_vocabulary else schedule.placement.stage(rank, work.chunk)
 
 
 def _stage(seconds: dict[Kind, float], changed: dict[Kind, float]) -> StageCosts:

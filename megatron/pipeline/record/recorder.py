@@ -47,7 +47,7 @@ class Record:
 
 
 class Unmeasured:
-    """A ``Recorder`` that measures nothing."""
+    """Measures nothing; ``Recorder`` does."""
 
     def measure(self, _: Pass) -> AbstractContextManager[None]:
         return nullcontext()
@@ -69,7 +69,7 @@ class Unmeasured:
         """Nothing to end."""
 
 
-class Recorder:
+class Recorder(Unmeasured):
     """Measures one iteration of this rank.
 
     On a GPU passes and waits are timed by events, without waiting for them, and are ranges for NVIDIA's profilers (NVTX).
@@ -105,7 +105,7 @@ class Recorder:
     @contextmanager
     def measure(self, work: Pass) -> Iterator[None]:
         """Time a pass; if it is a forward, count what it saves."""
-        with self._range(work):
+        with torch.cuda.nvtx.range(str(work)) if self._on_gpu else nullcontext():
             start = self._mark()
             if self._host and not self._on_gpu:
                 now = self._host()
@@ -134,10 +134,6 @@ class Recorder:
     def observing(self) -> AbstractContextManager[None]:
         """A context in which tensors that outlive their pass are counted (see ``memory.hold``)."""
         return self._meter.observing() if self._meter else nullcontext()
-
-    def finishing(self) -> AbstractContextManager[None]:
-        """A context for what ends the backwards after the last pass; it is not timed."""
-        return nullcontext()
 
     def end(self, copies: Iterable[tuple[Pass, Any, Any]] = ()) -> None:
         """The passes are over; what is allocated from here on, such as the optimizer's state, is no activation.
@@ -169,9 +165,6 @@ class Recorder:
 
     def _held(self) -> int:
         return self._meter.current if self._meter else _allocated() - self._allocated
-
-    def _range(self, work: Pass) -> AbstractContextManager[Any]:
-        return torch.cuda.nvtx.range(str(work)) if self._on_gpu else nullcontext()
 
     def _mark(self) -> Any:
         if not self._on_gpu:

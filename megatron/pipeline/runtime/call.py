@@ -141,9 +141,7 @@ class Call:
             )
         if self.config.overlap_moe_expert_parallel_comm and not self.forward_only:
             self._check_layer_plans(schedule)
-        if refused := unsupported.reason(self.config, in_config=True):
-            setting, reason = refused
-            raise ValueError(f"{setting} {reason}: switch it off, or use --pipeline-schedule stock")
+        unsupported.refuse(self.config)
 
     def _check_layer_plans(self, schedule: Schedule) -> None:
         if schedule.splits > 1 or schedule.vocabulary or schedule.has_copies:

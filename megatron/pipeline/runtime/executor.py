@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megatron.pipeline.health.device_progress import DeviceProgress
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.p2p import Tensors, Transport
 from megatron.pipeline.runtime.wiring import Wiring
 from megatron.pipeline.schedule.core.kinds import Exchange, Flow
@@ -31,22 +31,21 @@ from megatron.pipeline.schedule.lower.program import (
     pass_of,
 )
 
-# Computes a pass, from the tensors that came from each rank, and returns the tensors for each rank in the last argument.
-Handler = Callable[[Pass, Mapping[int, Tensors], tuple[int, ...]], Mapping[int, Tensors]]
-# The same for two passes that run as one: what the first is given, what the second is given, and what takes the tensors of the
-# first as soon as they are made, while the second runs on; it returns those of the second.
-Braid = Callable[
-    [
-        Pass,
-        Mapping[int, Tensors],
-        tuple[int, ...],
-        Pass,
-        Mapping[int, Tensors],
-        tuple[int, ...],
-        Callable[[Mapping[int, Tensors]], None],
-    ],
-    Mapping[int, Tensors],
-]
+ByPeer = Mapping[int, Tensors]  # by the rank that tensors come from, or go to
+
+
+class Job(NamedTuple):
+    """A pass to compute, the tensors that it takes, and the ranks that take what it makes."""
+
+    work: Pass
+    received: ByPeer
+    peers: tuple[int, ...]
+
+
+Handler = Callable[[Job], ByPeer]  # computes a pass, and returns what it makes for each of its peers
+# The same for two passes that run as one: the function takes what the first makes, as soon as that is there and while the second
+# runs on; returned is what the second makes.
+Braid = Callable[[Job, Job, Callable[[ByPeer], None]], ByPeer]
 
 
 class Background(Protocol):
@@ -108,7 +107,7 @@ class Executor:
         wiring: Wiring,
         handlers: Handlers,
         transport: Transport,
-        recorder: Recorder | Unmeasured,
+        recorder: Unmeasured,
         around: Callable[[Pass], AbstractContextManager[None]] = lambda _: nullcontext(),
         device: DeviceProgress | None = None,
     ) -> None:
@@ -220,15 +219,13 @@ class Executor:
         if work.kind.row.braided:  # it has run with the pass before it
             return
         if braided is None:
-            self._hand_out(work, self._handlers.passes[work.kind](work, self._received_for(work), self._peers(work)))
+            self._hand_out(work, self._handlers.passes[work.kind](self._job(work)))
             return
         assert self._handlers.braid is not None, f"{braided} is braided, and nothing runs braids"
-        first, second = (self._received_for(half) for half in (work, braided))
         made = partial(self._send_within_braid, work)
-        gradients = self._handlers.braid(work, first, self._peers(work), braided, second, self._peers(braided), made)
-        self._hand_out(braided, gradients)
+        self._hand_out(braided, self._handlers.braid(self._job(work), self._job(braided), made))
 
-    def _send_within_braid(self, work: Pass, outputs: Mapping[int, Tensors]) -> None:
+    def _send_within_braid(self, work: Pass, outputs: ByPeer) -> None:
         """Send what the forward of a braid has made, while its backward runs on. The sends stand directly behind it; on a GPU
         they wait for the stream that is current here. Posted in batches, they start with the operation after them."""
         braid = self.position
@@ -238,17 +235,13 @@ class Executor:
             self._send(sending.message, sending.peer)
         self.position = braid
 
-    def _peers(self, work: Pass) -> tuple[int, ...]:
-        return tuple(peer for _, peer in self._wiring.makes.get(work, ()))
-
-    def _received_for(self, work: Pass) -> Mapping[int, Tensors]:
-        """What a pass takes, by the rank that it comes from."""
+    def _job(self, work: Pass) -> Job:
         received = {peer: self._take(message, peer) for message, peer in self._wiring.takes.get(work, ())}
         for message, peer in self._wiring.answers.get(work, ()):
             self.transport.finish(message, peer)  # its answer is here, so it has been received: this only takes note of it
-        return received
+        return Job(work, received, tuple(peer for _, peer in self._wiring.makes.get(work, ())))
 
-    def _hand_out(self, work: Pass, outputs: Mapping[int, Tensors]) -> None:
+    def _hand_out(self, work: Pass, outputs: ByPeer) -> None:
         """Keep what a pass has made for those that take it."""
         for message, peer in self._wiring.makes.get(work, ()):
             self._made[message, peer] = outputs[peer]

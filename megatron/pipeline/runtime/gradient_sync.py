@@ -44,7 +44,6 @@ class GradientSync:
         self._held.close()
 
     def around(self, work: Pass) -> AbstractContextManager[None]:
-        """The context a pass runs in."""
         return self._lifted() if work in self._completing else nullcontext()
 
     @contextmanager

@@ -22,7 +22,7 @@ from megatron.pipeline.patches import param_and_grad_buffer
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.executor import Executor
 from megatron.pipeline.runtime.gradient_sync import GradientSync
@@ -58,6 +58,7 @@ class _Attempt(NamedTuple):
     stages: ModelStages
     offloaded: InFlight | None
     executor: Executor
+    recorder: Unmeasured
     embedding: Any  # upstream's buffer of inputs of the output layer
 
 
@@ -78,19 +79,17 @@ class Iteration:
 
     Attributes:
         executor: runs the program; None before ``run``.
-        recorder: has measured the iteration, once it has run; None before.
         attempts: how many times the program has begun.
     """
 
     plan: Planned
     channels: Channels
-    record: Callable[[], Recorder | Unmeasured] = Unmeasured
+    record: Callable[[], Unmeasured] = Unmeasured
     posting: Posting = Posting.SINGLE
     resolve: Callable[[], ValidationResult] | None = None
     groups: Groups | None = None
     offloading: Offloading | None = None
     executor: Executor | None = field(default=None, init=False)
-    recorder: Recorder | Unmeasured | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
 
     def run(self, call: Call) -> list[Any]:
@@ -122,13 +121,12 @@ class Iteration:
                     return []
                 if result is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
-            assert self.recorder is not None
             with param_and_grad_buffer.together():
-                with sync, self.recorder.observing():
+                with sync, attempt.recorder.observing():
                     attempt.executor.finish()
-                self.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+                attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
                 if not call.forward_only:
-                    with self.recorder.finishing():
+                    with attempt.recorder.finishing():
                         self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
@@ -139,7 +137,7 @@ class Iteration:
         if not call.forward_only and config.finalize_model_grads_func is not None:
             chunk = call.chunks[plan.schedule.placement.home(plan.schedule.placement.last_stage)[1]]
             embedding = schedules.clear_embedding_activation_buffer(config, chunk, self._holds_output)
-        self.recorder = self.record()
+        recorder = self.record()
         program = plan.programs[rank]
         stages: ModelStages
         if plan.schedule.vocabulary:
@@ -155,13 +153,11 @@ class Iteration:
         device = next(call.chunks[0].parameters()).device
         transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, device, self.posting)
         progress = DeviceProgress() if device.type == "cuda" else None
-        self.executor = executor = Executor(
-            program, _wiring(plan, rank), handlers, transport, self.recorder, sync.around, progress
-        )
+        self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
         self.attempts += 1
-        with self.recorder.observing():
+        with recorder.observing():
             executor.begin()
-        return _Attempt(stages, offloaded, executor, embedding)
+        return _Attempt(stages, offloaded, executor, recorder, embedding)
 
     def situation(self, iterations: int) -> Situation:
         """Where this rank is, for a report of a failure. May be called from another thread.
@@ -191,7 +187,7 @@ class Iteration:
             raise ValueError(f"schedule {self.plan.schedule.name} copies activations to host memory: say with what (offloading)")
         # DDP has a list called ``buffers``.
         staying = (tensor for chunk in unwrap_model(list(chunks)) for tensor in (*chunk.parameters(), *chunk.buffers()))
-        return self.offloading.iteration(program, staying)
+        return InFlight(self.offloading, program, staying)
 
     def _finish_gradients(self, call: Call, attempt: _Attempt, reduces_late: bool) -> None:
         config = call.config

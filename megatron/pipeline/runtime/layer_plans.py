@@ -68,7 +68,6 @@ class LayerPlanStages(ModelStages):
         return Handlers({}, abandon=(self._forwards.clear,))
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        """The backward of a plan."""
         plan, gradient = self._before_backward(work, outputs, gradients)
         with _weights_at_their_place(work, plan):
             type(plan).run(None, plan, b_grad=gradient)

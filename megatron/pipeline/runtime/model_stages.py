@@ -24,6 +24,9 @@ class ModelStages:
 
     Args:
         iterators: of the data, to be read instead of the call's.
+
+    Attributes:
+        reported: what the loss function said of every microbatch; empty on ranks without the last stage.
     """
 
     def __init__(self, call: Call, schedule: Schedule, rank: int, iterators: Sequence[Any]) -> None:
@@ -34,7 +37,7 @@ class ModelStages:
         self._forwarded: set[int] = set()  # chunks that have run a forward
         self._asked: set[int] = set()  # chunks whose parameters have been asked for
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
-        self._reported: list[Any] = []
+        self.reported: list[Any] = []
         self._num_tokens = torch.zeros([], dtype=torch.int, device=next(call.chunks[0].parameters()).device)
 
     @property
@@ -43,37 +46,30 @@ class ModelStages:
         return Handlers({})
 
     @property
-    def reported(self) -> list[Any]:
-        """What the loss function said of every microbatch; empty on ranks without the last stage."""
-        return self._reported
-
-    @property
     def num_tokens(self) -> torch.Tensor:
         """How many tokens count, over all microbatches; 0 on ranks without the last stage."""
         return self._num_tokens
 
     def forward(self, work: Pass, inputs: Tensors, keep_graph: bool) -> Tensors:
-        """Upstream's forward step."""
         self._ask_for_parameters(work.chunk)
         first = work.chunk not in self._forwarded
         self._forwarded.add(work.chunk)
-        data = self._data(work, keep_graph)
+        data = self._data(work, keep_graph, again=False)
         complete = self._slices.completes(work)
         with nullcontext() if keep_graph else torch.no_grad():
-            outputs, num_tokens = self._forward_step(work, inputs, data, self._reported if complete else [], first)
+            outputs, num_tokens = self._forward_step(work, inputs, data, self.reported if complete else [], first)
         if self._config.calculate_per_token_loss and complete:
             self._num_tokens += num_tokens
         return outputs
 
     def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
         """The forward step once more; nothing is reported."""
-        outputs, _ = self._forward_step(work, inputs, self._data_again(work), [], first=False)
+        outputs, _ = self._forward_step(work, inputs, self._data(work, keep_graph=True, again=True), [], first=False)
         if not self._gives_loss(work):
             self.release(outputs)
         return outputs
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
-        """Upstream's backward step."""
         with self._slices.around(work):
             return schedules_patch.backward(inputs, outputs, gradients, self._config, self._chunks[work.chunk])
 
@@ -83,17 +79,15 @@ class ModelStages:
             # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
             schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
 
-    def _data(self, work: Pass, keep_graph: bool) -> Iterator[Any] | None:
-        """What a forward reads."""
+    def _data(self, work: Pass, keep_graph: bool, again: bool) -> Iterator[Any] | None:
+        """What a forward reads, or has read that runs again: one that keeps no graph notes it."""
+        if again:
+            read = self._read.pop((work.microbatch, work.chunk), None)
+            return None if read is None else iter(read)
         data = self._slices.iterator(work, self._iterators[work.chunk])
         if data is not None and not keep_graph:
             data = noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
         return data
-
-    def _data_again(self, work: Pass) -> Iterator[Any] | None:
-        """What a forward has read that is recomputed now."""
-        read = self._read.pop((work.microbatch, work.chunk), None)
-        return None if read is None else iter(read)
 
     def _gives_loss(self, work: Pass) -> bool:
         """Whether a forward returns the loss."""

@@ -8,8 +8,8 @@ is that of the programs, which both ends share. gloo needs no such care and gets
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Channels:
     up: Any
     down: Any
     shapes: Any = None
+    _connected: set[tuple[int, int]] = field(default_factory=set, init=False, compare=False)
 
     @classmethod
     def open(cls, pipeline: torch.distributed.ProcessGroup, variable_lengths: bool, max_ctas: int | None = None) -> Channels:
@@ -58,8 +59,8 @@ class Channels:
         shapes = new_group(members, backend="gloo") if variable_lengths else None
         return cls(ranks, pipeline.rank(), new_group(members, **options), new_group(members, **options), shapes)
 
-    def connect(self, pairs: Iterable[tuple[int, int]], posting: Posting) -> None:
-        """Make the communicators of messages between these ranks before the first pass; see ``groups.connect``.
+    def connect(self, pairs: Set[tuple[int, int]], posting: Posting) -> None:
+        """Make the communicators of messages between these ranks before the first pass, once; see ``groups.connect``.
 
         NCCL has one of its own for every pair of ranks, and one of the whole group for what is posted in batches, of which all
         ranks of the group must take part in the first use. Collective over the pipeline.
@@ -67,13 +68,15 @@ class Channels:
         Args:
             pairs: sender and receiver, ranks of the pipeline; the same on all ranks.
         """
-        if self.up is None or torch.distributed.get_backend(self.up) != "nccl":
+        new = pairs - self._connected
+        if not new or torch.distributed.get_backend(self.up) != "nccl":
             return
+        self._connected.update(new)
         with memory_noted("communicators for messages"):
             if posting is Posting.BATCHED:
                 connect(self.up)
                 connect(self.down)
-            for sender, receiver in sorted(pairs):  # in one order on all ranks: each host waits here for its peer
+            for sender, receiver in sorted(new):  # in one order on all ranks: each host waits here for its peer
                 group = self.group(sender, receiver)
                 if posting is Posting.SINGLE and self.rank in (sender, receiver):
                     number = torch.zeros(1, device=this_device())
@@ -94,11 +97,6 @@ class _Sending:
     requests: list[Any]
     tensors: Tensors
     when_sent: Callable[[], None]
-
-    def finish(self) -> None:
-        for request in self.requests:
-            request.wait()
-        self.when_sent()
 
 
 @dataclass
@@ -149,7 +147,6 @@ class Transport:
         return [self._buffer(shape) for shape in self._shapes[flow]]
 
     def receive(self, message: Message, peer: int) -> None:
-        """Post the buffers of a message."""
         receiving = _Receiving([], [], [])
         self._posted[message] = receiving
         if self._channels.shapes is None:
@@ -232,7 +229,9 @@ class Transport:
 
     def _finish_first(self, queue: deque[_Sending]) -> None:
         first = queue.popleft()
-        first.finish()
+        for request in first.requests:
+            request.wait()
+        first.when_sent()
         del self._unsent[first.message, first.peer]
 
     def _post_buffers(self, receiving: _Receiving, peer: int, shapes: Sequence[Shape]) -> None:

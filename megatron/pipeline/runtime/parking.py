@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-Tensors = Callable[[], Iterable[torch.Tensor]]
 _MIB = 2**20
 
 
@@ -24,22 +23,16 @@ class Parking:
 
     Args:
         tensors: what moves, asked every time that it leaves: optimizers make their state in their first step.
-        free: bytes that the device can give to this rank; None where that is not known.
     """
 
-    def __init__(self, tensors: Tensors, free: Callable[[], int | None] | None = None) -> None:
-        self._tensors, self._free = tensors, free or _free
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._tensors = tensors
         self._hosts: dict[int, torch.UntypedStorage] = {}  # by storage; pinned once
         self._away: dict[int, tuple[torch.UntypedStorage, int]] = {}  # with their bytes
 
-    @property
-    def resident(self) -> int:
-        """Bytes on the device."""
-        return sum(storage.nbytes() for storage in self._storages().values())
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's storage is one of those that move."""
-        return key(tensor) in self._storages()
+        return _key(tensor) in self._storages()
 
     def leave(self) -> None:
         """Move everything to host memory. What is there already stays there."""
@@ -47,7 +40,8 @@ class Parking:
             if size := storage.nbytes():
                 host = self._hosts.get(name)
                 if host is None or host.nbytes() != size:
-                    host = self._hosts[name] = _host_storage(size, pinned=storage.device.type == "cuda")
+                    pinned = storage.device.type == "cuda"
+                    host = self._hosts[name] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
                 host.copy_(storage, non_blocking=True)
                 self._away[name] = storage, size
         _synchronize()  # before the memory of a storage is freed, its copy is complete
@@ -64,7 +58,7 @@ class Parking:
             DoesNotFit: the device has less memory than this rank needs; says how much is missing.
         """
         needed = sum(size for _, size in self._away.values())
-        free = self._free()
+        free = _free()
         if free is not None and needed > free:
             raise DoesNotFit(
                 f"weights, gradients and optimizer state of this rank are {needed / _MIB:,.1f} MiB, and the device has "
@@ -79,10 +73,10 @@ class Parking:
         self._away.clear()
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        return {key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
+        return {_key(tensor): tensor.untyped_storage() for tensor in self._tensors()}
 
 
-def key(tensor: torch.Tensor) -> int:
+def _key(tensor: torch.Tensor) -> int:
     """What names a tensor's storage as long as it lives, wherever its memory lies."""
     return tensor.untyped_storage()._cdata
 
@@ -117,12 +111,8 @@ def _with_gradients(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
             yield gradient
 
 
-def _host_storage(size: int, pinned: bool) -> torch.UntypedStorage:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-
-
 def _free() -> int | None:
-    """Of the GPU, and what torch keeps for this process without using it; None on a CPU."""
+    """Bytes that a GPU can give to this rank: its own, and what torch keeps for this process without using it; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     free, _ = torch.cuda.mem_get_info()

@@ -72,7 +72,6 @@ class Pipeline(Plans):
         self._turns = cache(Turns.open) if rehearses else None
         self._parks = parks
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
-        self._connected: set[tuple[int, int]] = set()  # sender and receiver, whose communicators are there
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -131,11 +130,11 @@ class Pipeline(Plans):
         copies, reruns = plan.schedule.has_copies, plan.schedule.reruns
         te_linear.check_quantized(call.config, copies, counted, steps_ahead=self._resolve is not None, reruns=reruns)
 
-        def record() -> Recorder | Unmeasured:
+        def record() -> Unmeasured:
             return self._in_turns(self._record(call.chunks, plan) if measured else Unmeasured())
 
         channels = self._channels_of(call.pipeline, call.config.variable_seq_lengths)
-        self._connect(channels, plan)
+        channels.connect(_messages(plan), self._posting)
         self._iterations += 1
         self._iteration = Iteration(
             plan,
@@ -208,14 +207,7 @@ class Pipeline(Plans):
         expected = _simulated_span(report.schedule, self.costs)
         return report.timeline.span / expected if expected else None
 
-    def _connect(self, channels: Channels, plan: Planned) -> None:
-        """Make the communicators that a plan is the first to use."""
-        sends = ((rank, one.peer) for rank, program in enumerate(plan.programs) for one in program if isinstance(one, Send))
-        if new := set(sends) - self._connected:
-            channels.connect(new, self._posting)
-            self._connected |= new
-
-    def _in_turns(self, recorder: Recorder | Unmeasured) -> Recorder | Unmeasured:
+    def _in_turns(self, recorder: Unmeasured) -> Unmeasured:
         return InTurns(recorder, self._turns()) if self._turns else recorder
 
     def _record(self, model: Any, plan: Planned | None = None) -> Recorder:
@@ -234,6 +226,12 @@ def _title(microbatches: int, forward_only: bool) -> str:
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same schedule
 def _simulated_span(schedule: Schedule, costs: Costs) -> float:
     return simulate(schedule, costs).span
+
+
+@lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan
+def _messages(plan: Planned) -> frozenset[tuple[int, int]]:
+    """Sender and receiver of all messages, as ranks of the pipeline."""
+    return frozenset((rank, one.peer) for rank, program in enumerate(plan.programs) for one in program if isinstance(one, Send))
 
 
 @lru_cache(maxsize=4)  # asked in every iteration, mostly of the same plan

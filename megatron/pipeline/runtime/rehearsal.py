@@ -8,7 +8,7 @@ import resource
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +37,9 @@ class Passes:
     stage: int | None
     rank: int
     count: int
-    median: float
-    least: float
-    most: float
+    median_seconds: float
+    least_seconds: float
+    most_seconds: float
 
 
 @dataclass(frozen=True)
@@ -98,11 +98,7 @@ class Rehearsal:
                 "iteration_seconds": self.seconds(self.stock.timeline),
                 "bubble_rate": self.stock.timeline.makespan_bubble_rate,
             },
-            "passes": [
-                {"kind": str(one.kind), "stage": one.stage, "rank": one.rank, "count": one.count}
-                | {"median_seconds": one.median, "least_seconds": one.least, "most_seconds": one.most}
-                for one in self.passes
-            ],
+            "passes": [asdict(one) for one in self.passes],
             "ranks": ranks,
             "placement": self.report.schedule.placement.stages,
             "timeline": json.loads(self.timeline.to_json()),
@@ -121,7 +117,7 @@ class Rehearsal:
         heads = ["rank", "stage", "pass", "ms, median", "least", "most", "passes"]
         rows = [
             [str(one.rank), "-" if one.stage is None else str(one.stage), str(one.kind)]
-            + [f"{1e3 * seconds:.4g}" for seconds in (one.median, one.least, one.most)]
+            + [f"{1e3 * seconds:.4g}" for seconds in (one.median_seconds, one.least_seconds, one.most_seconds)]
             + [str(one.count)]
             for one in self.passes
         ]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.record.memory import hold
-from megatron.pipeline.runtime.executor import Handlers
+from megatron.pipeline.runtime.executor import ByPeer, Handlers, Job
 from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
@@ -73,12 +73,11 @@ class StagePasses:
         computed = (operation.work for operation in program if isinstance(operation, Compute))
         self._recomputed = {work[1:3] for work in computed if work.kind is Kind.R}
         # By microbatch and chunk: what came from each rank, the inputs, and the outputs.
-        self._graphs: dict[tuple[int, int], tuple[Mapping[int, Tensors], Tensors, Tensors]] = {}
+        self._graphs: dict[tuple[int, int], tuple[ByPeer, Tensors, Tensors]] = {}
         self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
 
     @property
     def handlers(self) -> Handlers:
-        """For the executor."""
         backward = dict.fromkeys((kind for kind in Kind if kind.sends_gradient), self.backward)
         passes = {Kind.F: self.forward, Kind.R: self.recompute, **backward, Kind.W: self.weight}
         handlers = Handlers(passes, release=self._stages.release, abandon=(self._graphs.clear,), braid=self.braid)
@@ -86,73 +85,55 @@ class StagePasses:
             return handlers
         return handlers.joined(Handlers({}, dict.fromkeys(COPY_KINDS, self._offloaded), abandon=(self._offloaded.abandon,)))
 
-    def forward(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
+    def forward(self, job: Job) -> ByPeer:
         """F: the same outputs for every peer."""
-        inputs, keep_graph = self._inputs(received), self._keeps_graph(work)
-        with self._capturing(work, keep_graph):
+        work, inputs, keep_graph = job.work, _inputs(job), self._keeps_graph(job)
+        with self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext():
             outputs = self._stages.forward(work, inputs, keep_graph)
-        self._keep(work, received, inputs, outputs)
-        return dict.fromkeys(peers, outputs)
+        return self._keep(job, inputs, outputs)
 
-    def recompute(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
-        """R."""
-        received, inputs, _ = self._graphs[work[1:3]]
-        self._graphs[work[1:3]] = received, inputs, self._stages.recompute(work, inputs)
+    def recompute(self, job: Job) -> ByPeer:
+        received, inputs, _ = self._graphs[job.work[1:3]]
+        self._graphs[job.work[1:3]] = received, inputs, self._stages.recompute(job.work, inputs)
         return {}
 
-    def backward(self, work: Pass, received: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
+    def backward(self, job: Job) -> ByPeer:
         """B, which leaves weight gradients to W, and BW: to each peer the gradient by what came from it."""
-        sources, inputs, outputs = self._graphs.pop(work[1:3])
-        with self._leaving_weights(work):
-            input_gradients = self._stages.backward(work, inputs, outputs, _sum(received.values()))
-        return _by_peer(input_gradients, sources, peers)
+        sources, inputs, outputs = self._graphs.pop(job.work[1:3])
+        with self._leaving_weights(job.work):
+            input_gradients = self._stages.backward(job.work, inputs, outputs, _sum(job.received.values()))
+        return _by_peer(input_gradients, sources, job.peers)
 
-    def braid(
-        self,
-        work: Pass,
-        received: Mapping[int, Tensors],
-        peers: tuple[int, ...],
-        other: Pass,
-        other_received: Mapping[int, Tensors],
-        other_peers: tuple[int, ...],
-        made: Callable[[Mapping[int, Tensors]], None],
-    ) -> Mapping[int, Tensors]:
-        """F and the backward of another microbatch or chunk as one unit: with the arguments of ``forward``, then those of
-        ``backward``. ``made`` takes what ``forward`` returns; returned is what ``backward`` returns. One runs after the other
-        where the stages have no braids, or F keeps no graph."""
+    def braid(self, job: Job, other: Job, made: Callable[[ByPeer], None]) -> ByPeer:
+        """F and the backward of another microbatch or chunk as one unit: ``made`` takes what ``forward`` returns, and the caller
+        what ``backward`` returns. One runs after the other where the stages have no braids, or F keeps no graph."""
         stages = self._stages
-        if not (isinstance(stages, BraidedStages) and self._keeps_graph(work)):
-            made(self.forward(work, received, peers))
-            return self.backward(other, other_received, other_peers)
-        inputs = self._inputs(received)
-        sources, kept, outputs = self._graphs.pop(other[1:3])
+        if not (isinstance(stages, BraidedStages) and self._keeps_graph(job)):
+            made(self.forward(job))
+            return self.backward(other)
+        inputs = _inputs(job)
+        sources, kept, outputs = self._graphs.pop(other.work[1:3])
+        gradients = _sum(other.received.values())
+        with self._leaving_weights(other.work):
+            gradients = stages.braid(
+                job.work, inputs, other.work, kept, outputs, gradients, lambda outputs: made(self._keep(job, inputs, outputs))
+            )
+        return _by_peer(gradients, sources, other.peers)
 
-        def forwarded(outputs: Tensors) -> None:
-            self._keep(work, received, inputs, outputs)
-            made(dict.fromkeys(peers, outputs))
-
-        with self._leaving_weights(other):
-            gradients = stages.braid(work, inputs, other, kept, outputs, _sum(other_received.values()), forwarded)
-        return _by_peer(gradients, sources, other_peers)
-
-    def weight(self, work: Pass, _received: Mapping[int, Tensors], _peers: tuple[int, ...]) -> Mapping[int, Tensors]:
-        """W."""
-        run_weights(self._weights.pop(work[1:3]))
+    def weight(self, job: Job) -> ByPeer:
+        run_weights(self._weights.pop(job.work[1:3]))
         return {}
 
-    @staticmethod
-    def _inputs(received: Mapping[int, Tensors]) -> Tensors:
-        return [tensor for tensors in received.values() for tensor in tensors] or [None]
+    def _keeps_graph(self, job: Job) -> bool:
+        return job.work[1:3] not in self._recomputed
 
-    def _keeps_graph(self, work: Pass) -> bool:
-        return work[1:3] not in self._recomputed
-
-    def _keep(self, work: Pass, received: Mapping[int, Tensors], inputs: Tensors, outputs: Tensors) -> None:
-        """Keep what the backward of a forward needs."""
+    def _keep(self, job: Job, inputs: Tensors, outputs: Tensors) -> ByPeer:
+        """Keep what the backward of a forward needs; the outputs for every peer."""
         if self._offloaded:
-            self._offloaded.adopt(work, inputs)
+            self._offloaded.adopt(job.work, inputs)
         if self._keep_graphs:
-            self._graphs[work[1:3]] = received, inputs, outputs if self._keeps_graph(work) else []
+            self._graphs[job.work[1:3]] = job.received, inputs, outputs if self._keeps_graph(job) else []
+        return dict.fromkeys(job.peers, outputs)
 
     @contextmanager
     def _leaving_weights(self, work: Pass) -> Iterator[None]:
@@ -165,11 +146,12 @@ class StagePasses:
             yield
         self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
 
-    def _capturing(self, work: Pass, keep_graph: bool) -> AbstractContextManager[None]:
-        return self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext()
+
+def _inputs(job: Job) -> Tensors:
+    return [tensor for tensors in job.received.values() for tensor in tensors] or [None]
 
 
-def _by_peer(gradients: Tensors, sources: Mapping[int, Tensors], peers: tuple[int, ...]) -> Mapping[int, Tensors]:
+def _by_peer(gradients: Tensors, sources: ByPeer, peers: tuple[int, ...]) -> ByPeer:
     """To each peer the gradients by the tensors that came from it."""
     rest = iter(gradients)
     by_peer = {peer: [next(rest) for _ in tensors] for peer, tensors in sources.items()}

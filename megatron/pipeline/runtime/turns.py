@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from megatron.pipeline.dist.groups import new_group
 from megatron.pipeline.record.clock import undisturbed
-from megatron.pipeline.record.recorder import Recorder, Unmeasured
+from megatron.pipeline.record.recorder import Unmeasured
 from megatron.pipeline.runtime.parking import Parking, state_of
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.lower.program import Collective, Message
@@ -94,8 +94,7 @@ class Turns:
             with self._not_counted():
                 if torch.cuda.is_available():
                     torch.cuda.current_stream().synchronize()
-                self._park()
-                self._meet()
+                self._leave()
         finally:
             with self._not_counted():
                 self._end()
@@ -165,8 +164,7 @@ class Turns:
         assert not keywords.get("async_op"), "a collective over stages that outlives the turn cannot be given up for"
         assert self.parking is not None
         carried = tensor.clone() if self.parking.holds(tensor) else tensor
-        self._park()
-        self._meet()
+        self._leave()
         self._end()
         found = function(carried, *arguments, **keywords)
         self._begin()
@@ -187,9 +185,11 @@ class Turns:
             self._end()
             raise
 
-    def _park(self) -> None:
+    def _leave(self) -> None:
+        """Park, and wait until all that share the turn have."""
         if self.parking:
             self.parking.leave()
+        self._meet()
 
     def _end(self) -> None:
         self._has_turn = False
@@ -245,7 +245,7 @@ def _sharing_passes() -> torch.distributed.ProcessGroup | None:
 class InTurns(Unmeasured):
     """What measures an iteration, or does not, with every pass in a turn."""
 
-    def __init__(self, recorder: Recorder | Unmeasured, turns: Turns) -> None:
+    def __init__(self, recorder: Unmeasured, turns: Turns) -> None:
         self._recorder, self._turns = recorder, turns
 
     @contextmanager

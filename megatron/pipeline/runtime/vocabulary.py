@@ -27,8 +27,9 @@ from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.record.memory import hold
 from megatron.pipeline.runtime.call import Call
+from megatron.pipeline.runtime.executor import Job
 from megatron.pipeline.runtime.p2p import Tensors
-from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Collective, Exchange
 
@@ -157,8 +158,9 @@ class VocabularyPasses:
         self.reported: list[Any] = []
         self.num_tokens: torch.Tensor | int = 0
 
-    def run(self, work: Pass, *_: Any) -> dict[int, Tensors]:
+    def run(self, job: Job) -> dict[int, Tensors]:
         """Run one pass of the shard. It makes no messages: collectives carry its results."""
+        work = job.work
         if work.kind is Kind.IF:
             self._microbatches[work.microbatch] = self._read()
         one = self._microbatches[work.microbatch]
@@ -185,7 +187,6 @@ class VocabularyPasses:
         return {}
 
     def start(self, collective: Collective) -> None:
-        """Start this rank's part in a collective."""
         one = self._microbatches[collective.microbatch]
         first, last = self._roots
         pipeline = self._groups.pipeline
@@ -215,7 +216,6 @@ class VocabularyPasses:
         self._works[collective] = work
 
     def finish(self, collective: Collective) -> None:
-        """Wait for a collective; on a GPU the stream of the passes waits, not the host."""
         self._works.pop(collective).wait()
         one = self._microbatches.get(collective.microbatch)
         if one is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.executor import Handler, Handlers
+from megatron.pipeline.runtime.executor import Handler, Handlers, Job
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.vocabulary import Groups, VocabularyPasses
@@ -23,18 +23,15 @@ class VocabularyStages(ModelStages):
     def __init__(self, call: Call, schedule: Schedule, rank: int, iterators: Sequence[Any], groups: Groups) -> None:
         super().__init__(call, schedule, rank, iterators)
         self._vocabulary = VocabularyPasses(call, schedule, rank, iterators[0], groups)
+        # As without shards, although every rank knows all losses.
+        if rank == schedule.placement.home(schedule.placement.last_stage)[0]:
+            self.reported = self._vocabulary.reported
 
     @property
     def handlers(self) -> Handlers:
-        """For the executor."""
         vocabulary = self._vocabulary
         passes: dict[Kind, Handler] = {**dict.fromkeys(VOCABULARY_KINDS, vocabulary.run), Kind.IF: self._look_up}
         return Handlers(passes, dict.fromkeys(Exchange, vocabulary), abandon=(vocabulary.abandon,))
-
-    @property
-    def reported(self) -> list[Any]:
-        """As without shards, though every rank knows all losses."""
-        return self._vocabulary.reported if self._rank == self._placement.home(self._placement.last_stage)[0] else []
 
     @property
     def num_tokens(self) -> torch.Tensor:
@@ -45,7 +42,7 @@ class VocabularyStages(ModelStages):
         self._hand_embedding_over(work, again=not keep_graph)
         outputs = super().forward(work, inputs, keep_graph)
         if self._is_last(work):
-            output = outputs[0]
+            [output] = outputs
             assert output is not None
             self._vocabulary.offer(work.microbatch, output)
             self.release(outputs)
@@ -57,23 +54,20 @@ class VocabularyStages(ModelStages):
 
     def backward(self, work: Pass, inputs: Tensors, outputs: Tensors, gradients: Tensors) -> Tensors:
         if self._is_last(work):
-            output = outputs[0]
+            [output] = outputs
             assert output is not None
             gradients = [self._vocabulary.output_gradient(work.microbatch, output.dtype)]
         return super().backward(work, inputs, outputs, gradients)
 
-    def _look_up(self, work: Pass, *_: Any) -> dict[int, Tensors]:
+    def _look_up(self, job: Job) -> dict[int, Tensors]:
         self._ask_for_parameters(0)  # the first chunk has the shard
-        return self._vocabulary.run(work)
+        return self._vocabulary.run(job)
 
     def _hand_embedding_over(self, work: Pass, again: bool) -> None:
         if self._placement.is_first(self._placement.stage(self._rank, work.chunk)):
             self._vocabulary.arrive(work.microbatch, again)
 
-    def _data(self, work: Pass, keep_graph: bool) -> Iterator[Any] | None:
-        return self._vocabulary.batch(work.microbatch)
-
-    def _data_again(self, work: Pass) -> Iterator[Any] | None:
+    def _data(self, work: Pass, keep_graph: bool, again: bool) -> Iterator[Any] | None:
         return self._vocabulary.batch(work.microbatch)
 
     def _gives_loss(self, work: Pass) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.pipeline.record.memory import hold
 from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
-from megatron.pipeline.runtime.offload.handles import Block, KeptOnDevice, OffloadedView, unpack
+from megatron.pipeline.runtime.offload.handles import Block, KeptOnDevice, OffloadedView
 from megatron.pipeline.runtime.offload.host_memory import Arena, HostPool
 
 _ALIGNMENT = 512  # bytes, of every storage in an arena
@@ -71,7 +71,7 @@ class Store:
     def capture(self) -> AbstractContextManager[None]:
         """A context for a forward: autograd then saves handles instead of tensors."""
         self._expect(_Where.HERE)
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.unpack())
 
     def adopt(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Also move tensors that the caller keeps, such as a stage's inputs: leaves of a graph.

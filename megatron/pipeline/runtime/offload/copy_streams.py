@@ -27,27 +27,34 @@ class Ticket(Protocol):
         """Their start and end, as a ``Recorder`` marks moments: events on a GPU, else seconds since the epoch."""
 
 
-class CopyStreams(Protocol):
+class CopyStreams:
     """Copies of one direction run one after another; the two directions run at the same time."""
 
     device: torch.device
+    _to_host: Any
+    _to_device: Any
 
     def to_host(self, pairs: Pairs) -> Ticket:
         """Start copies from the device, behind what has been launched so far. Sources must live until the ticket's ``wait``."""
+        return self._start(self._to_host, pairs)
 
     def to_device(self, pairs: Pairs) -> Ticket:
         """Start copies to the device. Targets must live until the ticket's ``wait``."""
+        return self._start(self._to_device, pairs)
 
     def close(self) -> None:
         """Accept no more copies; cancel those that have not begun, where that is possible."""
 
+    def _start(self, direction: Any, pairs: Pairs) -> Ticket:
+        raise NotImplementedError
 
-def copy_streams_for(device: torch.device, bandwidth: float | None = None) -> CudaCopyStreams | ThreadCopyStreams:
+
+def copy_streams_for(device: torch.device, bandwidth: float | None = None) -> CopyStreams:
     """The streams of a device. The bandwidth of each direction, in bytes a second, is what a CPU imitates; a GPU has its own."""
     return CudaCopyStreams(device) if device.type == "cuda" else ThreadCopyStreams(bandwidth, bandwidth)
 
 
-class CudaCopyStreams:
+class CudaCopyStreams(CopyStreams):
     """The copy streams of a GPU.
 
     No tensor is recorded on these streams (``record_stream``), which would keep its memory until the host asks again. Order
@@ -61,15 +68,6 @@ class CudaCopyStreams:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._to_host = torch.cuda.Stream(self.device)
         self._to_device = torch.cuda.Stream(self.device)
-
-    def to_host(self, pairs: Pairs) -> Ticket:
-        return self._start(self._to_host, pairs)
-
-    def to_device(self, pairs: Pairs) -> Ticket:
-        return self._start(self._to_device, pairs)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
     @torch.no_grad()
     def _start(self, stream: torch.cuda.Stream, pairs: Pairs) -> Ticket:
@@ -92,7 +90,7 @@ class _StreamTicket:
         torch.cuda.current_stream(self.device).wait_event(self.times[1])
 
 
-class ThreadCopyStreams:
+class ThreadCopyStreams(CopyStreams):
     """Imitates a GPU's copy streams on a CPU: one thread for each direction, with a given bandwidth.
 
     Bytes are copied at the end of the time that their copy takes, so that what reads targets or reuses sources too early
@@ -109,15 +107,12 @@ class ThreadCopyStreams:
         # Also when the interpreter exits: a thread inside of torch must not outlive it.
         self._closing = weakref.finalize(self, _close, self._to_host, self._to_device)
 
-    def to_host(self, pairs: Pairs) -> Ticket:
-        return self._to_host.start(pairs)
-
-    def to_device(self, pairs: Pairs) -> Ticket:
-        return self._to_device.start(pairs)
-
     def close(self) -> None:
         """End the threads. Copies that have not begun fail: their ``wait`` raises."""
         self._closing()
+
+    def _start(self, direction: _Direction, pairs: Pairs) -> Ticket:
+        return direction.start(pairs)
 
 
 class _ThreadTicket:
@@ -164,23 +159,16 @@ class _Direction:
             self._thread.join()
 
     def _run(self) -> None:
-        while self._run_one():
-            pass
-
-    def _run_one(self) -> bool:
-        """A function of its own, so that nothing of a job stays alive while the next one is awaited."""
-        job = self._jobs.get()
-        if job is None:
-            return False
-        pairs, done = job
-        try:
-            times = self._copy(pairs)
-        except BaseException as error:
-            done.set_exception(error)
-        else:
-            pairs.clear()  # before ``wait`` returns: nothing is held by then
-            done.set_result(times)
-        return True
+        while (job := self._jobs.get()) is not None:
+            pairs, done = job
+            try:
+                times = self._copy(pairs)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                pairs.clear()  # before ``wait`` returns: nothing is held by then
+                done.set_result(times)
+            del job, pairs, done  # or they would live while the next one is awaited
 
     @torch.no_grad()
     def _copy(self, pairs: Pairs) -> tuple[float, float]:

@@ -87,10 +87,6 @@ class KeptOnDevice:
         return _unchanged(self._tensor, self._version)
 
 
-def unpack(saved: KeptOnDevice | OffloadedView) -> torch.Tensor:
-    return saved.unpack()
-
-
 def _unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     """With hooks, autograd leaves this check to them."""
     if tensor._version != version:

@@ -49,21 +49,17 @@ class Offloading:
     def pool(self) -> HostPool:
         return HostPool(self.settings.host_limit, pinned=self._device.type == "cuda")
 
-    def iteration(self, program: Program, staying: Iterable[torch.Tensor]) -> InFlight:
-        """The stores of one iteration.
-
-        Args:
-            staying: tensors that stay on the device, such as parameters and buffers.
-        """
-        return InFlight(self, program, frozenset(one.untyped_storage().data_ptr() for one in staying))
-
 
 class InFlight:
-    """The stores of one iteration, by microbatch and chunk, and the copies that its program starts and waits for."""
+    """The stores of one iteration, by microbatch and chunk, and the copies that its program starts and waits for.
 
-    def __init__(self, offloading: Offloading, program: Program, staying: frozenset[int]) -> None:
+    Args:
+        staying: tensors that stay on the device, such as parameters and buffers.
+    """
+
+    def __init__(self, offloading: Offloading, program: Program, staying: Iterable[torch.Tensor]) -> None:
         self._offloading = offloading
-        self._staying = staying
+        self._staying = frozenset(one.untyped_storage().data_ptr() for one in staying)
         self._moved = {one.work[1:3] for one in program if isinstance(one, Copy)}
         self._stores: dict[tuple[int, int], Store] = {}
         self._ended: dict[tuple[int, int], Store] = {}
@@ -88,7 +84,6 @@ class InFlight:
         store.start_offload() if copy.kind is Kind.D2H else store.start_reload()
 
     def finish(self, copy: Pass) -> None:
-        """Go on once a copy has ended; on a GPU without the host."""
         if copy.kind is Kind.D2H:
             self._stores[copy[1:3]].finish_offload()
         else:
@@ -96,7 +91,6 @@ class InFlight:
             store.finish_reload()
 
     def abandon(self) -> None:
-        """Give up the iteration."""
         for store in self._stores.values():
             store.abandon()
         self._stores.clear()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from megatron.pipeline.dist.groups import barrier
-from megatron.pipeline.runtime.offload.copy_streams import CopyStreams, Ticket
+from megatron.pipeline.runtime.offload.copy_streams import Ticket
 from megatron.pipeline.runtime.offload.host_memory import Arena
 from megatron.pipeline.runtime.offload.offloading import Offloading
 from megatron.pipeline.schedule.core.costs import CopyCosts
@@ -20,6 +21,7 @@ MARGIN = 1.1
 
 _BYTES = {"cuda": 64 * 2**20, "cpu": 2**20}  # of one copy: a GPU's stream gets up to speed, a CPU's does not take long
 _COPIES = 4  # in a row, of which the first does not count
+_TO_HOST, _TO_DEVICE = range(2)
 
 
 @dataclass(frozen=True)
@@ -36,26 +38,26 @@ class Speeds:
 
     host: str
     pipeline_rank: int
-    alone: tuple[float, float]
-    both: tuple[float, float]
-    together: tuple[float, float]
+    alone: Sequence[float]
+    both: Sequence[float]
+    together: Sequence[float]
 
 
 def measure(offloading: Offloading, host: str, pipeline_rank: int, pipeline_ranks: int) -> CopyCosts:
     """What copies cost, in seconds and bytes, with a margin; the same on all ranks. Collective over the world."""
     probe = _Probe(offloading)
-    alone = both = (0.0, 0.0)
+    alone = both = [0.0, 0.0]
     for turn in range(pipeline_ranks):
         barrier()
         if turn == pipeline_rank:
-            alone = probe.to_host(), probe.to_device()
-            both = probe.both()
-    crowded = []
-    for one_way in (probe.to_host, probe.to_device):
+            alone = probe.copy(_TO_HOST) + probe.copy(_TO_DEVICE)
+            both = probe.copy(_TO_HOST, _TO_DEVICE)
+    together = []
+    for way in (_TO_HOST, _TO_DEVICE):
         barrier()
-        crowded.append(one_way())
+        together += probe.copy(way)
     barrier()
-    mine = Speeds(host, pipeline_rank, alone, both, (crowded[0], crowded[1]))
+    mine = Speeds(host, pipeline_rank, alone, both, together)
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     return agreed(everyone)
@@ -101,37 +103,24 @@ class _Probe:
     """Copies of fixed size, in memory of their own: a limit is for activations."""
 
     def __init__(self, offloading: Offloading) -> None:
-        self._streams: CopyStreams = offloading.copy_streams
+        self._streams = offloading.copy_streams
         device = self._streams.device
-        size = _BYTES[device.type]
-        self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._arenas = [Arena(size, pinned=device.type == "cuda") for _ in range(2)]
-        self._host = [arena.bytes for arena in self._arenas]
-        self._size = size
+        self._size = _BYTES[device.type]
+        self._device = [torch.zeros(self._size, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._host = [Arena(self._size, pinned=device.type == "cuda") for _ in range(2)]
 
-    def to_host(self) -> float:
-        """Seconds per byte."""
-        return self._seconds([self._out() for _ in range(_COPIES)])
-
-    def to_device(self) -> float:
-        return self._seconds([self._back() for _ in range(_COPIES)])
-
-    def both(self) -> tuple[float, float]:
-        tickets = [(self._out(), self._back()) for _ in range(_COPIES)]
-        return self._seconds([one for one, _ in tickets]), self._seconds([other for _, other in tickets])
-
-    def _out(self) -> Ticket:
-        return self._streams.to_host([(self._device[0], self._host[0])])
-
-    def _back(self) -> Ticket:
-        return self._streams.to_device([(self._host[1], self._device[1])])
-
-    def _seconds(self, tickets: Sequence[Ticket]) -> float:
-        for ticket in tickets:
+    def copy(self, *ways: int) -> list[float]:
+        """Seconds per byte, each way, while all of these are under way."""
+        rounds = [[self._start(way) for way in ways] for _ in range(_COPIES)]
+        for ticket in chain.from_iterable(rounds):
             ticket.wait()
         if self._streams.device.type == "cuda":
             torch.cuda.synchronize(self._streams.device)
-        return statistics.median(map(_duration, tickets[1:])) / self._size
+        return [statistics.median(map(_duration, tickets)) / self._size for tickets in zip(*rounds[1:], strict=True)]
+
+    def _start(self, way: int) -> Ticket:
+        device, host = self._device[way], self._host[way].bytes
+        return self._streams.to_host([(device, host)]) if way == _TO_HOST else self._streams.to_device([(host, device)])
 
 
 def _duration(ticket: Ticket) -> float:
