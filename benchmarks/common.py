@@ -1,8 +1,12 @@
-"""What benchmarks share: flags, a world of one rank, rounds in which everything runs in turn, and tables."""
+"""What benchmarks share: command lines, processes of torchrun, rounds in which everything runs in turn, and tables."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -11,6 +15,11 @@ from rich.table import Table
 
 Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a benchmark's first lines as they are."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_flags(
@@ -22,19 +31,13 @@ def add_flags(
     add("--rounds", type=int, default=rounds)
 
 
-def one_rank(backend: str) -> None:
-    """Patched megatron-core on one thread, in a world of this process alone."""
-    import torch
-    from megatron.core import parallel_state, tensor_parallel
-
-    from megatron.pipeline import patches
-
-    patches.install()
-    torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("localhost", 0, 1, True)
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+def torchrun(ranks: int, program: str, flags: str) -> None:
+    """Run a program on ranks of this machine, and end with its last lines if it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), program]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run([*command, *flags.split()], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{program} {flags} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
 def in_rounds(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 1) -> dict[Name, list[Result]]:

@@ -13,7 +13,6 @@ Without ``--cells`` the instances are random, from a fixed seed: the same everyw
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -30,7 +29,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from common import markdown
+from common import command_line, markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -53,7 +52,7 @@ RETAINED = 0.43  # of the activations, from B to W
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--checkout", type=Path, required=True, metavar="PATH", help="of zero-bubble-pipeline-parallelism")
     parser.add_argument("--instances", type=int, default=500, help="random instances (default: 500)")
     parser.add_argument("--first", type=int, default=0, help="leave out so many instances")

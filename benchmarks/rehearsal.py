@@ -11,10 +11,8 @@ nothing else; 45 seconds a case.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import print_table
+from common import command_line, print_table, torchrun
 
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
@@ -61,7 +59,7 @@ SLEEPS = {"F": 0.04, "B": 0.05, "W": 0.03, "BW": 0.08, "S": 0.012, "T": 0.012, "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones")
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4), help="of the pipeline")
     parser.add_argument("--only", nargs="+", help="those that begin so")
@@ -95,12 +93,8 @@ def _predicted(case: str, ranks: int) -> float:
 
 
 def _train(case: str, ranks: int) -> None:
-    flags = f"{MODEL} --pipeline-model-parallel-size {ranks} --global-batch-size 16 --pipeline-schedule {case}".split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run([*torchrun, __file__, *flags], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    sizes = f"--pipeline-model-parallel-size {ranks} --global-batch-size 16"
+    torchrun(ranks, __file__, f"{MODEL} {sizes} --pipeline-schedule {case}")
 
 
 def train(argv: list[str]) -> int:

@@ -11,9 +11,7 @@ activations is off its plan.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import print_table, save
+from common import command_line, print_table, save, torchrun
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, MICROBATCHES, SEQUENCE = 8, 16, 1024
@@ -48,7 +46,7 @@ _CONTEXT = 0.6e9  # bytes of a process on the GPU, before torch has any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, help="a multiple of 16; by default as many as fit, and 16 on a CPU")
     parser.add_argument("--bf16", action="store_true", help="on a CPU")
     parser.add_argument("--save", help="a file for the seconds of the iterations")
@@ -98,13 +96,8 @@ def _off_plan(found: Mapping[str, Any]) -> float:
 
 
 def _rehearse(flags: str) -> dict[str, Any]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
-        command = [*torchrun, str(ROOT / "pretrain_gpt.py"), *flags.split(), "--rehearse-dir", folder]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{flags} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+        torchrun(RANKS, str(ROOT / "pretrain_gpt.py"), f"{flags} --rehearse-dir {folder}")
         result: dict[str, Any] = json.loads((Path(folder) / "rehearsal.json").read_text(encoding="utf-8"))
         return result
 

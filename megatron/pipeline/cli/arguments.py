@@ -55,6 +55,15 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
+def add_command(
+    commands: Commands, name: str, help: str, run: Callable[[argparse.Namespace], int | None], *examples: str, **options: Any
+) -> Parser:
+    """The parser of a new command; ``run`` takes what it reads, and returns the exit code or None for 0."""
+    parser = commands.add_parser(name, **{"help": help, "description": help, "examples": examples} | options)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def complain(message: str) -> int:
     """One line on stderr; returns the exit code of bad input."""
     print("mpipe:", " ".join(message.split()), file=sys.stderr)
