@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from rich.console import Console
 from rich.table import Table
+
+EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
 
 Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
@@ -33,9 +34,10 @@ def add_flags(
 
 def torchrun(ranks: int, program: str, flags: str) -> None:
     """Run a program on ranks of this machine, and end with its last lines if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), program]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run([*command, *flags.split()], env=environment, capture_output=True, text=True, check=False)
+    from megatron.pipeline.tune import trial
+
+    command, environment = [*trial.torchrun(ranks), program, *flags.split()], {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{program} {flags} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 

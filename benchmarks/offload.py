@@ -15,8 +15,8 @@ fast its copies were, how long passes waited for them, and the peak of memory ab
 allocator's, which messages and work space are part of; on a CPU it counts what is saved for backward. "Planned" is the peak of
 the row at the measured bytes.
 
-Where CUDA_DEVICE_MAX_CONNECTIONS is 1, as tensor parallelism wants it, all streams share one queue: copies may then keep passes
-waiting behind them. The title says so where it is set. This has not been measured on a GPU yet.
+Where CUDA_DEVICE_MAX_CONNECTIONS is 1, as tensor parallelism wants it, all streams share one queue, and copies may keep passes
+waiting; the title has its value. This has not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.pipeline.patches import schedules as schedules_patch
-from one_device import DEVICE, one_rank, synchronize, timed
+from one_device import DEVICE, device_name, one_rank, synchronize, timed
 
 from megatron.pipeline import planning
 from megatron.pipeline.dist.device import this_device
@@ -248,8 +248,7 @@ class Replay:
         self.seconds(OFF, offloading)
         plain = self.rows[OFF]
         timed = [Report((self.record(OFF, offloading),), plain) for _ in range(PROFILED)]
-        # To learn how much of what is kept can move.
-        self.use(Offload.FULL, offload(plain, self._equal, Offload.FULL), self._equal)
+        self.use(Offload.FULL, offload(plain, self._equal, Offload.FULL), self._equal)  # to learn how much of it can move
         counted = Report((self.record(Offload.FULL, offloading, count=True),), self.rows[Offload.FULL])
         copies = probe.measure(offloading, socket.gethostname(), 0, 1)
         return replace(measured_costs(timed, counted), copies=copies)
@@ -352,9 +351,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
     if options.device == "cpu" and cuda:
-        parser.error(
-            "this machine has a GPU, on which passes would be timed: for the CPU hide it, CUDA_VISIBLE_DEVICES= python .."
-        )
+        parser.error("this machine has a GPU, on which passes would be timed: hide it, CUDA_VISIBLE_DEVICES= python ..")
     if options.device == "cuda" and not cuda:
         parser.error("there is no GPU: leave --device out, or give cpu")
     if not 0 <= options.rank < options.pp:
@@ -385,14 +382,12 @@ def configuration(schedule: Schedule, hidden: int, seq: int, options: argparse.N
     replay = Replay(schedule, options.rank, chunks, message)
     costs = replay.costs(offloading)
     found = measure(replay, offloading, costs, options.iterations)
-    name = f"CPU, one thread, load {os.getloadavg()[0]:.1f}"
-    if DEVICE == "cuda":
-        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
-        name = f"{torch.cuda.get_device_name()}, CUDA_DEVICE_MAX_CONNECTIONS {queues}"
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    more = f"load {os.getloadavg()[0]:.1f}" if DEVICE == "cpu" else f"CUDA_DEVICE_MAX_CONNECTIONS {queues}"
     title = (
         f"hidden {hidden}, {seq} tokens, {options.layers_per_chunk} layers a chunk, {str(dtype).removeprefix('torch.')}; rank "
         f"{options.rank} of {schedule.name} on {schedule.ranks} ranks with {schedule.placement.chunks} chunks, "
-        f"{schedule.microbatches} microbatches;\n{name}, median of {options.iterations} iterations"
+        f"{schedule.microbatches} microbatches;\n{device_name()}, {more}, median of {options.iterations} iterations"
     )
     save(options.save, f"Offload, {title.replace(chr(10), chr(32))}", {mode: one.seconds for mode, one in found.items()})
     report(title, replay, costs, found)

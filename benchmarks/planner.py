@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command_line, markdown
+from common import EQUAL, command_line, markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -41,7 +41,6 @@ from megatron.pipeline.schedule.time.simulate import simulate
 
 Row = dict[str, Any]
 
-EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
 COSTS = {"1/1/1": (1, 1, 1), "1/1.2/0.8": (1, 1.2, 0.8), "1/1.4/0.9": (1, 1.4, 0.9)}
 
 

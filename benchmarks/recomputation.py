@@ -13,15 +13,13 @@ import statistics
 from collections import defaultdict
 from dataclasses import replace
 
-from common import command_line, markdown
+from common import EQUAL, command_line, markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-
-EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
 
 
 def main() -> None:

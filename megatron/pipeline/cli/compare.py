@@ -107,7 +107,8 @@ def run(options: argparse.Namespace) -> None:
     if not planned:
         raise nothing_fits(refused, request.unit, request.limit)
     spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
-    compared = Comparison(request, planned, refused, _peak_of_1f1b(options), spans)
+    of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
+    compared = Comparison(request, planned, refused, peak_of_1f1b(options.pp, options.microbatches, of_1f1b), spans)
     if suffix == ".json":
         Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
     elif options.json:
@@ -129,11 +130,6 @@ def _under_jitter(plan: Planned, jitters: list[float]) -> dict[float, list[float
         case = case or expected(plan.schedule, plan.problem.costs, jitter, draws=100 if jitter else 1)
         by_jitter[jitter] = (case.spans if plan.problem.objective is Objective.SPAN else case.makespans).tolist()
     return by_jitter
-
-
-def _peak_of_1f1b(options: argparse.Namespace) -> float | None:
-    costs = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
-    return peak_of_1f1b(options.pp, options.microbatches, costs)
 
 
 def _data(compared: Comparison) -> dict[str, Any]:
