@@ -135,7 +135,6 @@ ARROWS = (
 
 
 def draw(path: str) -> None:
-    """Draw the picture into a file."""
     figure = Figure(figsize=(WIDTH / UNITS_PER_INCH, HEIGHT / UNITS_PER_INCH))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))

@@ -144,7 +144,6 @@ class Megatron:
         return stages
 
     def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
-        """This rank's part of one iteration."""
         schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
         forward_backward(
             forward_step_func=_forward_step,

@@ -86,7 +86,6 @@ class Cell:
 
 
 def cells(device: Device, sources: Sequence[Source] = SOURCES) -> list[Cell]:
-    """Every cell of the tables, in their order."""
     return [cell for source in sources for column in source.columns for cell in _column(source, column, device)]
 
 

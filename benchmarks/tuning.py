@@ -47,7 +47,6 @@ SEARCHED = (
 
 
 def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool) -> Result | None:
-    """The best that a search finds."""
     base = base_flags(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()], named("A100-80GB"))
     layouts = Layouts(base, Cluster(named("A100-80GB"), gpus, 8), choices)
     found = search(layouts, stock=stock, wanted=1, budget=WORK)
@@ -55,7 +54,6 @@ def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool) ->
 
 
 def cell(result: Result | None) -> str:
-    """One training in a table."""
     if result is None:
         return "nothing fits"
     sizes = result.candidate.sizes

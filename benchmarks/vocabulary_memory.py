@@ -90,7 +90,6 @@ def train(options: argparse.Namespace, schedule: str, method: str, microbatches:
 
 
 def batches(options: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
-    """Random tokens."""
     while True:
         tokens = torch.randint(0, options.vocabulary, (1, options.seq + 1))
         yield {
@@ -103,7 +102,6 @@ def batches(options: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def held(options: argparse.Namespace, schedule: str, method: str) -> Held:
-    """What all ranks hold under a schedule."""
     _, one = train(options, schedule, method, 1)
     costs = measured_costs([one], one)
     chunks, report = train(options, schedule, method, options.microbatches)

@@ -128,7 +128,6 @@ def cost_flags() -> Parser:
 
 
 def size_flags() -> Parser:
-    """The shape of the pipeline."""
     flags = Parser(add_help=False)
     flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
     flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches per iteration")
@@ -163,7 +162,6 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
 
 
 def offload_flags() -> Parser:
-    """Flags for offloading to host memory."""
     flags = Parser(add_help=False)
     flags.add_argument(
         "--offload",
@@ -181,7 +179,6 @@ def offload_flags() -> Parser:
 
 
 def pass_flags() -> Parser:
-    """Flags for the passes of stages."""
     flags = Parser(add_help=False)
     flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
     flags.add_argument(
@@ -270,7 +267,6 @@ def jitters(text: str) -> list[float]:
 
 
 def seconds(text: str) -> float:
-    """An argument type for how long something may take."""
     seconds = _float(text)
     if not 0 < seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0, at most 86400")
@@ -286,7 +282,6 @@ def _float(text: str) -> float:
 
 
 def costs_file(path: str) -> Costs:
-    """An argument type for a file with the costs of every stage."""
     return read_costs(path, Costs.from_json)
 
 

@@ -75,5 +75,4 @@ def fits(layouts: Layouts) -> bool:
 
 
 def replace_cluster(layouts: Layouts, **changes: object) -> Layouts:
-    """The same layouts on another cluster."""
     return replace(layouts, cluster=replace(layouts.cluster, **changes))  # type: ignore[arg-type]
