@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +42,14 @@ def torchrun(ranks: int, program: str, flags: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{program} {flags} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+
+
+def rehearsed(ranks: int, program: str, flags: str) -> dict[str, Any]:
+    """What a training with ``--rehearse`` writes to rehearsal.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun(ranks, program, f"{flags} --rehearse --rehearse-dir {folder}")
+        found: dict[str, Any] = json.loads((Path(folder) / "rehearsal.json").read_text(encoding="utf-8"))
+        return found
 
 
 def in_rounds(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 1) -> dict[Name, list[Result]]:

@@ -11,7 +11,6 @@ nothing else; 45 seconds a case.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import command_line, print_table, torchrun
+from common import command_line, print_table, rehearsed, torchrun
 
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
@@ -70,7 +69,8 @@ def main() -> None:
         measured, predicted = [], []
         for _ in range(given.rounds):
             measured += [] if given.rehearsals else _measured(case, given.ranks)
-            predicted.append(_predicted(case, given.ranks))
+            found = rehearsed(given.ranks, __file__, f"{_flags(case, given.ranks)} --exit-interval 5")
+            predicted.append(float(found["passes_seconds"]))
         said, spread = median(predicted), max(predicted) / min(predicted) - 1
         taken = [f"{1e3 * median(measured):.1f}", f"{1e3 * said:.1f}", f"{said / median(measured):.3f}"] if measured else []
         rows.append([case, *(taken or ["-", f"{1e3 * said:.1f}", "-"]), f"{spread:.1%}"])
@@ -81,20 +81,13 @@ def main() -> None:
 def _measured(case: str, ranks: int) -> list[float]:
     """Makespans of the iterations after those that warm up, with the ranks side by side."""
     with tempfile.TemporaryDirectory() as folder:
-        _train(f"{case} --pipeline-trace {folder}", ranks)
+        torchrun(ranks, __file__, f"{_flags(case, ranks)} --pipeline-trace {folder}")
         paths = sorted(Path(folder).glob("iteration_*.json"))[2:]
         return [Timeline.from_json(path.read_text()).makespan for path in paths]
 
 
-def _predicted(case: str, ranks: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        _train(f"{case} --rehearse --rehearse-dir {folder} --exit-interval 5", ranks)
-        return float(json.loads((Path(folder) / "rehearsal.json").read_text())["passes_seconds"])
-
-
-def _train(case: str, ranks: int) -> None:
-    sizes = f"--pipeline-model-parallel-size {ranks} --global-batch-size 16"
-    torchrun(ranks, __file__, f"{MODEL} {sizes} --pipeline-schedule {case}")
+def _flags(case: str, ranks: int) -> str:
+    return f"{MODEL} --pipeline-model-parallel-size {ranks} --global-batch-size 16 --pipeline-schedule {case}"
 
 
 def train(argv: list[str]) -> int:

@@ -11,15 +11,13 @@ activations is off its plan.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import command_line, print_table, save, torchrun
+from common import command_line, print_table, rehearsed, save
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, MICROBATCHES, SEQUENCE = 8, 16, 1024
@@ -33,7 +31,7 @@ COMMON = (
     f"--pipeline-model-parallel-size {RANKS} --micro-batch-size 1 --global-batch-size {MICROBATCHES} --train-iters 20 "
     "--exit-interval 5 --lr 1e-4 --mock-data --tokenizer-type ByteLevelTokenizer --num-workers 0 --eval-iters 0 --log-interval 1 "
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --attention-dropout 0 "
-    "--hidden-dropout 0 --untie-embeddings-and-output-weights --rehearse"
+    "--hidden-dropout 0 --untie-embeddings-and-output-weights"
 )
 ON_GPU = f"--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention --num-query-groups 8 \
 --seq-length {SEQUENCE} --bf16 --vocab-size 32000 --rehearse-hop H100-80GB"
@@ -58,7 +56,7 @@ def main() -> None:
         flags += " --bf16"
     found = {}
     for name, schedule in SCHEDULES.items():
-        found[name] = _rehearse(f"{flags} --pipeline-schedule {schedule}")
+        found[name] = rehearsed(RANKS, str(ROOT / "pretrain_gpt.py"), f"{flags} --pipeline-schedule {schedule}")
         print(summary({name: found[name]}), flush=True)
     print_table(
         f"{layers} layers, {RANKS} stages, {MICROBATCHES} microbatches",
@@ -93,13 +91,6 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
 def _off_plan(found: Mapping[str, Any]) -> float:
     """The most that a rank's peak of activations differs from the planned one."""
     return max(abs(rank["activation_bytes"] / rank["planned_activation_bytes"] - 1) for rank in found["ranks"])
-
-
-def _rehearse(flags: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        torchrun(RANKS, str(ROOT / "pretrain_gpt.py"), f"{flags} --rehearse-dir {folder}")
-        result: dict[str, Any] = json.loads((Path(folder) / "rehearsal.json").read_text(encoding="utf-8"))
-        return result
 
 
 def _free() -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron.pipeline.cli.memory import quietly
-from megatron.pipeline.cli.tune import base_flags
+from megatron.pipeline.cli.tune import base_flags, layout_of
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.memory import GIB
 from megatron.pipeline.tune.candidate import Cluster
@@ -56,11 +56,9 @@ def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool) ->
 def cell(result: Result | None) -> str:
     if result is None:
         return "nothing fits"
-    sizes = result.candidate.sizes
-    layout = " ".join(f"{name.upper()}{sizes[name]}" for name in ("tp", "cp", "pp", "dp") if sizes[name] > 1)
     what = ", ".join([chosen(result), *extras(result)])
     return (
-        f"{layout} b{result.candidate.args.micro_batch_size}, {what}: {result.tokens_per_second:.0f} tokens/s, "
+        f"{layout_of(result)} b{result.candidate.args.micro_batch_size}, {what}: {result.tokens_per_second:.0f} tokens/s, "
         f"{result.mfu:.1%}, {result.fullest.total / GIB:.0f} GiB"
     )
 

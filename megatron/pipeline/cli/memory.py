@@ -249,7 +249,7 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
     count = contents["parameters"]
     amount = f"{count / 1e9:.2f} billion" if count > 1e9 else f"{count / 1e6:.2f} million"
     title = (
-        f"{_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
+        f"{schedule_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
         f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
     )
     parts = [f"{title}\n\n{_table(prediction)}"]
@@ -297,7 +297,7 @@ def _table(prediction: Prediction) -> str:
     return plain_table(heads, cells)
 
 
-def _name(args: Namespace) -> str:
+def schedule_name(args: Namespace) -> str:
     """The name of a schedule, with the flags that change it."""
     values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
     return " ".join([args.pipeline_schedule, *(f"{flag} {value}" for flag, value in values.items() if value != OFF)])

@@ -251,12 +251,13 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
 
 
 def _training(result: Result) -> Training:
-    layout = f"{_layout(result)} batch {result.candidate.args.micro_batch_size}"
+    layout = f"{layout_of(result)} batch {result.candidate.args.micro_batch_size}"
     name = ", ".join([layout, chosen(result), *extras(result)])
     return Training(name, result.tokens_per_second, result.fullest.total / GIB)
 
 
-def _layout(result: Result) -> str:
+def layout_of(result: Result) -> str:
+    """Such as ``TP8 PP4 DP2``."""
     return " ".join(f"{name.upper()}{size}" for name, size in result.candidate.sizes.items() if size > 1) or "PP1"
 
 
