@@ -33,7 +33,7 @@ def draw(path: Path) -> None:
         _bars(left, predicted(flags, changes=STOCK_1F1B), f"{name}: stock")
         own = predicted(flags)
         _bars(right, own, schedule_name(own.args))
-        left.set_ylabel("GiB")
+        left.set_ylabel("memory (GiB)")
     rows[-1][0].set_xlabel("rank")
     rows[-1][1].set_xlabel("rank")
     rows[0][0].legend(fontsize=7, loc="upper right", framealpha=1)

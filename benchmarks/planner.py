@@ -1,4 +1,4 @@
-"""How good, how fast and how robust are the planner's schedules? Prints Markdown tables that go into the documentation.
+"""How good, how fast and how robust are the planner's schedules? Prints Markdown tables, which benchmarks/README.md sums up.
 
     python benchmarks/planner.py [--quick] [--json FILE]
 

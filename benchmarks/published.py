@@ -28,9 +28,10 @@ from megatron.pipeline.costmodel.memory import GIB, predict
 from megatron.pipeline.costmodel.offload import k_of, lean_activation
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.core.schedule import MOST_WAITING, Schedule
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.balance import balanced_layers

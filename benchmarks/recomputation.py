@@ -1,4 +1,4 @@
-"""What plans gain that count recomputation. Prints a Markdown table that goes into docs/planner.md.
+"""What plans gain that count recomputation. Prints a Markdown table, whose last row docs/planner.md quotes.
 
     python benchmarks/recomputation.py [--instances 100] [--first 0]
 

@@ -8,8 +8,7 @@ The ``install`` of a file raises RuntimeError if one of its names is missing (``
 from __future__ import annotations
 
 from importlib import import_module
-
-from megatron.pipeline.patches.hooks import Hooks
+from typing import Any
 
 __all__ = ["install"]
 
@@ -17,7 +16,7 @@ _CORE = (
     "cpu torch_gloo tensor_parallel_layers moe_experts moe_utils transformer_block param_and_grad_buffer distrib_optimizer "
     "filesystem_async schedules"
 ).split()
-_TRAINING = "core_utils training_arguments training_utils training_initialize training_models training_training".split()
+_TRAINING = "training_arguments training_utils training_initialize training_models training_training".split()
 
 
 def install() -> None:
@@ -28,19 +27,23 @@ def install() -> None:
     """
     from megatron.pipeline.patches import compat, older_releases
 
-    with compat.missing_names_explained():
+    try:
         older_releases.install()  # the others are written for the newest release
         compat.check()
         # Import all before the first is applied: ``cpu`` changes the modules of megatron.core that are loaded.
         for patch in [import_module(f"{__name__}.{name}") for name in _CORE]:
             patch.install()
+    except ImportError as error:
+        if "megatron." not in str(error):
+            raise
+        raise RuntimeError(f"megatron-core {compat.version()}: {error}; {compat.ADVICE}") from error
 
 
-def install_training(hooks: Hooks) -> None:
+def install_training(hooks: Any) -> None:
     """Apply the patches of ``megatron.training``, after those of ``install``.
 
     Args:
-        hooks: its methods are called in place of upstream's functions.
+        hooks: ``launch/run.py`` ``Run``, whose methods are called in place of upstream's functions.
 
     Raises:
         RuntimeError: megatron.training lacks names that this package relies on.

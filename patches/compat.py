@@ -16,8 +16,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_cor
 TORCH = ((2, 11), (2, 15))  # the first and the last release of torch that trained what docs/versions.md says
 _NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else "0.16"  # 0.17 and later ask for Python 3.12
 _PIP = f"pip install 'megatron-core~={_NEWEST}.0'"
-_TESTED = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
+ADVICE = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +221,7 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
         missing += [f"{path}.{symbol} ({required[symbol]})" for symbol in lacks]
         present.append(f"  {path} has {', '.join(symbol for symbol in required if symbol not in lacks)}")
     if missing:
-        raise RuntimeError(f"megatron-core {installed} lacks what megatron.pipeline relies on: {'; '.join(missing)}; {_TESTED}")
+        raise RuntimeError(f"megatron-core {installed} lacks what megatron.pipeline relies on: {'; '.join(missing)}; {ADVICE}")
     if os.environ.get("RANK", "0") != "0":
         return
     if not is_tested(installed):
@@ -258,7 +257,7 @@ def module(path: str) -> Any:
     loaded = importlib.import_module(path)
     for symbol, row in NAMES[path].items():
         if _required(row) and not _has(loaded, symbol):
-            raise RuntimeError(f"megatron-core {version()} has no {path}.{symbol} ({row.purpose}); {_TESTED}")
+            raise RuntimeError(f"megatron-core {version()} has no {path}.{symbol} ({row.purpose}); {ADVICE}")
     return loaded
 
 
@@ -284,39 +283,22 @@ def missing_module(path: str) -> str | None:
     return f"needs megatron-core {first} or later, and {version()} is installed: {_PIP}"
 
 
-def importers(module: ModuleType, name: str) -> list[Any]:
-    """The loaded modules of upstream, this one included, that have its ``name``: each ``from`` import made a copy to replace."""
-    original = getattr(module, name)
-    loaded = [other for path, other in sys.modules.items() if path.startswith("megatron.")]
-    return [other for other in loaded if vars(other).get(name) is original]
-
-
-def wrap(modules: Iterable[Any], name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a function in modules that have it by one that calls ``replacement`` with the original and all arguments."""
-    modules = list(modules)
-    original = getattr(modules[0], name)
+def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of a class, or a function in all loaded modules of upstream that have it, as ``from`` imports copy it, by
+    one that calls ``replacement`` with the original and all arguments. What a module has replaced it does not replace again.
+    """
+    original = getattr(owner, name)
+    if original.__module__ == replacement.__module__:
+        return
 
     @functools.wraps(original)
     def wrapped(*args: Any, **options: Any) -> Any:
         return replacement(original, *args, **options)
 
-    for owner in modules:
-        setattr(owner, name, wrapped)
-
-
-@contextmanager
-def missing_names_explained() -> Iterator[None]:
-    """Turn an ImportError of an upstream name in this block into: "megatron-core X: ...; install a tested release".
-
-    Raises:
-        RuntimeError: says what to install.
-    """
-    try:
-        yield
-    except ImportError as error:
-        if "megatron." not in str(error):
-            raise
-        raise RuntimeError(f"megatron-core {version()}: {error}; {_TESTED}") from error
+    wrapped.__module__ = replacement.__module__
+    loaded = [module for path, module in sys.modules.items() if path.startswith("megatron.")]
+    for place in (owner, *(module for module in loaded if vars(module).get(name) is original)):
+        setattr(place, name, wrapped)
 
 
 def is_tested(version: str) -> bool:

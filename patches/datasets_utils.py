@@ -13,7 +13,6 @@ from megatron.pipeline.patches import compat
 
 
 def install() -> None:
-    """Leave the compilation out where nothing is to be compiled."""
     utils = compat.module("megatron.core.datasets.utils")
     makefile = Path(str(utils.__file__)).with_name("Makefile")
     if not makefile.exists() and importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:

@@ -14,9 +14,6 @@ the groups of parameters, but looks for it among a checkpoint's tensors.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -35,19 +32,16 @@ class SavedWrongError(ValueError):
 
 
 def install() -> None:
-    """Wrap the four, once."""
-    module = compat.module("megatron.core.optimizer.distrib_optimizer")
-    optimizer = module.DistributedOptimizer
-    if optimizer.sharded_state_dict.__module__ == __name__:
+    optimizer = compat.module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    if optimizer.sharded_state_dict.__module__ == __name__:  # installed already
         return
-    optimizer.sharded_state_dict = _with_states(optimizer.sharded_state_dict)
-    optimizer._set_main_param_and_optimizer_states = _keeping_steps(optimizer._set_main_param_and_optimizer_states)
+    compat.wrap(optimizer, "sharded_state_dict", _with_states)
+    compat.wrap(optimizer, "_set_main_param_and_optimizer_states", _keeping_steps)
     if not hasattr(optimizer, "sharded_param_state_fully_reshardable"):  # before 0.15
         return
-    load = optimizer.load_parameter_state_from_fully_reshardable
-    optimizer.load_parameter_state_from_fully_reshardable = _checked(load)
+    compat.wrap(optimizer, "load_parameter_state_from_fully_reshardable", _checked)
     if _counts_padding(optimizer.sharded_param_state_fully_reshardable):
-        optimizer.sharded_param_state_fully_reshardable = _without_padding(optimizer.sharded_param_state_fully_reshardable)
+        compat.wrap(optimizer, "sharded_param_state_fully_reshardable", _without_padding)
 
 
 def _counts_padding(cut: Any) -> bool:
@@ -72,30 +66,19 @@ def _counts_padding(cut: Any) -> bool:
     return bool(found.item() != 1)
 
 
-def _without_padding(original: Any) -> Any:
-    @functools.wraps(original)
-    def cut(self: Any, *args: Any, **options: Any) -> Any:
-        with _offsets_without_padding(self.buffers):
-            return original(self, *args, **options)
-
-    cut.__module__ = __name__
-    return cut
-
-
-@contextmanager
-def _offsets_without_padding(buffers: list[Any]) -> Iterator[None]:
-    """For a time, parameters are where they are once the buckets are joined without the padding at their ends."""
-    given = [buffer.param_index_map for buffer in buffers]
-    for buffer in buffers:
+def _without_padding(original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+    """Upstream's, while parameters are where they are once the buckets are joined without the padding at their ends."""
+    given = [buffer.param_index_map for buffer in optimizer.buffers]
+    for buffer in optimizer.buffers:
         before = padding_before(buffer)
         buffer.param_index_map = {
             parameter: (start - before[bucket], end - before[bucket], bucket)
             for parameter, (start, end, bucket) in buffer.param_index_map.items()
         }
     try:
-        yield
+        return original(optimizer, *args, **options)
     finally:
-        for buffer, offsets in zip(buffers, given, strict=True):
+        for buffer, offsets in zip(optimizer.buffers, given, strict=True):
             buffer.param_index_map = offsets
 
 
@@ -105,13 +88,9 @@ def padding_before(buffer: Any) -> list[int]:
     return list(accumulate(padding[:-1], initial=0))
 
 
-def _checked(original: Any) -> Any:
-    @functools.wraps(original)
-    def load(self: Any, state_dict: dict[int, dict[str, Any]]) -> Any:
-        _check_saved_right(self, state_dict)
-        return original(self, state_dict)
-
-    return load
+def _checked(original: Any, optimizer: Any, states: dict[int, dict[str, Any]]) -> Any:
+    _check_saved_right(optimizer, states)
+    return original(optimizer, states)
 
 
 def _check_saved_right(optimizer: Any, states: dict[int, dict[str, Any]]) -> None:
@@ -142,28 +121,19 @@ def _agree(weights: torch.Tensor, state: dict[str, Any]) -> bool:
     return bool(torch.all((main == 0) | torch.isclose(main.float(), weights.float(), rtol=_RELATIVE, atol=_ABSOLUTE)))
 
 
-def _with_states(original: Any) -> Any:
-    @functools.wraps(original)
-    def sharded_state_dict(self: Any, model_sharded_state_dict: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
-        if is_torch(self.optimizer):
-            allocate_state(self)
-        return original(self, model_sharded_state_dict, is_loading, *args, **options)
-
-    sharded_state_dict.__module__ = __name__
-    return sharded_state_dict
+def _with_states(original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+    if is_torch(optimizer.optimizer):
+        allocate_state(optimizer)
+    return original(optimizer, *args, **options)
 
 
-def _keeping_steps(original: Any) -> Any:
-    @functools.wraps(original)
-    @torch.no_grad()  # upstream forgets it for states by bucket: float32 weights are their own main parameters
-    def set_states(self: Any, parameter: Any, tensors: Any) -> None:
-        if not is_torch(self.optimizer):
-            original(self, parameter, tensors)
-            return
-        group, index = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
-        step = state.pop("step")
-        original(self, parameter, tensors)
-        state["step"] = step.clone()  # upstream has given all parameters one counter, which each of their updates would raise
-
-    return set_states
+@torch.no_grad()  # upstream forgets it for states by bucket: float32 weights are their own main parameters
+def _keeping_steps(original: Any, optimizer: Any, parameter: Any, tensors: Any) -> None:
+    if not is_torch(optimizer.optimizer):
+        original(optimizer, parameter, tensors)
+        return
+    group, index = optimizer.model_param_group_index_map[parameter]
+    state = optimizer.optimizer.state[optimizer.optimizer.param_groups[group]["params"][index]]
+    step = state.pop("step")
+    original(optimizer, parameter, tensors)
+    state["step"] = step.clone()  # upstream has given all parameters one counter, which each of their updates would raise

@@ -19,7 +19,6 @@ from megatron.pipeline.dist.processes import end_with_parent
 
 
 def install() -> None:
-    """Replace it, by the name that it has."""
     module = compat.module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     for name in ("_get_write_results_queue", "get_write_results_queue"):
         if hasattr(module, name):

@@ -13,9 +13,8 @@ from megatron.pipeline.patches import compat
 
 
 def install() -> None:
-    """Replace the grouped product, once."""
     experts = compat.module("megatron.core.transformer.moe.experts")
-    if compat.optional(experts.__name__, "GroupedMLP") is None:
+    if not compat.has_local_grouped_experts():
         return  # since 0.17 all grouped experts are Transformer Engine's
     from megatron.pipeline.backward import grouped_experts, weight_tasks
 

@@ -12,7 +12,6 @@ from megatron.pipeline.patches import compat
 
 
 def install() -> None:
-    """Define the name where it is missing."""
     utils = compat.module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(utils, "te_general_gemm"):
         utils.te_general_gemm = None  # type: ignore[attr-defined]

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from megatron.pipeline.patches import compat
+
 _LATER_SETTINGS = {
     "hybrid_context_parallel": False,
     "fine_grained_activation_offloading": False,
@@ -53,7 +55,8 @@ def install() -> None:
     if "is_hybrid_cp" not in inspect.signature(utils.get_batch_on_this_cp_rank).parameters:
         utils.get_batch_on_this_cp_rank = _without_hybrid(utils.get_batch_on_this_cp_rank)
     _finalize_by_newer_names()
-    _mock_tokens_of_the_vocabulary(MockGPTLowLevelDataset)
+    if "vocab_size" not in MockGPTLowLevelDataset.__init__.__code__.co_names:  # later ones keep it, and no tokenizer
+        compat.wrap(MockGPTLowLevelDataset, "__getitem__", _of_the_vocabulary)
 
 
 def _add(owner: ModuleType | type, name: str, value: Any) -> None:
@@ -126,12 +129,5 @@ def _learning_rate(param_groups: list[dict[str, Any]]) -> float | None:
     return next((group.get("lr") for group in param_groups if not group.get("is_decoupled_lr")), None)
 
 
-def _mock_tokens_of_the_vocabulary(dataset: type[Any]) -> None:
-    original = dataset.__getitem__
-
-    def __getitem__(self: Any, index: int) -> Any:
-        return original(self, index) % self.tokenizer.vocab_size
-
-    # Later ones keep the vocabulary's size, and no tokenizer.
-    if "vocab_size" not in dataset.__init__.__code__.co_names and original.__module__ != __name__:
-        dataset.__getitem__ = __getitem__
+def _of_the_vocabulary(original: Callable[..., Any], dataset: Any, index: int) -> Any:
+    return original(dataset, index) % dataset.tokenizer.vocab_size

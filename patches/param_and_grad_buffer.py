@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.pipeline.patches import compat
 
-_PATH, _NAME = "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.check_grads"
+_PATH, _GROUP, _CHECK = "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup", "check_grads"
 
 
 class _Check(NamedTuple):
@@ -31,9 +31,8 @@ _waiting: list[_Check] | None = None
 
 def install() -> None:
     """Wrap it, once; a release without it reads nothing."""
-    check = compat.optional(_PATH, _NAME)
-    if check is not None and check.__module__ != __name__:
-        compat.module(_PATH)._ParamAndGradBucketGroup.check_grads = _later(check)
+    if compat.optional(_PATH, f"{_GROUP}.{_CHECK}") is not None:
+        compat.wrap(getattr(compat.module(_PATH), _GROUP), _CHECK, _later)
 
 
 @contextmanager
@@ -59,12 +58,9 @@ def together() -> Iterator[None]:
         one.judge(SimpleNamespace(buckets=buckets), **one.options)
 
 
-def _later(judge: Callable[..., None]) -> Callable[..., None]:
-    def check_grads(group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-        options = {"check_for_nan_or_inf": check_for_nan_or_inf, "check_for_large": check_for_large}
-        if _waiting is None:
-            judge(group, **options)
-        else:
-            _waiting.append(_Check(judge, [bucket.grad_data.norm(p=2) for bucket in group.buckets], options))
-
-    return check_grads
+def _later(judge: Callable[..., None], group: Any, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
+    options = {"check_for_nan_or_inf": check_for_nan_or_inf, "check_for_large": check_for_large}
+    if _waiting is None:
+        judge(group, **options)
+    else:
+        _waiting.append(_Check(judge, [bucket.grad_data.norm(p=2) for bucket in group.buckets], options))

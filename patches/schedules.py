@@ -29,16 +29,13 @@ _UPSTREAM = compat.module("megatron.core.pipeline_parallel.schedules")
 _ORIGINAL = {name: getattr(_UPSTREAM, name) for name in _FUNCTIONS + _STEPS}
 
 
-_TELL_LAYERS = _UPSTREAM.set_current_microbatch
-
-
 def install() -> None:
     """Wrap ``set_current_microbatch``. ``use`` and ``record`` replace the functions that run an iteration."""
-    _UPSTREAM.set_current_microbatch = _tell_chunk  # type: ignore[attr-defined]
+    compat.wrap(_UPSTREAM, "set_current_microbatch", _tell_chunk)
 
 
-def _tell_chunk(model: Any, microbatch: int) -> None:
-    _TELL_LAYERS(model, microbatch)
+def _tell_chunk(tell_layers: Any, model: Any, microbatch: int) -> None:
+    tell_layers(model, microbatch)
     unwrap_model(model).current_microbatch = microbatch
 
 
@@ -57,7 +54,6 @@ def backward(inputs: Any, outputs: Any, gradients: Any, config: Any, model: Any)
 
 
 def restore() -> None:
-    """Put upstream's functions back."""
     for name, original in _ORIGINAL.items():
         setattr(_UPSTREAM, name, original)
 

@@ -12,7 +12,6 @@ from megatron.pipeline.patches import compat
 
 
 def install() -> None:
-    """Replace the linear autograd function, once."""
     layers = compat.module("megatron.core.tensor_parallel.layers")
     from megatron.pipeline.backward import weight_tasks
     from megatron.pipeline.backward.linear import SplitLinear

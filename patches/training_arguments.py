@@ -10,17 +10,14 @@ from argparse import ArgumentParser
 from typing import Any
 
 from megatron.pipeline.patches import compat
-from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(hooks: Hooks) -> None:
-    """Wrap both."""
+def install(hooks: Any) -> None:
     arguments = compat.module("megatron.training.arguments")
 
     def add(original: Any, parser: ArgumentParser) -> ArgumentParser:
         hooks.add_flags(parser := original(parser))
         return parser
 
-    compat.wrap([arguments], "add_megatron_arguments", add)
-    name = "core_transformer_config_from_args"
-    compat.wrap(compat.importers(arguments, name), name, hooks.configure)
+    compat.wrap(arguments, "add_megatron_arguments", add)
+    compat.wrap(arguments, "core_transformer_config_from_args", hooks.configure)

@@ -12,11 +12,9 @@ import importlib
 from typing import Any
 
 from megatron.pipeline.patches import compat
-from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(hooks: Hooks) -> None:
-    """Wrap both."""
+def install(hooks: Any) -> None:
     importlib.import_module("megatron.training.initialize")
 
     def complete(original: Any, args: Any, *rest: Any, **options: Any) -> Any:
@@ -28,4 +26,4 @@ def install(hooks: Hooks) -> None:
         ("megatron.training.arguments", "validate_args", hooks.validate),
         ("megatron.training.global_vars", "set_global_variables", complete),
     ):
-        compat.wrap(compat.importers(compat.module(path), name), name, replacement)
+        compat.wrap(compat.module(path), name, replacement)

@@ -11,11 +11,9 @@ import inspect
 from typing import Any
 
 from megatron.pipeline.patches import compat
-from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(hooks: Hooks) -> None:
-    """Wrap it, if this release has it."""
+def install(hooks: Any) -> None:
     path, name = "megatron.training.models.dist_utils", "unimodal_build_distributed_models"
     if not compat.has_module(path):
         return
@@ -36,4 +34,4 @@ def install(hooks: Hooks) -> None:
 
         return hooks.build(make, call.arguments["build_model_func"])
 
-    compat.wrap(compat.importers(module, name), name, build)
+    compat.wrap(module, name, build)

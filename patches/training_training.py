@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.pipeline.patches import compat
-from megatron.pipeline.patches.hooks import Hooks
 
 
-def install(hooks: Hooks) -> None:
-    """Wrap them."""
+def install(hooks: Any) -> None:
     training: Any = compat.module("megatron.training.training")
 
     def build(original: Any, provider: Any, *rest: Any, **options: Any) -> Any:
@@ -36,9 +34,9 @@ def install(hooks: Hooks) -> None:
     def step(original: Any, *rest: Any, **options: Any) -> Any:
         return hooks.step(original, training, *rest, **options)
 
-    compat.wrap(compat.importers(training, "get_model"), "get_model", build)
-    compat.wrap([training], "train", hooks.train)
-    compat.wrap([training], "train_step", step)
+    compat.wrap(training, "get_model", build)
+    compat.wrap(training, "train", hooks.train)
+    compat.wrap(training, "train_step", step)
 
 
 def finalize_with(finalize: Callable[..., Any]) -> None:

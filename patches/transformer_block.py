@@ -27,15 +27,10 @@ class _NoLayer:
 
 
 def install() -> None:
-    """Replace the method, once."""
-    block = compat.module("megatron.core.transformer.transformer_block").TransformerBlock
-    original = block._get_layer
-    if original.__module__ == __name__:
-        return
+    compat.wrap(compat.module("megatron.core.transformer.transformer_block").TransformerBlock, "_get_layer", _get_layer)
 
-    def _get_layer(self: Any, layer_number: int) -> Any:
-        if layer_number < len(self.layers):
-            return original(self, layer_number)
-        return _NoLayer(self.layers[-1].layer_number)
 
-    block._get_layer = _get_layer
+def _get_layer(original: Any, block: Any, layer_number: int) -> Any:
+    if layer_number < len(block.layers):
+        return original(block, layer_number)
+    return _NoLayer(block.layers[-1].layer_number)

@@ -15,11 +15,13 @@ class Setting(NamedTuple):
         reason: completes a sentence that starts with the setting's name.
         in_config: whether it is refused in a ``TransformerConfig``, too, and not only as a flag of Megatron-LM.
         neutral: the number that switches it off, beside None, False and "none".
+        flag: of Megatron-LM, where its name is another one.
     """
 
     reason: str
     in_config: bool = False
     neutral: int | None = None
+    flag: str = ""
 
 
 UNSUPPORTED: dict[str, Setting] = {
@@ -37,7 +39,8 @@ UNSUPPORTED: dict[str, Setting] = {
     "init_model_with_meta_device": Setting("builds the model without the weights that the placement cuts"),
     "microbatch_group_size_per_vp_stage": Setting(
         "belongs to megatron-core's own interleaved schedule; ours have a fixed group: gis as many microbatches as ranks, gis-h "
-        "half as many"
+        "half as many",
+        flag="--microbatch-group-size-per-virtual-pipeline-stage",
     ),
     "moe_paged_stash": Setting(_ORDER, in_config=True),
     "overlap_dispatch_backward_with_experts_wgrad": Setting(
@@ -46,15 +49,17 @@ UNSUPPORTED: dict[str, Setting] = {
     "tp_comm_overlap": Setting(
         "leaves inputs and output gradients of linears in buffers that later layers overwrite before W reads them", in_config=True
     ),
-    "fp4": Setting("is not tested with delayed weight gradients (--fp8-format is)", in_config=True),
+    "fp4": Setting("is not tested with delayed weight gradients (--fp8-format is)", in_config=True, flag="--fp4-format"),
     "fp8_output_proj": Setting(
         "computes the output layer in FP8, which is tested neither with delayed weight gradients nor with --vocab-parallel",
         in_config=True,
     ),
     "tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
     "expert_tensor_parallel_num_weight_shards": Setting(_WEIGHTS),
-    "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
-    "expert_gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1),
+    "gtp_weight_remat_size": Setting(_WEIGHTS, in_config=True, neutral=1, flag="--tensor-parallel-num-weight-shards"),
+    "expert_gtp_weight_remat_size": Setting(
+        _WEIGHTS, in_config=True, neutral=1, flag="--expert-tensor-parallel-num-weight-shards"
+    ),
     "mlp_chunks_for_training": Setting(
         "uses a weight several times in one layer, and W computes one gradient of a weight", in_config=True, neutral=1
     ),

@@ -71,22 +71,11 @@ def _train(script: str, ranks: int, flags: str, schedule: str, folder: Path) -> 
     """The losses of a training; or the end of what it said."""
     metrics = folder / f"{schedule}.jsonl"
     dropout = "" if "dropout" in flags else _NO_DROPOUT
-    command = [
-        sys.executable,
-        "-m",
-        "megatron.pipeline.cli",
-        "launch",
-        "--core",
-        "pip",
-        "--nproc-per-node",
-        str(ranks),
-        script,
-        *_MODEL.split(),
-    ]
+    launch = f"-m megatron.pipeline.cli launch --core pip --nproc-per-node {ranks}".split()
     length = "" if "--train-samples" in flags else "--train-iters 3"
     ours = ["--pipeline-schedule", schedule, "--metrics", str(metrics), "--data-cache-path", str(folder)]
     ended = subprocess.run(
-        [*command, *length.split(), *dropout.split(), *flags.split(), *ours],
+        [sys.executable, *launch, script, *f"{_MODEL} {length} {dropout} {flags}".split(), *ours],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -132,7 +132,6 @@ def check_planner(folder: Path, wheel: Path) -> str:
 
 
 def _serve(mpipe: str, folder: Path) -> None:
-    """Ask for the page and its scripts."""
     command = [mpipe, "serve", "--port", "0", "--no-browser", "--workers", "1"]
     with subprocess.Popen(command, cwd=folder, env=_alone(), stdout=subprocess.PIPE, text=True) as server:
         try:

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.trainer.rehearsal import RESULT
-from megatron.pipeline.trainer.trace import read_trace
+from megatron.pipeline.trainer.trace import trace_of
 from megatron.pipeline.view.picture import draw
 
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
@@ -47,21 +47,18 @@ class Run(NamedTuple):
 
     @property
     def fastest(self) -> dict[str, Any]:
-        """The metrics of the fastest iteration after the warm-up."""
         return min(self.metrics[_WARM_UP:] or self.metrics, key=lambda record: record["iteration_seconds"])
 
     @property
     def rehearsal(self) -> dict[str, Any]:
-        """What the rehearsal found."""
         found: dict[str, Any] = json.loads((self.folder / RESULT).read_text())
         return found
 
     @property
     def timeline(self) -> Timeline:
-        """Of an iteration."""
         if self.rehearsed:
             return Timeline.from_json(json.dumps(self.rehearsal["timeline"]))
-        return read_trace(str(self.folder), self.fastest["iteration"])[1]
+        return Timeline.from_json(trace_of(str(self.folder), self.fastest["iteration"]).read_text())
 
     @property
     def seconds(self) -> float:
@@ -172,7 +169,6 @@ def _table(runs: list[Run]) -> Table:
 
 
 def _note(args: argparse.Namespace) -> str:
-    """How to read the table's times."""
     if args.launcher:
         return "ms: of the fastest iteration, the optimizer's step included."
     return (

@@ -222,7 +222,6 @@ def draw(output: Path, iterations: int, picture: Path) -> None:
 
 
 def report(output: Path, iterations: int, document: Path = DOCUMENT, picture: Path = PICTURE) -> None:
-    """Write the table into the document, between its two marks, and the picture."""
     before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
     behind = rest.partition(END)[2]
     document.write_text(f"{before}{BEGIN}\n\n{table(output, iterations)}\n\n{END}{behind}", encoding="utf-8")

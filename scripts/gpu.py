@@ -80,8 +80,6 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a step."""
-
     name: str
     outcome: Outcome
     seconds: float = 0.0
@@ -187,7 +185,6 @@ def _run(step: Step, seconds: float, log: Path, python: str) -> Row:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With what it has started, and what outlives it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -69,6 +69,13 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
             '{"stages": [{"forward": 1, "backward": 1, "weight": 1, "dispatch": 0.2, "layers": 2}]}',
             "stage 0: dispatch without experts, combine, backward_combine, backward_experts, backward_dispatch, weight_ex",
         ),
+        *(
+            (
+                f'{{"stages": [{{"forward": 1, "backward": 1, "weight": 1, "layers": {layers}}}]}}',
+                f"stage 0: layers must be a whole number from 1 to 1000, got {layers}",
+            )
+            for layers in (0, 1.5, 1001)
+        ),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stage 0: missing weight; costs of a stage are forward, backward"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "F": 1}]}', "stage 0: unknown cost 'F'"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": -1}]}', "stage 0: weight must be a number, 0 or between"),
@@ -88,6 +95,11 @@ def test_bad_costs_name_the_file_and_the_stage(
     line = refusal(capsys, *plan)
     assert f"{path}: " in line
     assert message in line
+
+
+def test_the_costs_of_a_plan_may_have_a_part_of_a_layer_on_a_chunk() -> None:
+    costs = Costs((StageCosts(1, 1, 1, layers=5).share(2),) * 2)
+    assert costs.stages[0].layers == 2.5 and Costs.from_fields(costs.fields()) == costs
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,31 @@ def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest
     assert "the costs do not count bytes" in capsys.readouterr().err
 
 
-def test_limits_of_host_memory_are_in_mib_too(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8", "--offload", "full"]
+def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
+    flags, plan = ["plan", *sizes, "--offload", "full"], str(tmp_path / "plan.json")
     assert main([*flags, "--host-memory-limit", "1GiB"]) == 2
     assert "--host-memory-limit of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
     assert main([*flags, "--costs", file, "--host-memory-limit", "1MiB"]) == 2
-    assert "--host-memory-limit 1MiB has no room for one microbatch of a chunk, which takes 8704MiB" in capsys.readouterr().err
+    refused = "--host-memory-limit 1MiB has no room for one microbatch of a chunk, which takes 8704MiB"
+    assert refused in capsys.readouterr().err
+    assert main(["plan", *sizes, "-o", plan]) == 0
+    several = [
+        "compare",
+        "--schedules",
+        "zb-h1,1f1b",
+        *sizes[2:],
+        "--offload",
+        "full",
+        "--costs",
+        file,
+        "--host-memory-limit",
+        "1MiB",
+    ]
+    assert main(several) == 2 and refused in capsys.readouterr().err
+    again = ["simulate", plan, "--offload", "full", "--host-memory-limit"]
+    assert main([*again, "1GiB"]) == 2 and "of 1GiB, but the costs do not count bytes" in capsys.readouterr().err
+    assert main([*again, "1MiB", "--costs", file]) == 2 and refused in capsys.readouterr().err
 
 
 def test_recomputation_and_tensor_parallelism_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,5 +55,5 @@ def test_gathers_pages_and_what_they_link_to(tmp_path: Path) -> None:
     there = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
     wanted = {Path("README.md"), Path("docs/images/measured.png"), Path("examples/lora.py"), Path("configs/tiny.yaml")}
     assert set(docs_site.pages()) | wanted <= there and Path("stale.md") not in there
-    assert '```json title="stock.jsonl"\n' in (tmp_path / "docs/numerics.md").read_text()
+    assert '```python title="way.py"\n' in (tmp_path / "docs/architecture.md").read_text()
     assert (tmp_path / "docs/images/measured.png").read_bytes() == (ROOT / "docs/images/measured.png").read_bytes()

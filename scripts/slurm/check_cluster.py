@@ -31,15 +31,8 @@ class Job:
     """A batch script that has been submitted from a directory, with parameters in its environment."""
 
     def __init__(self, place: Path, script: str, flags: str, held: bool = False, **parameters: str) -> None:
-        command = [
-            "sbatch",
-            "--parsable",
-            "--nodes=2",
-            "--time=30",
-            *["--hold"] * held,
-            str(SCRIPTS / script),
-            *shlex.split(flags),
-        ]
+        options = ["--parsable", "--nodes=2", "--time=30", *["--hold"] * held]
+        command = ["sbatch", *options, str(SCRIPTS / script), *shlex.split(flags)]
         environment = os.environ | {"CONFIG": str(CONFIG)} | parameters
         self.number = _output(command, cwd=place, env=environment).strip()
         self._output = place / f"slurm-{self.number}.out"
@@ -49,7 +42,6 @@ class Job:
         _output(["scancel", *flags, self.number])
 
     def release(self) -> None:
-        """Let a held job start."""
         _output(["scontrol", "release", self.number])
 
     def await_end(self) -> tuple[str, int]:
@@ -58,7 +50,6 @@ class Job:
         return self._state(), self.restarts()
 
     def says(self, words: str) -> None:
-        """Wait until it has printed words."""
         self.wait(f"'{words}'", lambda: words in self.printed())
 
     def restarts(self) -> int:
@@ -80,7 +71,6 @@ class Job:
             time.sleep(0.1)
 
     def printed(self) -> str:
-        """What its output file has."""
         return self._output.read_text() if self._output.exists() else ""
 
     def check(self, holds: bool, what: str) -> None:
@@ -102,17 +92,9 @@ class Job:
 def stopped_jobs_go_on(place: Path) -> None:
     """Once as before a time limit (the batch shell hears of it), once as when preempted (all processes of the ranks do)."""
     reference = place / "reference.jsonl"
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "4",
-        str(ROOT / "pretrain_gpt.py"),
-    ]
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 4".split()]
     flags = [*f"{FLAGS} 4".split(), "--config", str(CONFIG), "--metrics", str(reference)]
-    _output([*torchrun, *flags], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    _output([*torchrun, str(ROOT / "pretrain_gpt.py"), *flags], env=os.environ | {"OMP_NUM_THREADS": "1"})
 
     metrics = place / "a run" / "metrics.jsonl"
     job = Job(place, "pretrain_gpt.sbatch", f"{FLAGS} 4 --num-workers 1", RANKS_PER_NODE="2", RUN="a run")
@@ -151,7 +133,7 @@ def a_killed_rank_ends_the_job(place: Path) -> None:
     """The message names rank and node; the job is not started again."""
     job = Job(place, "pretrain_gpt.sbatch", f"{FLAGS} 2 --train-iters 500", RANKS_PER_NODE="1", RUN="killed")
     job.wait("an iteration", lambda: bool(_losses(place / "killed" / "metrics.jsonl")))
-    os.kill(_process_of_rank(1, job.number), signal.SIGKILL)
+    os.kill(_ranks(job.number)[1], signal.SIGKILL)
     state, restarts = job.await_end()
     job.check((state, restarts) == ("FAILED", 0), f"{state} after {restarts} restarts instead of FAILED after 0")
     job.check("rank 1 on node d2 ended first: signal 9 (KILL)" in job.printed(), "no word about rank 1 on node d2")
@@ -170,7 +152,6 @@ def a_job_that_does_not_get_on_gives_up(place: Path) -> None:
 
 
 def schedules_are_compared(place: Path) -> None:
-    """The table has a line for each, and the losses are equal."""
     schedules = "stock zb-v"
     job = Job(place, "compare.sbatch", f"{FLAGS} 2", RANKS_PER_NODE="1", SCHEDULES=schedules, ITERATIONS="3", RUN="compared")
     state, _ = job.await_end()
@@ -229,10 +210,6 @@ def _ranks(job: str) -> dict[int, int]:
         if trains and environment.get("SLURM_JOB_ID") == job:
             found[int(environment["RANK"])] = int(process.name)
     return found
-
-
-def _process_of_rank(rank: int, job: str) -> int:
-    return _ranks(job)[rank]
 
 
 def _output(command: Sequence[str], cwd: Path | None = None, env: dict[str, str] | None = None) -> str:

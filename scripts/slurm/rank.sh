@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One rank of a SLURM job: runs a command that is told who it is as torchrun tells it. srun starts this for ranks.sh.
+# One rank of a SLURM job: runs a command, with its rank in the environment variables of torchrun. srun starts this for ranks.sh.
 #
 # The rank's output goes to a file on its node, and from there to srun: a slow network or a full shared disk stops no training.
 # This shell outlives the command to tell what became of it, in $STATE, a directory that all nodes share:

@@ -9,13 +9,15 @@ launched on another stream is over. Pinned host memory is used by the host at th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpu_model.order import HOST, At, Order
 from gpu_model.trace import Trace
@@ -69,18 +71,31 @@ class _Span(NamedTuple):
     write: bool
 
 
+class _Alive(weakref.ref[torch.UntypedStorage]):
+    """A storage, by the address that C++ knows it by, as long as it lives: in Python or in C++, which keeps its Python object."""
+
+    key: int
+
+    @classmethod
+    def of(cls, storage: torch.UntypedStorage, died: Callable[[Any], None]) -> _Alive:
+        alive = cls(storage, died)
+        alive.key = storage._cdata
+        return alive
+
+
 @dataclass
 class _Block:
     """A storage on the device, or in pinned host memory.
 
     Attributes:
+        alive: names nothing once the storage has died.
         home: the stream whose pool it came from; the host for pinned memory.
         uses: the last of every timeline on every span.
         recorded: streams of ``record_stream``.
         guarded: pinned memory of torch's own allocator, which asks all streams that have used it before it gives it away.
     """
 
-    alive: StorageWeakRef
+    alive: _Alive
     home: str
     bytes: int
     uses: dict[_Span, Use] = field(default_factory=dict)
@@ -100,6 +115,8 @@ class Memory:
     def __init__(self, order: Order, trace: Trace) -> None:
         self._order, self._trace = order, trace
         self._blocks: dict[int, _Block] = {}
+        self._died: deque[_Alive] = deque()  # since the last sweep
+        self._at: tuple[At, str] | None = None  # the last use, and its place, which all uses of one operation share
         self._found: set[tuple[str, str, str]] = set()
         self.races: list[Race] = []
         self.allocated = 0
@@ -111,17 +128,17 @@ class Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if (block := self._blocks.get(key)) is not None:
-            if not block.alive.expired():
+            if block.alive() is not None:
                 return
             self._free(key)
-        self._blocks[key] = _Block(StorageWeakRef(storage), home, storage.nbytes(), guarded=guarded)
+        self._blocks[key] = _Block(_Alive.of(storage, self._died.append), home, storage.nbytes(), guarded=guarded)
         if home != HOST:
             self._take(storage.nbytes())
 
     def resize(self, storage: torch.UntypedStorage, home: str) -> None:
         """A storage has another size: its memory went back, and other memory, if any, came from a stream's pool."""
         block = self._blocks.get(storage._cdata)
-        if block is None or block.alive.expired() or block.bytes == storage.nbytes():
+        if block is None or block.alive() is None or block.bytes == storage.nbytes():
             return
         self._free(storage._cdata)
         self._blocks[storage._cdata] = _Block(block.alive, home, storage.nbytes())
@@ -130,7 +147,7 @@ class Memory:
     def home(self, tensor: torch.Tensor) -> str | None:
         """Where a tensor is: the stream whose pool its storage came from, the host for pinned memory, None for other memory."""
         block = self._block(tensor)
-        return block.home if block is not None and not block.alive.expired() else None
+        return block.home if block is not None and block.alive() is not None else None
 
     def use(self, tensor: torch.Tensor, at: At, what: str, write: bool) -> None:
         """Work on a tensor's bytes."""
@@ -138,7 +155,9 @@ class Memory:
         if block is None or not tensor.numel():
             return
         low, high = _extent(tensor)
-        use = Use(at, what, _place())
+        if self._at is None or self._at[0] is not at:
+            self._at = at, _place()
+        use = Use(at, what, self._at[1])
         for span, earlier in list(block.uses.items()):
             if span.low >= high or span.high <= low:
                 continue
@@ -161,8 +180,11 @@ class Memory:
 
     def sweep(self) -> None:
         """Give back the memory of what has died."""
-        for key in [key for key, block in self._blocks.items() if block.alive.expired()]:
-            self._free(key)
+        while self._died:
+            alive = self._died.popleft()
+            block = self._blocks.get(alive.key)
+            if block is not None and block.alive is alive:
+                self._free(alive.key)
 
     def forget(self) -> None:
         """Let go of what was found, so that it is reported when it is found again."""
@@ -212,11 +234,20 @@ def _place() -> str:
     """The line of the product, or else of who called it, that the host is in."""
     other = ""
     for frame, line in _frames():
-        if any(part in frame for part in _OURS):
-            return f"{frame.rpartition('/megatron/pipeline/')[2] or frame}:{line}"
-        if not other and "/torch/" not in frame and (not frame.startswith(_MODEL) or "/test_" in frame):
-            other = f"{frame}:{line}"
+        ours, name = _shown(frame)
+        if ours:
+            return f"{name}:{line}"
+        if name and not other:
+            other = f"{name}:{line}"
     return other
+
+
+@cache
+def _shown(file: str) -> tuple[bool, str]:
+    """Whether a file is the product's, and how its places are named: not at all if it is torch's or the device model's."""
+    if any(part in file for part in _OURS):
+        return True, file.rpartition("/megatron/pipeline/")[2] or file
+    return False, file if "/torch/" not in file and (not file.startswith(_MODEL) or "/test_" in file) else ""
 
 
 def _frames() -> Iterator[tuple[str, int]]:

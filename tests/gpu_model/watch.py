@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from gpu_model.cuda import Device, device
 from gpu_model.memory import _place
@@ -61,6 +61,15 @@ def shared_methods() -> None:
     tensor.record_stream = lambda self, stream: device().memory.record(self, stream.name)
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Of an operation's arguments or results, which are tensors, lists of tensors, or neither."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
 class Watch(TorchDispatchMode):
     """For tensors with or without numbers."""
 
@@ -79,14 +88,14 @@ class Watch(TorchDispatchMode):
         one, memory, kwargs = device(), device().memory, kwargs or {}
         memory.sweep()
         name = func._schema.name.rpartition("::")[2]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = [*_tensors(args), *_tensors(kwargs.values())]
         one.land(given)
         homes = [memory.home(tensor) for tensor in given]
         here = any(home not in (None, HOST) for home in homes)
         out = self.compute(func, args, kwargs)
         if func.is_view or name in _NO_KERNEL:
             return out
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and not any(leaf is each for each in given)]
+        made = [leaf for leaf in _tensors([out]) if not any(leaf is each for each in given)]
         landed = [tensor for tensor in made if self.lands(tensor, here)]
         for tensor in landed:
             memory.allocate(tensor, one.current.name)
@@ -114,9 +123,8 @@ class Watch(TorchDispatchMode):
 
     def _use(self, argument: Any, value: Any, at: At, name: str) -> None:
         written = bool(argument.alias_info and argument.alias_info.is_write)
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor):
-                device().memory.use(leaf, at, name, write=written)
+        for tensor in _tensors([value]):
+            device().memory.use(tensor, at, name, write=written)
 
     def _copied(self, name: str, args: Any, kwargs: Any, made: list[torch.Tensor], one: Device) -> None:
         """A copy between host and device: one that blocks the host, unless it may not and the host's memory is pinned."""

@@ -16,9 +16,12 @@ from releases import reduces_experts_wrong
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.flags import add_new_flags
+from megatron.pipeline.flags.flags import NEW, add_flags
+from megatron.pipeline.flags.validation import check_new_flags
 from megatron.pipeline.flags.validation_experts import check_overlap
+from megatron.pipeline.flags.validation_quantized import check_quantized
 from megatron.pipeline.launch import script
+from megatron.pipeline.launch.check import check_flags, check_plan, untested
 from megatron.pipeline.launch.run import Run
 from megatron.pipeline.launch.versions import Versions, version_in
 from megatron.pipeline.model import te_linear
@@ -30,7 +33,7 @@ SIZES_OF_RANKS = {"num_experts": None, "tensor_model_parallel_size": 1, "expert_
 def as_read(**given: object) -> Namespace:
     """What a launched script's parser leaves of no flags of ours, then ``given``."""
     parser = ArgumentParser(allow_abbrev=False)
-    add_new_flags(parser)
+    add_flags(parser, NEW)
     return Namespace(**vars(parser.parse_args([])) | given)
 
 
@@ -77,7 +80,6 @@ def test_a_recipe_of_fp8_that_layer_plans_do_not_enter_is_refused() -> None:
 
 
 def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() -> None:
-    from megatron.pipeline.launch.check import check_flags, untested
 
     given = {"pipeline_schedule": "zb-h1", "optimizer": "muon", "fp8": "hybrid", "sft": False} | SIZES_OF_RANKS
     warned = untested(as_read(**given))
@@ -122,7 +124,6 @@ def test_what_upstream_makes_of_a_flag_is_refused_as_well(
     ],
 )
 def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: dict[str, float], words: str | None) -> None:
-    from megatron.pipeline.launch.check import check_plan
 
     args = {"seq_length": 16, "sequence_parallel": False, "context_parallel_size": 1, "transformer_impl": "local"}
     given = Namespace(**args | {"hidden_dropout": 0.0, "attention_dropout": 0.0} | flags)
@@ -139,10 +140,7 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
         ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \(CUDA graphs\) .* take --pipeline-schedule stock"),
         ({"external_cuda_graph": True}, r"--external-cuda-graph \(CUDA graphs\) .* take --pipeline-schedule stock"),
         ({"fp8": "hybrid", "offload": "full"}, "^--offload with FP8: .* recompute activations"),
-        (
-            {"fp4": "e2m1"},
-            r"--fp4-format is not tested with delayed weight gradients \(--fp8-format is\): leave it out, or",
-        ),
+        ({"fp4": "e2m1"}, r"--fp4-format is not tested with delayed weight gradients \(--fp8-format is\): leave it out, or"),
         (
             {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True, "vocab_parallel": "2"},
             "--fp8-output-proj computes the output layer in FP8, which is tested neither .* nor with --vocab-parallel: leave",
@@ -173,8 +171,6 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
 def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
     flags: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron.pipeline.flags.validation import check_new_flags
-    from megatron.pipeline.launch.check import check_flags
 
     monkeypatch.setattr(te_linear, "get_te_version", lambda: Version(te_linear.OLDEST))
     refused = as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1", "transformer_impl": "transformer_engine"} | flags)
@@ -187,8 +183,6 @@ def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])
 def test_recipes_of_fp8_are_accepted_but_one_where_forwards_run_again(recipe: str) -> None:
-    from megatron.pipeline.flags.validation_quantized import check_quantized
-    from megatron.pipeline.launch.check import check_plan
 
     fp8 = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True, "transformer_impl": "transformer_engine"}
     args = as_read(pipeline_schedule="zb-h1", hidden_dropout=0.0, attention_dropout=0.0, **fp8)

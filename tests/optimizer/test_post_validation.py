@@ -43,8 +43,8 @@ def test_overflow_on_every_stage(pool: Pool, data: str, pp: int) -> None:
 
 
 FP16 = "--fp16 --initial-loss-scale 256 --hysteresis 1 --loss-scale-window 2"
-TWO = "--pipeline-model-parallel-size 2 --global-batch-size 16"
-FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 12"
+TWO = "--pipeline-model-parallel-size 2 --global-batch-size 12"
+FOUR = "--pipeline-model-parallel-size 4 --global-batch-size 8"
 
 
 def whole(flags: str) -> object:

@@ -21,11 +21,7 @@ def saved_and_loaded(flags: str, kind: str, directory: str) -> list[list[tuple[f
     from megatron.pipeline.trainer import program
     from megatron.pipeline.trainer.state import build_training
 
-    metadata = {
-        "distrib_optim_sharding_type": kind,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-    }
+    metadata = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
     def state_of(training: Any, is_loading: bool) -> dict[str, Any]:
         [chunk] = training.chunks

@@ -1,4 +1,4 @@
-"""Whatever megatron-core's own schedules call, ours do too, do in another way, or refuse: the list of all those calls.
+"""All that megatron-core's own schedules call, ours do too, do in another way, or refuse: the list of all those calls.
 
 A call that is new in a release fails here until somebody has read what it is for.
 """
@@ -21,7 +21,7 @@ _GROUPS = "Call.groups"
 _ORDER = "the order of upstream's schedules: our passes are in the program's"
 _MESSAGES = "Transport sends and receives as the program says"
 _PLANS = "LayerPlanStages runs the same layer plans, in the program's order"
-_REFUSED = "refused by patches/compat.py UNSUPPORTED"
+_REFUSED = "refused by patches/unsupported.py"
 
 # By what is called in the three functions forward_backward_*, without their own functions, and methods of lists and handles.
 DUTIES = {

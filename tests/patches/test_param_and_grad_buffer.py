@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ def judged(found: list[tuple[str, list[float]]], name: str) -> Any:
         if any(norm.isnan() for norm in norms):
             raise RuntimeError(f"NaN in {name}")
 
-    return patch._later(judge)
+    return partial(patch._later, judge)
 
 
 def group(*gradients: list[float]) -> Any:

@@ -30,17 +30,15 @@ def version_as(version: str, package: str = "megatron.core") -> str:
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     module: Any = import_module(package)
-    real, module.__version__ = module.__version__, version
     compat.version.cache_clear()
     compat.logger.addHandler(handler)
-    try:
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(module, "__version__", version)
         for _ in range(2):
             compat.check({SCHEDULES: {name: compat.NAMES[SCHEDULES][name] for name in ("forward_step", "backward_step")}})
-    finally:
-        compat.logger.removeHandler(handler)
-        module.__version__ = real
-        compat.version.cache_clear()
-        compat._warn.cache_clear()
+    compat.logger.removeHandler(handler)
+    compat.version.cache_clear()
+    compat._warn.cache_clear()
     return "\n".join(logged)
 
 
@@ -139,14 +137,12 @@ def as_an_older_release() -> list[Any]:
         (optimizer_param_scheduler, "get_canonical_lr_for_logging"),
         (gpt_layer_specs, "get_gpt_decoder_layer_specs"),
     ]
-    kept = {name: vars(schedules)[name] for name in vars(schedules) if name.startswith("forward_backward_")}
-    real = [getattr(*place) for place in removed], distributed.finalize_model_grads
-    for place in removed:
-        delattr(*place)
-    distributed.finalize_model_grads = finalize
-    for name in kept:
-        setattr(schedules, name, schedule)
-    try:
+    with pytest.MonkeyPatch.context() as changed:
+        for place in removed:
+            changed.delattr(*place)
+        changed.setattr(distributed, "finalize_model_grads", finalize)
+        for name in [name for name in vars(schedules) if name.startswith("forward_backward_")]:
+            changed.setattr(schedules, name, schedule)
         for _ in range(2):
             older_releases.install()
         model = torch.nn.Module()
@@ -164,16 +160,10 @@ def as_an_older_release() -> list[Any]:
             [(tokens, groups) for _, tokens, groups in given],
             gpt_layer_specs.get_gpt_decoder_layer_specs is not None,
         ]
-    finally:
-        for place, value in zip(removed, real[0], strict=True):
-            setattr(*place, value)
-        distributed.finalize_model_grads = real[1]
-        for name, value in kept.items():
-            setattr(schedules, name, value)
 
 
 def test_older_releases_get_what_they_lack(pool: Pool) -> None:
-    """Whatever release is installed: an older one is imitated."""
+    """With any release installed: an older one is imitated."""
     assert pool.run(1, as_an_older_release)[0] == [["done", "done"], 2, [(None, "mine"), (5, "groups")], True]
 
 
@@ -192,21 +182,19 @@ def installed_twice() -> list[bool]:
     from megatron.core.optimizer import clip_grads
     from megatron.core.tensor_parallel import layers
 
-    views = clip_grads.torch, layers.LinearWithGradAccumulationAndAsyncCommunication, torch.Tensor.type
+    def replaced() -> tuple[Any, ...]:
+        return clip_grads.torch, layers.LinearWithGradAccumulationAndAsyncCommunication, torch.Tensor.type
+
+    before = replaced()
     patches.install()
-    return [
-        a is b
-        for a, b in zip(
-            views, (clip_grads.torch, layers.LinearWithGradAccumulationAndAsyncCommunication, torch.Tensor.type), strict=True
-        )
-    ]
+    return [one is other for one, other in zip(before, replaced(), strict=True)]
 
 
 def test_installing_twice_changes_nothing(pool: Pool) -> None:
     assert all(pool.run(1, installed_twice)[0])
 
 
-def inactive_with_a_gpu(told: Connection) -> None:
+def inactive_with_a_gpu(found: Connection) -> None:
     """In a process that has not installed the patch, with torch saying that there is a GPU."""
     torch.cuda.is_available = lambda: True
     original = torch.Tensor.cuda, torch.Tensor.type
@@ -215,7 +203,7 @@ def inactive_with_a_gpu(told: Connection) -> None:
     cpu.install()
     from megatron.core.optimizer import clip_grads
 
-    told.send([clip_grads.torch is torch, (torch.Tensor.cuda, torch.Tensor.type) == original])
+    found.send([clip_grads.torch is torch, (torch.Tensor.cuda, torch.Tensor.type) == original])
 
 
 def test_cpu_backend_is_inactive_where_there_is_a_gpu() -> None:

@@ -17,10 +17,11 @@ from megatron.pipeline import planning
 from megatron.pipeline.record.memory import ActivationMeter
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.schedule.core.passes import Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, linear, v
 from megatron.pipeline.schedule.time.simulate import activation_peaks
-from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postponed
+from megatron.pipeline.schedule.transforms.vocabulary import postponed
 
 FLAGS = ("--num-layers", "8", "--seq-length", "64", "--hidden-size", "64", "--untie-embeddings-and-output-weights")
 

@@ -16,7 +16,7 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import bidirectional, interleaved, linear, v
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.lower.lower import transfers
+from megatron.pipeline.schedule.lower.lower import messages
 from megatron.pipeline.schedule.lower.torch_csv import from_csv, to_csv
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.transform import recompute
@@ -163,7 +163,7 @@ def test_traces_hold_every_pass_flow_and_peak(data: st.DataObject) -> None:
     starts = {event["id"]: event for event in events["s"]}
     ends = {event["id"]: event for event in events["f"]}
     assert starts.keys() == ends.keys()
-    assert len(starts) == len(events["s"]) == len(list(transfers(schedule)))
+    assert len(starts) == len(events["s"]) == len(list(messages(schedule)))
     assert all(starts[number]["ts"] <= ends[number]["ts"] for number in starts)
     for rank, peak in enumerate(activation_peaks(schedule, costs)):
         assert max(event["args"]["held"] for event in events["C"] if event["tid"] == rank) == peak

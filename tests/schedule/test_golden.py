@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pytest
-from schedule.golden import SHAPES, Case, cases, difference, digests, part, read
+from schedule.golden import difference, digests, read
+from schedule.golden_cases import SHAPES, Case, cases, part
 
 from megatron.pipeline.schedule import families
 

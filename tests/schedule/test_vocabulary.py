@@ -18,6 +18,7 @@ from megatron.pipeline.planning.choose import candidates
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, VocabularyCosts, uniform
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.problem import LimitTooLow
@@ -31,7 +32,7 @@ from megatron.pipeline.schedule.rules.verify import ScheduleError, verify, verif
 from megatron.pipeline.schedule.rules.verify_programs import nothing_deadlocks
 from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, _backwards_behind, postpone, spread
+from megatron.pipeline.schedule.transforms.vocabulary import _backwards_behind, postpone, spread
 
 ONE, TWO, INTERLACED = Vocabulary.ONE_BARRIER, Vocabulary.TWO_BARRIERS, Vocabulary.INTERLACED
 SHARDS = VocabularyCosts(S=0.5, T=0.5, IF=0.02, IB=0.02)

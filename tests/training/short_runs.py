@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
     "--lr-warmup-iters 2 --tokenizer-type ByteLevelTokenizer --split 80,20,0 --num-workers 0 --train-iters 6 "
@@ -39,7 +41,6 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
     MockGPTLowLevelDataset.size = 200  # documents of some thousand tokens; upstream shuffles the samples of 100,000 for seconds
     schedules.restore()
     real_run, real_save = iterations.Iterations.run, checkpoint.dist_checkpointing.save
-    real_collection = loop._quick_garbage_collection
 
     def run(self: Any, may_be_ahead: bool) -> bool:
         last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
@@ -52,21 +53,18 @@ def train(flags: str, terminate_at: int | None = None, fail_while_saving: bool =
         # What the writer makes of it; not an Exception.
         raise CheckpointException("write", {0: api._wrap_exception(OSError(28, "No space left on device"))})
 
-    iterations.Iterations.run = run  # type: ignore[method-assign]
-    if not freezes:
-        loop._quick_garbage_collection = nullcontext  # type: ignore[assignment]
-    if fail_while_saving:
-        checkpoint.dist_checkpointing.save = save
-    try:
-        args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
-        program.run(args, tokenizer, pipeline, guard=lambda *_, **__: nullcontext())
-    except (ValueError, RuntimeError) as error:
-        program.destroy_num_microbatches_calculator()
-        return str(error)
-    finally:
-        iterations.Iterations.run = real_run  # type: ignore[method-assign]
-        checkpoint.dist_checkpointing.save = real_save
-        loop._quick_garbage_collection = real_collection
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(iterations.Iterations, "run", run)
+        if not freezes:
+            changed.setattr(loop, "_quick_garbage_collection", nullcontext)
+        if fail_while_saving:
+            changed.setattr(checkpoint.dist_checkpointing, "save", save)
+        try:
+            args, tokenizer, pipeline = program.prepare(f"{MODEL} {flags}".split(), torch.distributed.get_world_size())
+            program.run(args, tokenizer, pipeline, guard=lambda *_, **__: nullcontext())
+        except (ValueError, RuntimeError) as error:
+            program.destroy_num_microbatches_calculator()
+            return str(error)
     return ""
 
 
@@ -111,6 +109,11 @@ def warned(flags: str) -> list[str]:
     finally:
         upstream.removeHandler(keep)
     return found
+
+
+def ran(errors: list[str]) -> bool:
+    assert not any(errors), errors
+    return True
 
 
 def metrics(path: Path) -> list[tuple[int, float, float]]:

@@ -8,17 +8,12 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
-from training.short_runs import metrics, train
+from training.short_runs import metrics, ran, train
 
 from megatron.pipeline.cli import main
 
 NEAR = 1e-5  # relative: sums over the vocabulary are made of shards
 EXACT = "--attention-dropout 0 --hidden-dropout 0 --clip-grad 0"
-
-
-def ran(errors: list[str]) -> bool:
-    assert not any(errors), errors
-    return True
 
 
 def losses(path: Path) -> list[float]:
@@ -110,3 +105,18 @@ def test_measured_costs_and_traces(pool: Pool, data: str, tmp_path: Path) -> Non
     assert {event["cat"] for event in passes if "stage" in event.get("args", ())} == {"F", "B", "W"}, "shards are of no stage"
     assert (tmp_path / "trace" / "iteration_0000008.png").stat().st_size > 1000
     assert ran(pool.run(2, train, f"{flags} --pipeline-costs {tmp_path}/costs.json --train-iters 4"))
+
+
+def test_losses_are_those_of_the_whole_vocabulary(pool: Pool, data: str, tmp_path: Path) -> None:
+    """With an evaluation in between; and what only the spread one can do changes the loss."""
+    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --attention-dropout 0 --hidden-dropout 0 --eod-mask-loss"
+    ways = {
+        "whole": "--pipeline-schedule 1f1b",
+        "spread": "--pipeline-schedule zb-v --vocab-parallel 2 --eval-iters 1 --eval-interval 3 --vocab-logits-limit 0.01MiB",
+        "masked": "--pipeline-schedule 1f1b --vocab-parallel 1 --vocab-mask-padding --z-loss 1e-4",
+    }
+    for name, flags in ways.items():
+        assert ran(pool.run(4, train, f"{run} {flags} --metrics {tmp_path}/{name}"))
+    whole, spread, masked = (losses(tmp_path / name) for name in ways)
+    assert spread == pytest.approx(whole, rel=NEAR)
+    assert masked[0] < whole[0] - 0.1, "127 rows of padding do not count"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pool import Pool
@@ -81,11 +82,8 @@ def train_with_buckets(flags: str, as_upstream: bool = False) -> tuple[str, int]
         found.extend(distrib_optimizer.padding_before(buffer)[-1] for buffer in self.buffers)
         return (mended.__wrapped__ if as_upstream else mended)(self, *args, **options)
 
-    DistributedOptimizer.sharded_param_state_fully_reshardable = cut
-    try:
+    with patch.object(DistributedOptimizer, "sharded_param_state_fully_reshardable", cut):
         return train(flags), max(found)
-    finally:
-        DistributedOptimizer.sharded_param_state_fully_reshardable = mended
 
 
 @pytest.mark.parametrize(
@@ -143,11 +141,8 @@ def train_where_the_tracker_moves(flags: str) -> str:
     def find(directory: str) -> Path | None:
         return real(directory) if torch.distributed.get_rank() == 0 else Path(directory) / "iter_0000001"
 
-    checkpoint.find = find
-    try:
+    with patch.object(checkpoint, "find", find):
         return train(flags)
-    finally:
-        checkpoint.find = real
 
 
 def test_all_ranks_load_the_checkpoint_that_one_has_found(pool: Pool, data: str, tmp_path: Path) -> None:

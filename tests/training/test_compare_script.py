@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
+import compare
 import pytest
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-
-
-@pytest.fixture(scope="module")
-def compare() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare", Path(__file__).parents[2] / "scripts" / "compare.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -31,15 +21,15 @@ def compare() -> ModuleType:
         ((2.0, 1.5000001), (0.5, 0.25), "loss within 7e-08, norm bit-identical"),
     ],
 )
-def test_differences(compare: ModuleType, losses: tuple[float, ...], norms: tuple[float, ...], expected: str) -> None:
-    def run(losses: tuple[float, ...], norms: tuple[float, ...]) -> object:
+def test_differences(losses: tuple[float, ...], norms: tuple[float, ...], expected: str) -> None:
+    def run(losses: tuple[float, ...], norms: tuple[float, ...]) -> compare.Run:
         records = [{"loss": loss, "grad_norm": norm} for loss, norm in zip(losses, norms, strict=True)]
         return compare.Run("any", records, Path(), rehearsed=False)
 
     assert compare.difference(run(losses, norms), run((2.0, 1.5), (0.5, 0.25))) == expected
 
 
-def test_another_launcher_starts_the_ranks(compare: ModuleType, tmp_path: Path) -> None:
+def test_another_launcher_starts_the_ranks(tmp_path: Path) -> None:
     """Here it only prints what it is to run on every rank."""
     flags = ["--launcher", "echo 'on all ranks:'", "--iterations", "7", "--", "--mock-data"]
     assert compare._train("zb-v", tmp_path / "log.txt", compare._parse(flags)) == 0
@@ -48,7 +38,7 @@ def test_another_launcher_starts_the_ranks(compare: ModuleType, tmp_path: Path) 
     assert "--exit-interval 7 " in words
 
 
-def test_table_and_picture_show_the_fastest_iteration(compare: ModuleType, tmp_path: Path) -> None:
+def test_table_and_picture_show_the_fastest_iteration(tmp_path: Path) -> None:
     """Table and picture once came from different iterations, and the median of a busy machine put 1F1B behind stock."""
     seconds = (0.5, 0.4, 3.0, 1.0, 2.0)  # the first two warm up
     for number, length in enumerate(seconds, start=1):
@@ -67,7 +57,7 @@ def test_table_and_picture_show_the_fastest_iteration(compare: ModuleType, tmp_p
     assert cells[-3:] == ["1000.0", "0.0%", "1.00"]
 
 
-def test_a_rehearsal_is_compared_by_what_it_predicts(compare: ModuleType, tmp_path: Path) -> None:
+def test_a_rehearsal_is_compared_by_what_it_predicts(tmp_path: Path) -> None:
     runs = []
     for name, seconds in (("stock", 0.3), ("zb-v", 0.2)):
         timeline = Timeline(((Timed(Pass(Kind.F, 0, 0), 0.0, 0.15), Timed(Pass(Kind.BW, 0, 0), seconds - 0.01, seconds)),))
@@ -80,6 +70,6 @@ def test_a_rehearsal_is_compared_by_what_it_predicts(compare: ModuleType, tmp_pa
     assert [list(column.cells)[-1] for column in columns][-3:] == ["200.0", "20.0%", "1.50"]
 
 
-def test_one_machine_rehearses_and_a_launcher_measures(compare: ModuleType) -> None:
+def test_one_machine_rehearses_and_a_launcher_measures() -> None:
     assert "one at a time on this machine" in compare._note(compare._parse(["--ranks", "4"]))
     assert "of the fastest iteration" in compare._note(compare._parse(["--launcher", "srun"]))

@@ -149,15 +149,7 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
 def test_script(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello\n")
     prefix = str(tmp_path / "data")
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--input",
-        str(tmp_path / "a.txt"),
-        "--output-prefix",
-        prefix,
-        "--append-eod",
-    ]
+    command = [sys.executable, str(SCRIPT), "--input", str(tmp_path / "a.txt"), "--output-prefix", prefix, "--append-eod"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "data_text_document: 1 documents, 7 tokens" in done.stdout

@@ -30,15 +30,15 @@ def test_a_row_says_what_happens(theirs: str, ours: str) -> None:
         with pytest.raises(ValueError, match=r"mpipe plan --schedule .* and give --pipeline-schedule file:FILE instead"):
             translate([*RANKS, *theirs.split()])
         return
-    tokens, told = translate([*RANKS, *theirs.split()])
-    assert told
+    tokens, lines = translate([*RANKS, *theirs.split()])
+    assert lines
     virtual = re.search(r"--num-\S*virtual\S* \d", theirs)  # Megatron's own flag, which stays
     kept = [*RANKS, *(virtual[0].split() if virtual else ())]
     assert tokens[: len(kept)] == kept
     new = " ".join(tokens[len(kept) :])
     if ours == "not needed":
         assert not new
-        assert all("is not needed: " in line for line in told)
+        assert all("is not needed: " in line for line in lines)
     else:
         assert flags_with_values(new) == flags_with_values(ours.strip("`"))
         parse([*PARSED, *tokens])  # each is a flag of ours, with a value that it takes

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from optimizer import injected_runs
 from pool import Pool
 from training.short_runs import MODEL, metrics, train
-from training.test_replanning import Joined
+from training.test_replanning import logged
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
@@ -75,18 +73,15 @@ def test_steps_that_are_undone(pool: Pool, data: str, flags: str) -> None:
         2, injected_runs.train, f"{run} {schedule} {offload.replace('--offload-cpu-bandwidth 0.02', '')}", injections
     )
     found = pool.run(2, injected_runs.train, f"{run} {flags} {SMALL} {injected_runs.POST}", injections)
-    for (told, digests, counts), (expected, same, _) in zip(found, plain, strict=True):
-        assert (told, digests) == (expected, same)
+    for (lines, digests, counts), (expected, same, _) in zip(found, plain, strict=True):
+        assert (lines, digests) == (expected, same)
         assert counts["undone"] == counts["in vain"] == len(injections) < counts["ahead"]
 
 
 def profiled(flags: str) -> list[str]:
     """The lines that this rank would log. Passes come out as if the machine were quiet, bytes and copies as they are."""
     from megatron.pipeline.record import cost_profile
-    from megatron.pipeline.runtime import replan
-    from megatron.pipeline.trainer.run_log import Log
 
-    lines: list[str] = []
     real = cost_profile.agree
 
     def agreed(costs: Costs, *seconds: Any) -> Costs:
@@ -94,14 +89,7 @@ def profiled(flags: str) -> list[str]:
         stages = tuple(replace(stage, forward=0.1, backward=0.1, weight=0.1, fused=None) for stage in found.stages)
         return replace(found, stages=stages)
 
-    with (
-        patch.object(Log, "line", lambda _, text: lines.append(text)),
-        patch.object(cost_profile, "agree", agreed),
-        patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
-    ):
-        error = train(flags)
-    assert not error
-    return lines
+    return logged(flags, agreed)
 
 
 def test_measured_copies(pool: Pool, data: str, tmp_path: Path) -> None:

@@ -80,10 +80,7 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
         ("zbv", "unknown schedule 'zbv'; known are 1f1b, "),
         ("zbv", ", auto, stock and file:PATH; did you mean zb-v"),
         ("file:NESTED", "not a schedule: the JSON is nested too deeply"),
-        (
-            f"stock {TWO_CHUNKS} --global-batch-size 6",
-            "needs a multiple of 2 microbatches for 2 pipeline ranks",
-        ),
+        (f"stock {TWO_CHUNKS} --global-batch-size 6", "needs a multiple of 2 microbatches for 2 pipeline ranks"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_in_the_words_of_the_flags(flags: str, reason: str, tmp_path: Path) -> None:
@@ -184,15 +181,9 @@ def test_layers_that_do_not_fit_are_refused_with_numbers(flags: str, reason: str
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (
-            "",
-            "--vocab-parallel 2: 64 rows on each of 2 ranks, in all {tokens} tokens, {padding} rows of padding that count",
-        ),
+        ("", "--vocab-parallel 2: 64 rows on each of 2 ranks, in all {tokens} tokens, {padding} rows of padding that count"),
         ("--vocab-mask-padding", "0 rows of padding that count in the softmax, {padding} that do not"),
-        (
-            "--make-vocab-size-divisible-by 1",
-            "56 rows on each of 2 ranks, in all {tokens} tokens",
-        ),
+        ("--make-vocab-size-divisible-by 1", "56 rows on each of 2 ranks, in all {tokens} tokens"),
     ],
 )
 def test_the_log_says_how_the_vocabulary_is_cut(flags: str, words: str) -> None:
@@ -231,7 +222,7 @@ def test_the_log_predicts_the_memory_of_every_rank(flags: str) -> None:
 
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
-    assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "nobody expects it without a GPU"
+    assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "it is not expected without a GPU"
     monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(startup_lines, "has_transformer_engine", lambda: False)
     assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]
@@ -274,13 +265,7 @@ def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str], fla
 
 
 @pytest.mark.parametrize(
-    ("plan", "reason"),
-    [
-        ("zb-h1", None),
-        ("v-half", None),
-        ("zb-h1 --recompute 0", None),
-        ("chimera", "holds the model 2 times"),
-    ],
+    ("plan", "reason"), [("zb-h1", None), ("v-half", None), ("zb-h1 --recompute 0", None), ("chimera", "holds the model 2 times")]
 )
 def test_a_file_is_held_to_the_same(tmp_path: Path, plan: str, reason: str | None) -> None:
     path = tmp_path / "plan.json"

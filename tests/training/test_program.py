@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 from pool import forked
+from training.test_planning import MODEL
 
 from megatron.pipeline.dist import processes
 from megatron.pipeline.trainer import program
 from megatron.pipeline.trainer.startup_lines import first_words, obstacles
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
-MODEL = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
-    "--tokenizer-type ByteLevelTokenizer --train-iters 6 --mock-data --pipeline-model-parallel-size 2 --global-batch-size 8"
-)
 
 
 @pytest.mark.parametrize(

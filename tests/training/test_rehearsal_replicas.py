@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pool import Pool
 from training.short_runs import train_for_all
+from training.test_rehearsal import FLAGS as REHEARSED
 
 from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, collective_seconds
@@ -53,14 +54,11 @@ def test_ranks_that_are_not_there_have_their_share(pool: Pool, tmp_path: Path, f
     assert found["ranks_of_a_stage"] == share
     assert found["passes_seconds"] > 0 and len(found["ranks"]) == 2
     assert found["replicas_seconds"] > 0 if "fake:4" in flags else found["replicas_seconds"] == 0
-    if "--tensor-model-parallel-size" in flags:  # F gathers, or sums up, twice in a layer, whatever else it does
+    if "--tensor-model-parallel-size" in flags:  # F gathers, or sums up, twice in a layer, in addition to what it computes
         assert all(row["least_seconds"] >= 2 * late for row in found["passes"] if row["kind"] == "F")
 
 
-FLAGS = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --global-batch-size 16 "
-    "--lr 1e-2 --tokenizer-type ByteLevelTokenizer --mock-data --pipeline-model-parallel-size 2 --train-iters 6"
-)
+FLAGS = f"{REHEARSED} --global-batch-size 16"
 
 
 @pytest.mark.parametrize(

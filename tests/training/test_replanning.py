@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,36 +34,41 @@ class Joined(threading.Thread):
         self.join()
 
 
-def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), error: str = "") -> list[str]:
-    """The lines that this rank would log, in a run whose measured costs come out ``UNEQUAL``.
+def logged(flags: str, agree: Callable[..., Costs], error: str = "") -> list[str]:
+    """The lines that this rank would log, in a run that plans at once with the costs that ``agree`` makes of those measured.
 
     Args:
-        breaks: planning fails in a way that nobody thought of.
-        own: more flags of each rank.
         error: with what the training must end.
     """
-    import torch
-
     from megatron.pipeline.record import cost_profile
     from megatron.pipeline.runtime import replan
-    from megatron.pipeline.runtime.pipeline import Pipeline
     from megatron.pipeline.trainer.run_log import Log
 
     lines: list[str] = []
-    real = Pipeline.plan_again
-
-    def plan_again(self: Pipeline, costs: Costs, limit: float | None) -> Any:
-        return 1 / 0 if breaks else real(self, costs, limit)
-
     with (
         patch.object(Log, "line", lambda _, text: lines.append(text)),
-        patch.object(Pipeline, "plan_again", plan_again),
-        patch.object(cost_profile, "agree", agreed),
+        patch.object(cost_profile, "agree", agree),
         patch.object(replan, "threading", SimpleNamespace(Thread=Joined)),
     ):
-        found = train(f"{flags} {own[torch.distributed.get_rank()] if own else ''}")
+        found = train(flags)
     assert error in found if error else not found, found
     return lines
+
+
+def train_profiled(flags: str, breaks: bool = False, own: tuple[str, ...] = (), error: str = "") -> list[str]:
+    """``logged`` where measured costs come out ``UNEQUAL``.
+
+    Args:
+        breaks: planning fails with an error that is no refusal.
+        own: more flags of each rank.
+    """
+    import torch
+
+    from megatron.pipeline.runtime.pipeline import Pipeline
+
+    planning = patch.object(Pipeline, "plan_again", lambda *_: 1 / 0) if breaks else nullcontext()
+    with planning:
+        return logged(f"{flags} {own[torch.distributed.get_rank()] if own else ''}", agreed, error)
 
 
 def agreed(costs: Costs, hops: list[float], _: list[float]) -> Costs:
@@ -113,7 +119,7 @@ def test_planning_that_fails_does_not_end_the_training(pool: Pool, plain: list[t
 
 
 def test_a_rank_that_cannot_take_the_new_plan_ends_the_training(pool: Pool) -> None:
-    """Its flags are others: it would go on with the old plan, and wait for messages that nobody sends."""
+    """Its flags are others: it would go on with the old plan, and wait for messages that no rank sends."""
     flags = f"{FLAGS} --pipeline-schedule zb-auto --pipeline-costs profile"
     own = "", "--pipeline-memory-limit 1MiB"
     words = "the ranks do not run the same plan: global rank 1 on "

@@ -1,4 +1,4 @@
-"""The order of samples: which rank takes which, whatever was consumed before."""
+"""The order of samples: which rank takes which, after any number of consumed samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.trainer.data import SequentialSampler, forward_step, masked_loss, reading
+from megatron.pipeline.trainer.data import forward_step, masked_loss, reading, sequential
 
 small = st.integers(1, 4)
 
@@ -37,7 +37,7 @@ def test_which_chunks_need_data(vocab_parallel: str, reset: bool, needed: list[b
 @given(ranks=small, micro_batch=small, consumed=st.integers(0, 30), total=st.integers(0, 60))
 def test_every_sample_once_in_order(ranks: int, micro_batch: int, consumed: int, total: int) -> None:
     total += consumed + ranks * micro_batch
-    samplers = [SequentialSampler(total, consumed, micro_batch, rank, ranks) for rank in range(ranks)]
+    samplers = [sequential(total, consumed, micro_batch, rank, ranks) for rank in range(ranks)]
     order = [index for step in zip(*samplers, strict=True) for microbatch in step for index in microbatch]
     assert order == list(range(consumed, consumed + len(order)))
     assert total - consumed - len(order) < ranks * micro_batch
@@ -46,13 +46,13 @@ def test_every_sample_once_in_order(ranks: int, micro_batch: int, consumed: int,
 @given(ranks=small, micro_batch=small, steps=st.integers(0, 5))
 def test_a_restart_changes_nothing(ranks: int, micro_batch: int, steps: int) -> None:
     total = 6 * ranks * micro_batch
-    whole = list(SequentialSampler(total, 0, micro_batch, 0, ranks))
-    assert whole[steps:] == list(SequentialSampler(total, steps * ranks * micro_batch, micro_batch, 0, ranks))
+    whole = list(sequential(total, 0, micro_batch, 0, ranks))
+    assert whole[steps:] == list(sequential(total, steps * ranks * micro_batch, micro_batch, 0, ranks))
 
 
 def test_too_few_samples() -> None:
     with pytest.raises(ValueError, match="8 of 10 samples are consumed: 4 more are needed"):
-        SequentialSampler(10, 8, 2, 0, 2)
+        sequential(10, 8, 2, 0, 2)
 
 
 def test_masked_loss() -> None:

@@ -12,14 +12,9 @@ from unittest.mock import patch
 import pytest
 from pool import Pool
 from releases import CORE
-from training.short_runs import batches, metrics, train, warned
+from training.short_runs import batches, metrics, ran, train, warned
 
 from megatron.pipeline.trainer import checkpoint_files
-
-
-def ran(errors: list[str]) -> bool:
-    assert not any(errors), errors
-    return True
 
 
 @pytest.mark.parametrize(

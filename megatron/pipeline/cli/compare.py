@@ -160,7 +160,7 @@ def _plot(compared: Comparison, path: str) -> None:
         return
     points = [Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak / unit.size) for plan in compared.planned]
     whole = compared.whole / unit.size if compared.whole else None
-    draw_pareto(points, path, whole, f"{title}, {objective}", unit.name.strip() or "in the costs file's unit")
+    draw_pareto(points, path, whole, title, unit.name.strip() or "in the costs file's unit", objective)
 
 
 def _print_table(compared: Comparison) -> None:

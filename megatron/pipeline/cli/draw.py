@@ -9,10 +9,9 @@ from pathlib import Path
 from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
-from megatron.pipeline.planning.document import is_schedule, naming, read_recorded_plan, read_timeline
+from megatron.pipeline.planning.document import curves, is_schedule, naming, read_recorded_plan, read_timeline
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view import Consecutive, Entry, Iteration, draw, write_page
 
 _SUFFIXES = (".png", ".svg", ".html")
@@ -59,11 +58,7 @@ def run(options: argparse.Namespace) -> None:
     schedules = {title: planned for title, (_, planned) in shown.items() if planned}
     splits = {title: planned.schedule.splits for title, planned in schedules.items()}
     if suffix:
-        memory = {
-            title: activation_profile(planned.schedule, planned.timeline, planned.problem.costs)
-            for title, planned in schedules.items()
-        }
-        draw(timelines, options.output, memory if options.memory else None, splits=splits)
+        draw(timelines, options.output, splits=splits, **(curves(schedules) if options.memory else {}))
         wrote(options.output)
     else:
         print("\n\n".join(f"{title}\n{drawing(timeline, splits.get(title, 1))}" for title, timeline in timelines.items()))

@@ -69,16 +69,6 @@ def with_config(
     return tokens
 
 
-def flags() -> list[str]:
-    """Every flag that ``parse`` knows, sorted."""
-    return sorted(_parser()._option_string_actions)
-
-
-def actions() -> list[argparse.Action]:
-    """What every flag means, in the order of ``--help``."""
-    return list(_parser()._actions)
-
-
 class _Loader(yaml.SafeLoader):
     """Refuses duplicate keys, of which YAML's own loader takes the last."""
 

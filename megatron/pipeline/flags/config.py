@@ -73,7 +73,6 @@ def can_free_outputs(chunks: int) -> bool:
 
 
 def optimizer_config(args: Namespace) -> OptimizerConfig:
-    """The optimizer's configuration."""
     return OptimizerConfig(**_shared_fields(args, OptimizerConfig) | {"params_dtype": params_dtype(args)})
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.pipeline.flags.flag_types import (
     layer_pattern,
@@ -28,16 +28,6 @@ CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add all groups of flags to a parser."""
-    _add(parser, _NEW | _MEGATRON)
-
-
-def add_new_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that Megatron-LM does not have to a parser that has Megatron-LM's own."""
-    _add(parser, _NEW)
-
-
 class Role(Enum):
     """What a flag decides, for programs that put aside a user's flags of one kind: see ``neutral``."""
 
@@ -52,21 +42,32 @@ class Role(Enum):
     PREDICTED = auto()  # what mpipe predicts of models that this project's pretrain_gpt.py does not train
 
 
+_Flag = tuple[list[str], dict[str, Any], Role | None]  # what ``add_argument`` takes, and the role
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[_Flag]] | None = None) -> None:
+    """Add groups of flags to a parser: all of them, or ``NEW`` to one that has Megatron-LM's own."""
+    for title, flags in (NEW | MEGATRON if groups is None else groups).items():
+        group = parser.add_argument_group(title)
+        for names, options, role in flags:
+            vars(group.add_argument(*names, **options))["role"] = role
+
+
 def neutral(*roles: Role) -> dict[str, Any]:
     """The values with which the flags of some roles do nothing, by name: their defaults, and megatron-core's own schedule."""
-    values = {name: action.default for name, action in _actions().items() if vars(action)["role"] in roles}
+    values = {name: action.default for name, action in actions().items() if vars(action)["role"] in roles}
     return values | ({"pipeline_schedule": STOCK} if Role.SCHEDULE in roles else {})
 
 
 def given(args: argparse.Namespace, *names: str) -> list[str]:
     """The flags of those names whose values are not the defaults."""
-    actions = _actions()
-    return [actions[name].option_strings[0] for name in names if getattr(args, name) != actions[name].default]
+    known = {name: actions()[name] for name in names}
+    return [action.option_strings[0] for name, action in known.items() if getattr(args, name) != action.default]
 
 
 @cache
-def _actions() -> dict[str, argparse.Action]:
-    """All flags, by name."""
+def actions() -> dict[str, argparse.Action]:
+    """What every flag of ``pretrain_gpt.py`` means, by name, in the order of ``--help``."""
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     return {action.dest: action for action in parser._actions}
@@ -75,21 +76,6 @@ def _actions() -> dict[str, argparse.Action]:
 def flag_of(name: str) -> str:
     """The flag that sets a name, such as ``--num-layers`` for ``num_layers``."""
     return f"--{name.replace('_', '-')}"
-
-
-def _add(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[_Flag]]) -> None:
-    for title, flags in groups.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            vars(group.add_argument(*flag.names, **flag.options))["role"] = flag.role
-
-
-class _Flag(NamedTuple):
-    """A flag: what ``add_argument`` takes, and its role."""
-
-    names: list[str]
-    options: dict[str, Any]
-    role: Role | None
 
 
 def _flag(
@@ -120,14 +106,14 @@ def _flag(
         options |= {"choices": values, "type": type(values[0]), "default": default}
     else:
         options |= {"type": values, "default": default}
-    return _Flag(names.split(), options, role)
+    return names.split(), options, role
 
 
 add = _flag
 chunks, layout, schedule, detail, memory, files, length, data, predicted = (partial(_flag, role=role) for role in Role)
 
 # fmt: off
-_NEW = {
+NEW = {
     "pipeline schedule": [
         add("--config", "YAML file of flags without the dashes; flags on the command line win", str, metavar="FILE"),
         schedule("--pipeline-schedule", "a family, file:PATH, or stock for megatron-core's own", str, "zb-h1", metavar="NAME"),
@@ -205,7 +191,7 @@ _NEW = {
     ],
 }
 
-_MEGATRON = {
+MEGATRON = {
     "model": [
         add("--num-layers", "transformer layers", positive_int),
         add("--hidden-size", "width of the residual stream", positive_int),

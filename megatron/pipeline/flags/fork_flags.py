@@ -54,7 +54,6 @@ class _Line:
         return int(values[0]) if values and values[0].isdecimal() else 0
 
     def whole(self, flag: str, default: int = 0) -> int:
-        """The value of one of the forks' flags."""
         text = self.old.get(flag, str(default))
         if not text.isdecimal():
             raise ValueError(f"{flag} {text}: expected a whole number of at least 0")
@@ -63,14 +62,6 @@ class _Line:
     @property
     def ranks(self) -> int:
         return self.number("--pipeline-model-parallel-size") or 1
-
-    @property
-    def chunks(self) -> int:
-        """Chunks per rank; 1 if the command line does not say."""
-        if chunks := self.number("--num-virtual-stages-per-pipeline-rank"):
-            return chunks
-        layers, each = self.number("--num-layers"), self.number("--num-layers-per-virtual-pipeline-stage")
-        return layers // (self.ranks * each) if each else 1
 
 
 def _v(line: _Line) -> str:
@@ -140,7 +131,9 @@ def _layers(line: _Line) -> str:
 
 
 def _offload(line: _Line) -> str:
-    number, chunks = line.whole("--offload-chunk-num"), line.chunks
+    number, chunks = line.whole("--offload-chunk-num"), line.number("--num-virtual-stages-per-pipeline-rank")
+    if not chunks and (each := line.number("--num-layers-per-virtual-pipeline-stage")):
+        chunks = line.number("--num-layers") // (line.ranks * each)
     part = "selective" if number and chunks > 1 and 2 * number <= chunks else "full"
     return f"--offload {part}: the planner chooses the activations for which offloading pays"
 

@@ -43,7 +43,6 @@ class Feature(NamedTuple):
     note: str = ""
 
     def is_on(self, args: Namespace) -> bool:
-        """Whether flags switch it on."""
         given = {name: getattr(args, name, None) for name in self.names}
         return any(
             value in self.names[name] if self.names[name] else value not in (None, False, "none") for name, value in given.items()
@@ -119,26 +118,15 @@ FEATURES = (
     Feature("maximal update parametrization", _on("use_mup"), _NO, _WARNS, "not with --vocab-parallel"),
     Feature("distributed optimizer, both overlaps", _on("use_distributed_optimizer"), _YES, _YES),
     Feature("optimizers: Adam, SGD", {"optimizer": ("adam", "sgd")}, _YES, _YES),
+    Feature("optimizers: Muon, Lion, SOAP", {"optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap")}, _NO, _WARNS),
     Feature(
-        "optimizers: Muon, Lion, SOAP",
-        {"optimizer": ("muon", "dist_muon", "adaptive_muon", "lion", "soap")},
-        _NO,
-        _WARNS,
-    ),
-    Feature(
-        "several instances of the distributed optimizer",
-        {"num_distributed_optimizer_instances": range(2, 2**20)},
-        _NO,
-        _WARNS,
+        "several instances of the distributed optimizer", {"num_distributed_optimizer_instances": range(2, 2**20)}, _NO, _WARNS
     ),
     Feature("precision-aware optimizer", _on("use_precision_aware_optimizer"), _NO, _WARNS),
     Feature("optimizer in host memory", _on("optimizer_cpu_offload"), _NO, _WARNS),
     Feature("FSDP, of torch or of Megatron", _on("use_torch_fsdp2", "use_megatron_fsdp"), _NO, _NO),
     Feature(
-        "weights gathered again",
-        _on("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
-        _NO,
-        _NO,
+        "weights gathered again", _on("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"), _NO, _NO
     ),
     Feature("CUDA graphs", _on("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"), _NO, _NO),
     Feature("recomputation, selective and full", _on("recompute_granularity"), _YES, _YES),

@@ -99,7 +99,6 @@ def _check_required(args: Namespace) -> None:
 
 
 def has_transformer_engine() -> bool:
-    """Whether the package is installed."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 

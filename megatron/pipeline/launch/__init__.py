@@ -7,14 +7,8 @@ At the top of any script of your own two lines do the same::
     install()
 
 ``install`` adds our flags to ``megatron.training``'s parser. What they ask for is planned and proved while flags are validated,
-the model is cut by the placement as it is built, and the schedule runs where Megatron-LM calls its own.
-
-``run.py``        what one run of a script has: its flags, its pipeline, its model; called from ``patches/training_*.py``
-``check.py``      which of Megatron-LM's flags go with a schedule, and all flags as our own planning reads them
-``checkpoint.py`` which checkpoints another placement cannot load, and that ours are not among them
-``progress.py``   metrics, traces and measured costs of its iterations
-``script.py``     finds script, ``megatron.core`` and ``megatron.training``, and runs the script in this process or under torchrun
-``versions.py``   which ``megatron.core`` and ``megatron.training`` these are, and whether they belong together
+the model is cut by the placement as it is built, and the schedule runs where Megatron-LM calls its own: ``patches/training_*.py``
+call the methods of ``run.py``.
 """
 
 from __future__ import annotations

@@ -31,21 +31,16 @@ def check_flags(args: Namespace) -> None:
     Raises:
         ValueError: says which flag, and what to do without it.
     """
-    if args.post_validation:
-        raise ValueError(
-            "--post-validation takes the optimizer's step within the next iteration, which is the training loop's to do: use the "
-            "pretrain_gpt.py of megatron.pipeline, or leave --post-validation out"
-        )
-    if args.rehearse_park:
-        raise ValueError(
-            "--rehearse-park moves the optimizer's state, which the training loop has: use the pretrain_gpt.py of "
-            "megatron.pipeline, or leave --rehearse-park out"
-        )
-    if args.rehearse_replicas:
-        raise ValueError(
-            f"--rehearse-replicas {args.rehearse_replicas} makes the world with ranks that are not there, which the script does "
-            "here: use the pretrain_gpt.py of megatron.pipeline, or leave --rehearse-replicas out"
-        )
+    ours = (
+        ("--post-validation", args.post_validation,
+            "takes the optimizer's step within the next iteration, which is the training loop's to do"),
+        ("--rehearse-park", args.rehearse_park, "moves the optimizer's state, which the training loop has"),
+        (f"--rehearse-replicas {args.rehearse_replicas}", args.rehearse_replicas,
+            "makes the world with ranks that are not there, which the script does here"),
+    )  # fmt: skip
+    for flag, is_given, why in ours:
+        if is_given:
+            raise ValueError(f"{flag} {why}: use the pretrain_gpt.py of megatron.pipeline, or leave {flag.split()[0]} out")
     if local_device(args.rehearse)[1]:
         raise ValueError(
             "--rehearse with more ranks than GPUs has process groups of its own, and the script makes its own here: use the "
@@ -73,7 +68,8 @@ def check_validated(args: Namespace) -> None:
 def _check_settings(args: Namespace, in_config: bool = False) -> None:
     if refused := unsupported.reason(args, in_config):
         name, why = refused
-        raise ValueError(f"{_flag(name)} {why}: leave it out, or take --pipeline-schedule stock")
+        flag = unsupported.UNSUPPORTED[name].flag or flag_of(name)
+        raise ValueError(f"{flag} {why}: leave it out, or take --pipeline-schedule stock")
 
 
 def check_source(args: Namespace) -> None:
@@ -107,17 +103,6 @@ def untested(args: Namespace) -> list[str]:
             "batch is --global-batch-size from the start"
         )
     return warnings
-
-
-def _flag(name: str) -> str:
-    """The flag that sets one of upstream's names."""
-    flags = {
-        "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
-        "fp4": "--fp4-format",
-        "gtp_weight_remat_size": "--tensor-parallel-num-weight-shards",
-        "expert_gtp_weight_remat_size": "--expert-tensor-parallel-num-weight-shards",
-    }
-    return flags.get(name, flag_of(name))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._metrics:
             self._metrics.close()
         traces = self._args.pipeline_trace

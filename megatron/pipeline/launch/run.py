@@ -26,7 +26,7 @@ from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.processes import let_rank_0_speak
 from megatron.pipeline.flags.arguments import with_config
 from megatron.pipeline.flags.config import can_free_outputs, microbatch_counts
-from megatron.pipeline.flags.flags import add_new_flags
+from megatron.pipeline.flags.flags import NEW, add_flags
 from megatron.pipeline.health.watchdog import Watchdog, stuck_seconds
 from megatron.pipeline.launch import checkpoint
 from megatron.pipeline.launch.check import (
@@ -83,7 +83,7 @@ class Run:
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add ours to Megatron-LM's, and let ``--config FILE`` supply both kinds."""
-        add_new_flags(parser)
+        add_flags(parser, NEW)
         parser.set_defaults(pipeline_schedule=STOCK)
         known = {action.dest for action in parser._actions}
         parser.set_defaults(**{name: value for name, value in defaults_without_gpu().items() if name in known})
@@ -162,7 +162,13 @@ class Run:
         return config
 
     def build(self, make: Callable[[Any, Any], Any], provider: Callable[..., Any]) -> Any:
-        """Build this rank's chunks where the placement has them, with linears whose backward splits."""
+        """Build this rank's chunks where the placement has them, with linears whose backward splits.
+
+        Args:
+            make: calls upstream's function, with a function that builds one chunk, and one ``(config, chunk)`` that wraps a chunk
+                in lower precision; with None it leaves upstream's wrapper, and weight gradients are not delayed.
+            provider: builds one chunk, as the script has it.
+        """
         pipeline = self._placed
         if pipeline is None:
             return make(provider, None)

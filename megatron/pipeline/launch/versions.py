@@ -69,11 +69,8 @@ def version_in(core: Path) -> str | None:
         text = (core / "package_info.py").read_text(encoding="utf-8")
     except OSError:
         return None
-    parts = [re.search(rf"^{name} = [\"']?([\w.]*)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH", "PRE_RELEASE")]
-    if any(part is None for part in parts):
-        return None
-    major, minor, patch, pre = (part[1] for part in parts if part)
-    return f"{major}.{minor}.{patch}{pre}"
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = [\"']?([\w.]*)", text, re.MULTILINE))
+    return "{MAJOR}.{MINOR}.{PATCH}{PRE_RELEASE}".format(**parts) if len(parts) == 4 else None
 
 
 def _release(version: str) -> list[str]:

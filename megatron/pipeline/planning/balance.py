@@ -194,7 +194,6 @@ def _moved(
 
 
 def _ends(placement: Placement, work: Sequence[float]) -> tuple[list[int], list[int]]:
-    """Stages that may give a layer, and those that may take one."""
     if placement.last_stage < _PAIRS:
         everywhere = list(range(placement.last_stage + 1))
         return everywhere, everywhere
@@ -220,6 +219,5 @@ def _raised(counts: Sequence[int], least: Sequence[int]) -> list[int]:
 
 
 def _more(end: StageCosts, inner: StageCosts) -> StageCosts:
-    """What an end of the model costs more than its neighbour."""
     more = combined(lambda values: values[0] - values[1] if values[0] > values[1] * _LONGER else 0.0, [end, inner])
     return more.capped(end)

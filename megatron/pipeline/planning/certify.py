@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.pipeline.planning.costs import CostFlags, costs_of, with_shards
-from megatron.pipeline.planning.document import naming
+from megatron.pipeline.planning.document import is_csv, naming, schedule_of
 from megatron.pipeline.schedule.certify.torch_comms import from_comms_csv, has_messages, without_weights
 from megatron.pipeline.schedule.certify.traffic import Traffic, late, of_programs
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import lower
-from megatron.pipeline.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.schedule.rules.verify import dependencies_can_be_met, verify_passes
 
 
@@ -38,13 +35,10 @@ def read_traffic(path: str, flags: CostFlags) -> Source:
 
 
 def _read(path: str, text: str, flags: CostFlags) -> Source:
-    if Path(path).suffix.lower() == ".csv":
-        if has_messages(text):
-            traffic = from_comms_csv(text, Path(path).stem)
-            return Source(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
-        schedule, file = from_csv(without_weights(text), Path(path).stem), {}
-    else:
-        schedule, file = Schedule.from_json(text), json.loads(text)
+    if is_csv(path) and has_messages(text):
+        traffic = from_comms_csv(text, Path(path).stem)
+        return Source(traffic, costs_of(flags, traffic.placement), "messages as the file has them")
+    schedule, file = schedule_of(path, without_weights(text) if is_csv(path) else text)
     verify_passes(schedule, forward_only=all(kind.is_forward for row in schedule.rows for kind in row.kinds))
     costs = costs_of(flags, schedule.placement, file, copies=schedule.has_copies)
     costs = with_shards(costs, schedule.vocabulary, schedule.ranks)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from megatron.pipeline.planning.compose import least_memory, solve
 from megatron.pipeline.planning.planned import Planned, Variant
-from megatron.pipeline.planning.refusals import Refusal, Unit, host_in_unit, in_unit, nothing_fits
+from megatron.pipeline.planning.refusals import Refusal, Unit, in_unit, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, uniform
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
 
@@ -41,6 +41,9 @@ def candidates(
             progress(done, len(wanted))
         try:
             planned.append(request.of(variant).plan())
+        except HostLimitTooLow as error:
+            worded = in_unit(error, request.unit, variant.name, None, request.host_limit)
+            refused.append(Refusal(variant, str(worded), _needs(request.of(variant))))
         except ValueError as error:
             refused.append(Refusal(variant, str(error), _needs(request.of(variant))))
     if progress:
@@ -179,10 +182,8 @@ def best(
             return request.plan(), None
         except ChunksDoNotFit as error:
             raise ValueError(f"{error}: leave --chunks out") from None
-        except LimitTooLow as error:
-            raise in_unit(error, request.unit, request.limit, request.schedule) from None
-        except HostLimitTooLow as error:
-            raise host_in_unit(error, request.unit, request.host_limit) from None
+        except TooLow as error:
+            raise in_unit(error, request.unit, request.schedule, request.limit, request.host_limit) from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")

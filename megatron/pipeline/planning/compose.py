@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core import placement
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
@@ -27,7 +28,7 @@ from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.join import join, saves, split
 from megatron.pipeline.schedule.transforms.offload import offload
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
-from megatron.pipeline.schedule.transforms.vocabulary import MOST_WAITING, postpone, postponed, spread
+from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
 _NEAR = 1.01  # as short: the schedule that holds less is better then
 _TIMES = (12, 8, 6, 4, 3, 2, 1.5, 1)  # a schedule's own memory, over what offloading leaves of it on the device
@@ -140,7 +141,6 @@ def with_vocabulary(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _within(schedule: Schedule, problem: Problem) -> Schedule:
-    """The schedule, once it is known to stay within the limits."""
     if problem.limits is not None:
         memory_stays_within(schedule, problem.costs, problem.limits)
     return schedule
@@ -203,7 +203,6 @@ def _largest(attempt: Callable[[tuple[float, ...]], Schedule], given: tuple[floa
 
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
-    """The schedule of a family with the vocabulary's passes."""
     more, shard = _spreading(problem), _logits(problem)
     needs = []
     # With few microbatches, or where stages run again, less may be held than in a schedule without end.

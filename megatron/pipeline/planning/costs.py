@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.core.costs import (
     uniform,
     with_equal_copies,
 )
-from megatron.pipeline.schedule.core.costs_fields import COST_RANGE, is_cost
+from megatron.pipeline.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.stage_costs import PARTS
@@ -27,16 +27,8 @@ from megatron.pipeline.schedule.core.stage_costs import PARTS
 Numbers: TypeAlias = dict[str, float]
 
 COPIES = ("D2H", "H2D")
-_PART_FIELDS = {
-    "F.dispatch": "dispatch",
-    "F.experts": "experts",
-    "F.combine": "combine",
-    "B.combine": "backward_combine",
-    "B.experts": "backward_experts",
-    "B.dispatch": "backward_dispatch",
-    "W.experts": "weight_experts",
-    "layers": "layers",
-}
+_PARTS = ("F.dispatch", "F.experts", "F.combine", "B.combine", "B.experts", "B.dispatch", "W.experts")
+_PART_FIELDS = dict(zip(_PARTS, PARTS, strict=True)) | {"layers": "layers"}
 TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PART_FIELDS)
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
@@ -157,7 +149,6 @@ def with_whole_vocabulary(costs: Costs, ranks: int) -> Costs:
     return replace(costs, stages=(first, *inner, last), vocabulary=VocabularyCosts())
 
 
-_MOST_LAYERS = 1000  # of a rank: a braid is computed layer by layer
 # What layers of experts do where costs do not say: the shares of F and of B in which they dispatch, compute experts, and combine,
 # and the share of W that is of experts.
 _DISPATCH, _EXPERTS, _COMBINE, _EXPERT_WEIGHTS = 0.1, 0.4, 0.1, 0.5
@@ -237,10 +228,9 @@ def _check_parts(cost: Numbers) -> None:
             whose = "whose parts they are" if len(parts) > 1 else "whose part it is"
             raise ValueError(f"{' + '.join(parts)} = {together:g} is more than {name} = {whole:g}, {whose}")
     layers = cost.get("layers", 1)
-    if not (layers == int(layers) and 1 <= layers <= _MOST_LAYERS):
-        raise ValueError(f"layers={layers:g}: give a whole number of layers per rank, from 1 to {_MOST_LAYERS}")
-    names = [name for name in _PART_FIELDS if name != "layers"]
-    given, missing = ([name for name in names if (name in cost) is has] for has in (True, False))
+    if not is_layers(layers):
+        raise ValueError(f"layers={layers:g}: give a whole number of layers per rank, from 1 to {MOST_LAYERS}")
+    given, missing = ([name for name in _PARTS if (name in cost) is has] for has in (True, False))
     if given and missing:
         raise ValueError(
             f"{', '.join(given)} without {', '.join(missing)}: give all parts of the layers (0 for what there is none of), or "

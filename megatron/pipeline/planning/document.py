@@ -15,15 +15,16 @@ from megatron.pipeline.planning.choose import Choice
 from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
-from megatron.pipeline.planning.refusals import check_limit, in_unit, unit_of
+from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
-from megatron.pipeline.schedule.core.problem import LimitTooLow, Objective, Problem
+from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
+from megatron.pipeline.schedule.lower.torch_csv import from_csv
 from megatron.pipeline.schedule.optimum.bound import own_bound, with_own_passes
 from megatron.pipeline.schedule.optimum.sustain import smallest_sustaining_limit
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.time.simulate import activation_changes, activation_peaks, activation_profile, simulate
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved
 from megatron.pipeline.schedule.transforms.transform import without_copies
 
@@ -128,8 +129,11 @@ def gain(planned: Planned) -> dict[str, Any]:
     """
     schedule, problem, costs = planned.schedule, planned.problem, planned.problem.costs
     plain = without_copies(schedule)
-    allocated = _allocated(plain, problem)
     away = moved(schedule, costs)
+    allocated = [
+        sum(change for work, change in zip(*row, strict=True) if work.kind is Kind.F)
+        for row in zip(plain.passes, activation_changes(plain, costs), strict=True)
+    ]
     return {
         "mode": problem.offload and str(problem.offload),
         "k": costs.k(problem.recompute),
@@ -142,17 +146,23 @@ def gain(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _allocated(schedule: Schedule, problem: Problem) -> list[float]:
-    """What all F of a rank allocate in an iteration."""
-    stages = problem.costs.sliced(schedule.splits).stages
-    return [
-        sum(
-            stages[schedule.placement.stage(rank, work.chunk)].allocated(Kind.F, schedule.recomputes(rank, work))
-            for work in row
-            if work.kind is Kind.F
-        )
-        for rank, row in enumerate(schedule.passes)
-    ]
+def curves(shown: Mapping[str, Planned]) -> dict[str, Any]:
+    """What ``view.draw`` takes to draw the memory of schedules: by title what each rank holds over time, and the unit of all."""
+    units = {_unit(planned) for planned in shown.values()}
+    unit = units.pop() if len(units) == 1 else COSTS_UNIT
+    memory = {
+        title: [
+            [(moment, held / unit.size) for moment, held in steps]
+            for steps in activation_profile(planned.schedule, planned.timeline, planned.problem.costs)
+        ]
+        for title, planned in shown.items()
+    }
+    return {"memory": memory, "memory_unit": unit.name.strip()}
+
+
+def _unit(planned: Planned) -> Unit:
+    costs = planned.problem.costs
+    return unit_of(costs if "stage_costs" in cost_fields(planned.schedule.placement, costs) else None)
 
 
 @dataclass(frozen=True)
@@ -240,18 +250,22 @@ def read_text(path: str) -> str:
         raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
 
 
+def is_csv(path: str) -> bool:
+    return Path(path).suffix.lower() == ".csv"
+
+
+def schedule_of(path: str, text: str) -> tuple[Schedule, dict[str, Any]]:
+    """The schedule in the text of a file, and the fields of its JSON; a CSV has none."""
+    return (from_csv(text, Path(path).stem), {}) if is_csv(path) else (Schedule.from_json(text), json.loads(text))
+
+
 def is_schedule(path: str) -> bool:
     """Whether a file holds passes without times."""
-    return Path(path).suffix.lower() == ".csv" or '"passes"' in read_text(path)
+    return is_csv(path) or '"passes"' in read_text(path)
 
 
 def _planned(path: str, text: str, changes: Changes) -> Planned:
-    if Path(path).suffix.lower() == ".csv":
-        from megatron.pipeline.schedule.lower.torch_csv import from_csv
-
-        schedule, file = from_csv(text, Path(path).stem), {}
-    else:
-        schedule, file = Schedule.from_json(text), json.loads(text)
+    schedule, file = schedule_of(path, text)
     asked, (mode, host_limit) = None, _offload(file)
     if changes.offload:
         asked = None if changes.offload == OFF else Offload(changes.offload)
@@ -259,6 +273,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
     limit, unit = changes.memory_limit, unit_of(costs)
     check_limit(limit, unit)
+    check_limit(changes.host_limit, unit, "--host-memory-limit")
     if limit is None and not asked:  # offloading is to lower the memory, so the file's own limit does not count
         limit = _number(file, "memory_limit")
     objective = changes.objective or file.get("objective", GOAL)
@@ -281,8 +296,8 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     )
     try:
         schedule = adapted(schedule, problem, asked)
-    except LimitTooLow as error:
-        raise in_unit(error, unit, limit, schedule.name) from None
+    except TooLow as error:
+        raise in_unit(error, unit, schedule.name, limit, host_limit) from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
     return Planned(schedule, problem, Variant(schedule.name))

@@ -75,7 +75,6 @@ class Planned:
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """What every rank runs."""
         return lower(self.schedule, self.problem.costs)
 
     @cached_property
@@ -111,7 +110,6 @@ class Planned:
 
     @cached_property
     def braids(self) -> int:
-        """How many pairs of a forward and a backward run as one."""
         return sum(work.kind.row.braided is not None for row in self.schedule.passes for work in row)
 
     @cached_property

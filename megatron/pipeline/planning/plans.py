@@ -72,7 +72,6 @@ class Plans:
 
     @property
     def splits(self) -> int:
-        """How many slices along the sequence every microbatch is cut into."""
         if self._file:
             return self._file.splits
         return 1 if self.is_stock else families.named(self.name).splits
@@ -92,7 +91,6 @@ class Plans:
 
     @property
     def planned(self) -> dict[int, Schedule]:
-        """The schedules of training, by the number of microbatches."""
         plans = list(self._plans.items())  # a copy, since another thread may be asking
         return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
 
@@ -210,7 +208,7 @@ class Plans:
         schedule = planned.schedule
         if schedule.placement.replicas > 1:
             raise ValueError(f"{self.name} holds the model {schedule.placement.replicas} times, which nothing here can train")
-        if schedule.splits > 1 and any(work.kind is Kind.R for row in schedule.passes for work in row):
+        if schedule.splits > 1 and schedule.reruns:
             raise ValueError(f"{self.name} runs slices of microbatches again (R), which the runtime cannot: plan it without one")
         verify_programs(schedule, planned.programs, self._posting)
         return planned

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow
+from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow, TooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; the others are counted
@@ -45,7 +45,6 @@ class Unit:
         return f"{rounded_up(memory / self.size)}{self.name}"
 
     def needs(self, least: float, limit: float) -> str:
-        """What a schedule needs, against what it may have."""
         return f"needs {self.at_least(least)}, limit {self.number(limit) if self.name.startswith(' ') else self.amount(limit)}"
 
     def too_little(self, given: str, name: str, least: float, others: Sequence[str] = ()) -> ValueError:
@@ -77,21 +76,18 @@ def unit_of(costs: Costs | None) -> Unit:
     return MIB if max(stage.activation for stage in costs.stages) >= _FEWEST_BYTES else COSTS_UNIT
 
 
-def in_unit(error: LimitTooLow, unit: Unit, limit: float | None, name: str) -> LimitTooLow:
-    """A refusal, worded in MiB where costs count bytes."""
+def in_unit(error: TooLow, unit: Unit, name: str, limit: float | None, host_limit: float | None) -> TooLow:
+    """A refusal of a limit, or of one of host memory, worded in MiB where costs count bytes."""
+    is_of_host = isinstance(error, HostLimitTooLow)
+    limit = host_limit if is_of_host else limit
     if unit is not MIB or limit is None:
         return error
+    if is_of_host:
+        given, needed = MIB.amount(limit), MIB.at_least(error.least)
+        words = f"--host-memory-limit {given} has no room for one microbatch of a chunk, which takes {needed} or more"
+        return HostLimitTooLow(f"{words}: raise it, or leave --offload out", error.least)
     given = f"{limit:g}, which is in bytes (give such as 20GiB)," if limit < _LEAST_LIMIT else MIB.amount(limit)
     return LimitTooLow(str(MIB.too_little(f"--memory-limit {given}", name, error.least)), error.least)
-
-
-def host_in_unit(error: HostLimitTooLow, unit: Unit, limit: float | None) -> HostLimitTooLow:
-    """The same of a limit of host memory."""
-    if unit is not MIB or limit is None:
-        return error
-    given, needed = MIB.amount(limit), MIB.at_least(error.least)
-    words = f"--host-memory-limit {given} has no room for one microbatch of a chunk, which takes {needed} or more"
-    return HostLimitTooLow(f"{words}: raise it, or leave --offload out", error.least)
 
 
 def check_limit(limit: float | None, unit: Unit, flag: str = "--memory-limit") -> None:
@@ -130,11 +126,8 @@ def folded(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> list[
     lines: dict[str, list[str]] = {}
     for refusal in refused:
         lines.setdefault(refusal.short(unit, limit), []).append(str(refusal.variant))
-    return [f"{', '.join(names[:_MOST_NAMED])}{_others(len(names) - _MOST_NAMED)}: {why}" for why, names in lines.items()]
-
-
-def _others(number: int) -> str:
-    return f" and {number} more" if number > 0 else ""
+    more = {why: f" and {len(names) - _MOST_NAMED} more" for why, names in lines.items() if len(names) > _MOST_NAMED}
+    return [f"{', '.join(names[:_MOST_NAMED])}{more.get(why, '')}: {why}" for why, names in lines.items()]
 
 
 def nothing_fits(refused: Sequence[Refusal], unit: Unit, limit: float | None) -> ValueError:

@@ -22,9 +22,9 @@ from megatron.pipeline.schedule.core import costs_fields
 from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, EQUAL_SHARDS, Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.problem import Objective, Problem, per_rank
 from megatron.pipeline.schedule.families import Family
-from megatron.pipeline.schedule.rules.verify import per_rank, verify
+from megatron.pipeline.schedule.rules.verify import verify
 
 MOST_CHUNKS = 4  # per rank, where the user gives no number: the bubble of more is hardly shorter, and each sends activations too
 MOST_PASSES = 3_000_000  # what fits into a few GB of memory and a minute

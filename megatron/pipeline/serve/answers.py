@@ -18,12 +18,11 @@ from typing import Any, NamedTuple, TypeAlias
 from megatron.pipeline import planning
 from megatron.pipeline.planning.choose import best
 from megatron.pipeline.planning.collecting import without_collecting
-from megatron.pipeline.planning.document import Changes, choice_fields, read, report
+from megatron.pipeline.planning.document import Changes, choice_fields, curves, read, report
 from megatron.pipeline.planning.request import Request, Variant, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.problem import LimitTooLow
 from megatron.pipeline.schedule.lower.torch_csv import to_csv
-from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view import Entry, draw
 from megatron.pipeline.view.page import encoded
 
@@ -84,7 +83,6 @@ def work(query: Query) -> int:
 
 
 def command(query: Query, costs: str = "") -> str:
-    """The command that makes the same plan."""
     return shlex.join(["mpipe", "plan", *flags(query, costs)])
 
 
@@ -129,8 +127,8 @@ def download(plan: bytes, suffix: str) -> Answer:
         whole = read(str(source), Changes())
         if suffix == "csv":
             return Answer(200, to_csv(whole.schedule).encode(), type)
-        memory = activation_profile(whole.schedule, whole.timeline, whole.problem.costs)
-        draw({whole.title: whole.timeline}, str(result), {whole.title: memory}, splits={whole.title: whole.schedule.splits})
+        title, splits = whole.title, whole.schedule.splits
+        draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}))
         return Answer(200, result.read_bytes(), type)
 
 

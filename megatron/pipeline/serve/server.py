@@ -259,7 +259,6 @@ def _names(host: str) -> list[str]:
 
 
 def _in_address(host: str) -> str:
-    """A host as it is written before a port."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -1,4 +1,7 @@
-"""Processes that plan while the server goes on answering: the job with the least work first, jobs ahead of a request last."""
+"""Processes that plan while the server goes on answering: the job with the least work first, jobs ahead of a request last.
+
+Those of ``concurrent.futures`` leave semaphores behind, and say so, where a signal ends the server; and none ends one job alone.
+"""
 
 from __future__ import annotations
 

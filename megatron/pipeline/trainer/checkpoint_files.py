@@ -164,7 +164,6 @@ def schedule_flags(args: Namespace) -> dict[str, Any]:
 
 
 def name_of(iteration: int) -> str:
-    """The name of a checkpoint's directory."""
     return f"iter_{iteration:07d}"
 
 
@@ -290,7 +289,6 @@ def _from_megatron(path: Path, common: dict[str, Any], here: Namespace) -> tuple
 
 
 def _complete(root: Path) -> dict[int, Path]:
-    """All complete checkpoints, by iteration."""
     found = {path: path.name.removeprefix("iter_") for path in root.glob("iter_*")}
     return {int(number): path for path, number in found.items() if number.isascii() and number.isdecimal() and not _wrong(path)}
 

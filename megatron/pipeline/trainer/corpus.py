@@ -158,14 +158,17 @@ class _Encoder:
         return [tokens + self._end if tokens else [] for tokens in encoded], document.size
 
 
+_encoder: _Encoder  # of a worker process
+
+
 def _start_worker(tokenizer_args: Namespace, append_eod: bool) -> None:
     """Build the tokenizer once in each worker process, where it stays for all its documents."""
-    _encode_in_worker.encoder = _Encoder(tokenizer_args, append_eod)  # type: ignore[attr-defined]
+    global _encoder
+    _encoder = _Encoder(tokenizer_args, append_eod)
 
 
 def _encode_in_worker(document: Document) -> tuple[list[list[int]], int]:
-    result: tuple[list[list[int]], int] = _encode_in_worker.encoder(document)  # type: ignore[attr-defined]
-    return result
+    return _encoder(document)
 
 
 def _fields(line: str, keys: Sequence[str], place: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from megatron.pipeline.trainer.data_files import blend, blend_per_split, check_p
 Batch = dict[str, torch.Tensor]
 
 
-class SequentialSampler:
+def sequential(total: int, consumed: int, micro_batch: int, rank: int, ranks: int) -> Iterator[list[int]]:
     """Indices of one data-parallel rank's microbatches: the global order, from the first sample not yet consumed.
 
     Consecutive microbatches of all data-parallel ranks follow each other in the global order, as in Megatron-LM, so the
@@ -37,23 +37,13 @@ class SequentialSampler:
     Raises:
         ValueError: fewer samples are left than one microbatch of every data-parallel rank needs.
     """
-
-    def __init__(self, total: int, consumed: int, micro_batch: int, rank: int, ranks: int) -> None:
-        if total - consumed < micro_batch * ranks:
-            raise ValueError(
-                f"{consumed} of {total} samples are consumed: {micro_batch * ranks} more are needed for one microbatch"
-            )
-        self.total, self.consumed = total, consumed
-        self.micro_batch, self.rank, self.ranks = micro_batch, rank, ranks
-
-    def __len__(self) -> int:
-        return (self.total - self.consumed) // (self.micro_batch * self.ranks)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        start = self.consumed + self.rank * self.micro_batch
-        for microbatch in range(len(self)):
-            first = start + microbatch * self.micro_batch * self.ranks
-            yield list(range(first, first + self.micro_batch))
+    together = micro_batch * ranks
+    if total - consumed < together:
+        raise ValueError(f"{consumed} of {total} samples are consumed: {together} more are needed for one microbatch")
+    first = consumed + rank * micro_batch
+    return (
+        list(range(start, start + micro_batch)) for start in range(first, total - together + rank * micro_batch + 1, together)
+    )
 
 
 def check_data(args: Namespace, vocab_size: int) -> None:
@@ -117,10 +107,9 @@ class Samples:
 
     def _loader(self, dataset: Any, consumed: int) -> torch.utils.data.DataLoader[Batch]:
         rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        sampler = SequentialSampler(len(dataset), consumed, self._args.micro_batch_size, rank, ranks)
         return torch.utils.data.DataLoader(
             dataset,
-            batch_sampler=sampler,
+            batch_sampler=sequential(len(dataset), consumed, self._args.micro_batch_size, rank, ranks),
             num_workers=self._args.num_workers,
             pin_memory=torch.cuda.is_available(),
             worker_init_fn=_ignore_termination,
@@ -129,8 +118,9 @@ class Samples:
 
 def reading(args: Namespace, chunks: Sequence[MegatronModule]) -> list[bool]:
     """Which of this rank's chunks need data; see ``Samples``."""
-    sharded = args.vocab_parallel != OFF
-    return [args.reset_attention_mask or (sharded and chunk is chunks[0]) or _at_an_end(chunk) for chunk in chunks]
+    everywhere, sharded = args.reset_attention_mask, args.vocab_parallel != OFF
+    ends = [any(get_attr_wrapped_model(chunk, end) for end in ("pre_process", "post_process")) for chunk in chunks]
+    return [everywhere or (sharded and chunk is chunks[0]) or end for chunk, end in zip(chunks, ends, strict=True)]
 
 
 def cut_for_context_parallelism(batch: Batch) -> Batch:
@@ -208,10 +198,6 @@ def _ignore_termination(_worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _at_an_end(chunk: MegatronModule) -> bool:
-    return bool(get_attr_wrapped_model(chunk, "pre_process") or get_attr_wrapped_model(chunk, "post_process"))
-
-
 def _build(args: Namespace, tokenizer: Any, sizes: list[int], needed: bool) -> list[tuple[bool, Any]]:
     """For every split, whether it exists anywhere, and its dataset on the ranks that need it."""
     per_split = args.train_data_path is not None
@@ -238,22 +224,13 @@ def _build(args: Namespace, tokenizer: Any, sizes: list[int], needed: bool) -> l
     kind = MockGPTDataset if args.mock_data else GPTDataset
     # The builder's caches are written by rank 0 for all others, so it always builds.
     built_here = needed or torch.distributed.get_rank() == 0
-    with warnings.catch_warnings(), _cache_not_missed():
+    logging.getLogger(MockGPTDataset.__module__).addFilter(_is_not_of_mock_data)
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")  # the data files are mapped read-only on purpose
         datasets = BlendedMegatronDatasetBuilder(kind, sizes, lambda: built_here, config).build()
     return list(zip(exists, datasets, strict=True))
 
 
-@contextmanager
-def _cache_not_missed() -> Iterator[None]:
-    """Without upstream's warning, for every split, that mock data has no cache of its order: it is drawn in no time."""
-    upstream = logging.getLogger(MockGPTDataset.__module__)
-
-    def others(record: logging.LogRecord) -> bool:
-        return not re.search(r"Unable to save Mock\w+ indexes", record.getMessage())
-
-    upstream.addFilter(others)
-    try:
-        yield
-    finally:
-        upstream.removeFilter(others)
+def _is_not_of_mock_data(record: logging.LogRecord) -> bool:
+    """False for upstream's warning, for every split, that mock data has no cache of its order: it is drawn in no time."""
+    return not re.search(r"Unable to save Mock\w+ indexes", record.getMessage())

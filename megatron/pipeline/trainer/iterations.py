@@ -112,7 +112,9 @@ class Iterations:
             self._clear_gradients()
         try:
             with self._pipeline.validating(self._resolve) if self._open else nullcontext():
-                reports = run_schedule(self._args, self._training, self._data, microbatches, check=self._check())
+                # Losses are checked together: the host does not wait for each.
+                check = self._losses.append if self._args.check_for_nan_in_loss_and_grad else None
+                reports = run_schedule(self._args, self._training, self._data, microbatches, check=check)
         except Exception:
             check_finite(self._losses)  # from which the error may come, such as gradients that are not finite
             raise
@@ -205,10 +207,6 @@ class Iterations:
             self._losses.clear()  # of forwards that start anew
             return ValidationResult.ROLLED_BACK
         return ValidationResult.ACCEPTED
-
-    def _check(self) -> Callable[[torch.Tensor], None] | None:
-        """What becomes of a microbatch's loss. All are checked together: the host does not wait for each."""
-        return self._losses.append if self._args.check_for_nan_in_loss_and_grad else None
 
     def _clear_gradients(self) -> None:
         for chunk in self._training.chunks:

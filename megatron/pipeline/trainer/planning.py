@@ -121,7 +121,6 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
 
 
 def _request(args: Namespace, costs: Costs | None) -> Request:
-    """What the flags ask for."""
     ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
     return Request(
         args.pipeline_schedule,
@@ -298,7 +297,6 @@ def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
 
 
 def _read_costs(path: str) -> Costs:
-    """Costs from a file that ``Costs.from_json`` reads."""
     try:
         return Costs.from_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

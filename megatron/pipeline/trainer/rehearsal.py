@@ -27,12 +27,12 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.trainer.trace import in_mib
 from megatron.pipeline.view.picture import draw
 
 logger = logging.getLogger(__name__)
 
 RESULT, COSTS, PICTURE = "rehearsal.json", "costs.json", "rehearsal.png"
-_MIB = 2**20
 
 
 def rehearsing(args: Namespace, pipeline: Pipeline) -> Steps | None:
@@ -139,11 +139,7 @@ def _draw(found: Rehearsal, path: Path) -> None:
     own = f"{schedule.name}: {1e3 * found.timeline.makespan:.4g} ms"
     other = f"stock at its best, {stock.variant}: {1e3 * stock.timeline.makespan:.4g} ms"
     memory = {
-        own: _in_mib(activation_profile(schedule, found.timeline, found.costs)),
-        other: _in_mib(activation_profile(stock.schedule, stock.timeline, stock.problem.costs)),
+        own: in_mib(activation_profile(schedule, found.timeline, found.costs)),
+        other: in_mib(activation_profile(stock.schedule, stock.timeline, stock.problem.costs)),
     }
     draw({own: found.timeline, other: stock.timeline}, path, memory, "s", {own: schedule.splits}, "MiB")
-
-
-def _in_mib(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
-    return [[(moment, held / _MIB) for moment, held in rank] for rank in profile]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -26,8 +26,8 @@ class Log:
         self._args = args
         self.writes = writes
         self._world_size = world_size
+        self._outputs = ExitStack()
         self._window: list[Step] = []
-        self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
         self._progress: Progress | None = None
         self._task = TaskID(0)
         self._metrics: Metrics | None = None
@@ -40,27 +40,21 @@ class Log:
         if not self.writes:
             return self
         if args.metrics:
-            self._metrics = Metrics(args.metrics, args.seq_length)
+            self._metrics = self._outputs.enter_context(closing(Metrics(args.metrics, args.seq_length)))
         if args.tensorboard_dir:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(args.tensorboard_dir)
+            self._board = self._outputs.enter_context(SummaryWriter(args.tensorboard_dir))
         console = Console()
         if console.is_terminal:
             loss = TextColumn("loss {task.fields[loss]}")
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
-            self._progress = Progress(*columns, console=console)
+            self._progress = self._outputs.enter_context(Progress(*columns, console=console))
             self._task = self._progress.add_task("training", total=args.train_iters, loss="-")
-            self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._progress:
-            self._progress.stop()
-        if self._metrics:
-            self._metrics.close()
-        if self._board:
-            self._board.close()
+    def __exit__(self, *_: object) -> None:
+        self._outputs.close()
 
     def line(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
@@ -84,11 +78,7 @@ class Log:
         """
         if not self.writes:
             return
-        finite = math.isfinite(step.loss)
-        self._nan_iterations += not finite
-        self._skipped_iterations += step.grad_norm is None
-        self._undone_steps += step.step == "undone"
-        if finite:
+        if math.isfinite(step.loss):
             self.first_loss = step.loss if self.first_loss is None else self.first_loss
             self.last_loss = step.loss
         self._window.append(step)
@@ -102,10 +92,8 @@ class Log:
         if step.iteration % self._args.log_interval == 0:
             self.line(self._log_line(step, measured))
             self._window.clear()
-            self._nan_iterations = self._skipped_iterations = self._undone_steps = 0
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
-        """Tell the mean loss over one split."""
         perplexity = math.exp(min(20.0, loss))
         self.line(f" {split} loss at iteration {iteration} | lm loss value: {loss!r} | lm loss PPL: {perplexity:.6E} |")
         if self._board:
@@ -130,11 +118,11 @@ class Log:
             f"lm loss: {step.loss!r}",
             f"loss scale: {step.loss_scale:.1f}",
             f"grad norm: {step.grad_norm!r}",
-            f"number of skipped iterations: {self._skipped_iterations:3d}",
-            f"number of nan iterations: {self._nan_iterations:3d}",
+            f"number of skipped iterations: {sum(one.grad_norm is None for one in self._window):3d}",
+            f"number of nan iterations: {sum(not math.isfinite(one.loss) for one in self._window):3d}",
         ]
         if self._args.post_validation:
-            parts.append(f"number of undone steps: {self._undone_steps:3d}")
+            parts.append(f"number of undone steps: {sum(one.step == 'undone' for one in self._window):3d}")
         if measured:
             parts.append(f"bubble: {measured.bubble_rate:.1%}")
             if measured.slowdown:

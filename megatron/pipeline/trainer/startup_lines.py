@@ -60,9 +60,8 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
         knows_memory: whether the formulas of memory are for a model like this.
     """
     lines = [*pipeline.notes, _plan(args, pipeline)]
-    if (
-        knows_memory and not pipeline.is_stock and getattr(args, "padded_vocab_size", None)
-    ):  # a script of the user's may have no tokenizer
+    knows_vocabulary = getattr(args, "padded_vocab_size", None)  # a script of the user's may have no tokenizer
+    if knows_memory and knows_vocabulary and not pipeline.is_stock:
         lines.append(_memory(args, pipeline))
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
         lines.append(_messages(args, pipeline))
@@ -124,7 +123,6 @@ def _memory(args: Namespace, pipeline: Pipeline) -> str:
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:
-    """A line about the memory of messages."""
     size = hidden_bytes(Shape.of(args)) / pipeline.splits / 2**20
     count = pipeline.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
@@ -141,7 +139,6 @@ def _redistribution(args: Namespace, placement: Placement, layers: list[int]) ->
 
 
 def _shards(args: Namespace) -> str:
-    """A line about the shards of the vocabulary."""
     count = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
     cut = Shards.of(args.vocab_size, args.padded_vocab_size, count, args.vocab_mask_padding)
     rows = count * cut.rows
@@ -153,7 +150,6 @@ def _shards(args: Namespace) -> str:
 
 
 def offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
-    """A line about activations in host memory."""
     schedule, costs = pipeline.plan(max(microbatch_counts(args))).schedule, pipeline.planned_costs
     words = f" offload {'as the file says' if args.offload == OFF else args.offload}:"
     if pipeline.costs is None:

@@ -9,9 +9,10 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron.pipeline.record.cost_profile import measured_costs
+from megatron.pipeline.record.report import Report
+from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.program import Collective, Message
@@ -19,15 +20,10 @@ from megatron.pipeline.schedule.time.simulate import activation_profile, simulat
 from megatron.pipeline.trainer.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.consecutive import Iteration, latest
-from megatron.pipeline.view.picture import draw
+from megatron.pipeline.view.picture import Profile, draw
 
 logger = logging.getLogger(__name__)
 
-if TYPE_CHECKING:
-    from megatron.pipeline.record.report import Report
-    from megatron.pipeline.runtime.pipeline import Pipeline
-
-_MIB = 2**20
 _MOST_JOINED = 4  # iterations of one picture: boxes of more are too narrow to tell apart
 
 
@@ -63,7 +59,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     measured_trace = to_trace(report.timeline, schedule, memory=report.memory, waits=waits, name="measured")
     planned_trace = to_trace(planned, schedule, memory=memory, name="planned", process=1)
     record |= measured_trace | {"traceEvents": measured_trace["traceEvents"] + planned_trace["traceEvents"]}
-    path = _path(directory, iteration)
+    path = trace_of(directory, iteration)
     try:
         write_text(path, json.dumps(record))
     except OSError as error:
@@ -75,23 +71,7 @@ def _verb(message: Message | Collective | Pass, stages: Sequence[int]) -> str:
     return "send" if isinstance(message, Message) and message.stage in stages else "wait for"
 
 
-def read_last_trace(directory: str) -> tuple[dict[str, Any], Timeline] | None:
-    """The record of the last iteration that was written, and its timeline; None if there is none."""
-    paths = _written(directory)
-    return _read(paths[-1]) if paths else None
-
-
-def read_trace(directory: str, iteration: int) -> tuple[dict[str, Any], Timeline]:
-    """The record of an iteration whose trace was written, and its timeline."""
-    return _read(_path(directory, iteration))
-
-
-def _read(path: Path) -> tuple[dict[str, Any], Timeline]:
-    text = path.read_text()
-    return json.loads(text), Timeline.from_json(text)
-
-
-def _path(directory: str, iteration: int) -> Path:
+def trace_of(directory: str, iteration: int) -> Path:
     return Path(directory) / f"iteration_{iteration:07d}.json"
 
 
@@ -102,18 +82,18 @@ def _written(directory: str) -> list[Path]:
 
 def draw_last_trace(directory: str) -> Path | None:
     """Draw the iteration that was written last, below its plan, and return the path of the picture, next to the trace."""
-    trace = read_last_trace(directory)
-    if trace is None:
+    written = _written(directory)
+    if not written:
         return None
-    record, timeline = trace
-    path = _path(directory, record["iteration"]).with_suffix(".png")
+    text, path = written[-1].read_text(), written[-1].with_suffix(".png")
+    record = json.loads(text)
     costs = "the run's costs" if record["planned"]["costs"] == "of all iterations" else "this iteration's pass times, free hops"
     planned, measured = f"{record['schedule']}, planned at {costs}", f"measured in iteration {record['iteration']}"
     try:
         draw(
-            {planned: Timeline.from_json(json.dumps(record["planned"])), measured: timeline},
+            {planned: Timeline.from_json(json.dumps(record["planned"])), measured: Timeline.from_json(text)},
             path,
-            memory={planned: _mebibytes(record["planned"]["memory"]), measured: _mebibytes(record["memory"])},
+            memory={planned: in_mib(record["planned"]["memory"]), measured: in_mib(record["memory"])},
             unit="s",
             memory_unit="MiB",
             waits={measured: [[(start, end) for _, start, end in row] for row in record["waits"]]},
@@ -141,5 +121,6 @@ def draw_consecutive(directory: str) -> Path | None:
     return path
 
 
-def _mebibytes(profile: list[list[tuple[float, float]]]) -> list[list[tuple[float, float]]]:
-    return [[(time, held / _MIB) for time, held in steps] for steps in profile]
+def in_mib(profile: Profile) -> Profile:
+    """The memory of a picture, from bytes."""
+    return [[(time, held / 2**20) for time, held in steps] for steps in profile]

@@ -42,12 +42,12 @@ def write_config(result: Result, flags: Sequence[str], path: Path, head: str) ->
 
 def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """The flags that are not at their defaults, as ``--config`` reads them."""
-    from megatron.pipeline.flags.arguments import actions
+    from megatron.pipeline.flags.flags import actions
 
     given: dict[str, Any] = {}
-    for action in actions():
-        value = values.get(action.dest)
-        if action.dest in ("config", "help") or value == action.default:
+    for dest, action in actions().items():
+        value = values.get(dest)
+        if dest == "config" or value == action.default:
             continue
         name = action.option_strings[0].lstrip("-")
         if isinstance(action, argparse.BooleanOptionalAction):

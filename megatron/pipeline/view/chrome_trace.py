@@ -14,7 +14,7 @@ from typing import Any
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.schedule.lower.lower import transfers
+from megatron.pipeline.schedule.lower.lower import messages
 from megatron.pipeline.schedule.time.simulate import activation_profile
 from megatron.pipeline.view.style import lane_kinds, start_of, with_whole_braids
 
@@ -118,8 +118,7 @@ def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Ite
 
 
 def _flows(timeline: Timeline, schedule: Schedule, clock: _Clock, process: int) -> Iterator[_Event]:
-    for number, transfer in enumerate(transfers(schedule)):
-        message, sender, producer, receiver, consumer = transfer
+    for number, (message, sender, producer, receiver, consumer) in enumerate(messages(schedule)):
         _, start, end = timeline.ranks[sender][producer]
         about = {"cat": str(message.flow), "name": str(message.flow), "id": f"{process}.{number}"}
         # A flow belongs to the pass that runs at its time: at the very end that would be the next one.

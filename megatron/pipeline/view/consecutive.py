@@ -45,12 +45,10 @@ class Iteration:
 
     @property
     def starts(self) -> list[float]:
-        """When every rank began it."""
         return [passes[0].start for passes in self.timeline.ranks]
 
     @property
     def ends(self) -> list[float]:
-        """When every rank ended its last pass."""
         return [passes[-1].end for passes in self.timeline.ranks]
 
 

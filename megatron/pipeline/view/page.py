@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import Need
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
@@ -72,7 +73,7 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
     if not entries:
         raise ValueError("nothing to show: give at least one timeline")
     data = {"unit": unit, **looks(), "entries": [encoded(entry) for entry in entries]}
-    scripts = (WEB / name for name in ("model.js", "paint.js", "timelines.js", "main.js"))
+    scripts = (WEB / name for name in ("model.js", "paint.js", "overview.js", "timelines.js", "main.js"))
     parts = {
         "title": html.escape(title),
         "style": _read(WEB / "page.css"),
@@ -85,14 +86,26 @@ def write_page(entries: Sequence[Entry], path: str | Path, title: str = "Pipelin
 
 
 def looks() -> dict[str, Any]:
-    """How passes look, for the page's scripts: every kind's name, meaning and colour, and how light the last chunk is."""
+    """How passes look, for the page's scripts: of every kind its name, meaning, colour and row of the table, as far as they draw
+    it; and how light the last chunk is."""
     return {
         "kinds": [
-            {"name": kind, "meaning": kind.row.meaning, "colour": COLOURS[kind], "braided": bool(kind.row.braided)}
+            {
+                "name": kind,
+                "meaning": kind.row.meaning,
+                "colour": COLOURS[kind],
+                "braided": bool(kind.row.braided),
+                "lane": kind.is_concurrent,
+                "needs": [_need(need) for need in kind.row.needs if not need.delay],
+            }
             for kind in _KINDS
         ],
         "lightest": LIGHTEST,
     }
+
+
+def _need(need: Need) -> dict[str, Any]:
+    return {"kinds": need.kinds, "where": need.where.name, "on": need.on and need.on.name, "modes": need.modes}
 
 
 def encoded(entry: Entry) -> dict[str, Any]:
@@ -113,6 +126,7 @@ def encoded(entry: Entry) -> dict[str, Any]:
         "stages": placement.stages if placement else None,
         "depth": placement.depth if placement else None,
         "splits": entry.schedule.splits if entry.schedule else 1,
+        "vocabulary": entry.schedule.vocabulary if entry.schedule else None,
         "memory": bool(changes),
     }
 

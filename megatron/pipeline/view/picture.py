@@ -103,7 +103,7 @@ def draw(
 
     for title, timeline in timelines.items():
         top -= _TITLE
-        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title))
+        _panel(add(rows[title]), title, timeline, numbers, waits.get(title, ()), consecutive.get(title), unit)
         top -= rows[title] + _GAP
         if title in memory:
             _curve(add(_CURVE), memory[title], start_of(timeline), peak, memory_unit)
@@ -134,7 +134,6 @@ class _Numbers:
         self.size = min(_FONT, self._height, max(_SMALLEST, self._largest(typical_length(timelines.values()))))
 
     def text(self, title: str, timed: Timed) -> str:
-        """The text in a box of the panel with that title."""
         return number(timed.work, self._splits.get(title, 1))
 
     def fits(self, length: float) -> bool:
@@ -166,29 +165,28 @@ def _bars(timeline: Timeline) -> dict[Kind | None, tuple[float, float]]:
 
 
 def _panel(
-    axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, consecutive: Consecutive | None
+    axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, joined: Consecutive | None, unit: str
 ) -> None:
     """One row per rank; grey is idle time between the first pass of any rank and the last."""
     ranks = len(timeline.ranks)
     if numbers.crowded(timeline):
         _columns(axes, timeline)
     else:
-        _boxes(axes, title, timeline, numbers, waits, idle=consecutive is None)
+        _boxes(axes, title, timeline, numbers, waits, idle=joined is None)
     top = -0.5
-    if consecutive:
-        _iterations(axes, consecutive, numbers)
+    if joined:
+        _iterations(axes, joined, numbers)
         top -= _ITERATIONS / _row(timeline)
     axes.set_ylim(ranks - 0.5, top)
     every = 2 ** max(0, math.ceil(math.log2(_LABEL_PITCH / _row(timeline))))
     axes.set_yticks(range(0, ranks, every), [f"rank {rank}" for rank in range(0, ranks, every)])
     _plain(axes)
     axes.text(0, 1.0, title, transform=axes.transAxes, va="bottom", fontsize=_FONT + 3, fontweight="bold", color=INK)
-    summary = consecutive.summary() if consecutive else _summary(timeline)
+    summary = joined.summary() if joined else _summary(timeline, unit)
     axes.text(1, 1.0, summary, transform=axes.transAxes, va="bottom", ha="right", fontsize=_FONT + 1, color=INK)
 
 
 def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits: Intervals, idle: bool) -> None:
-    """One box per pass and per copy, on idle time."""
     origin, chunks, bars = start_of(timeline), _chunks([timeline]), _bars(timeline)
     for row, rank in enumerate(timeline.ranks):
         low, high = (row + edge for edge in bars[None])
@@ -310,7 +308,7 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
     axes.set_yticks([0, top], ["0", f"{top:.4g}"])
-    axes.set_ylabel(f"memory ({unit})" if unit else "memory", fontsize=_FONT, color=INK)
+    axes.set_ylabel(f"memory\n({unit})" if unit else "memory", fontsize=_FONT, color=INK)
     if len(profile) <= 8:
         axes.legend(ncols=len(profile), loc="upper right", fontsize=_FONT - 1, frameon=False, handlelength=1.2, borderaxespad=0.1)
     else:
@@ -350,12 +348,10 @@ def _handles(timelines: Sequence[Timeline], crowded: bool, waits: bool) -> list[
 
 
 def _lines(handles: Sequence[Patch]) -> int:
-    """How many lines of the legend they take."""
     return math.ceil(sum(len(str(handle.get_label())) + _BESIDE_LABEL for handle in handles) / _LETTERS_OF_LINE)
 
 
 def _legend(figure: Figure, handles: Sequence[Patch], total: float) -> None:
-    """Once for the whole picture."""
     figure.legend(
         handles=handles,
         loc="upper left",
@@ -380,8 +376,11 @@ def _chunks(timelines: Iterable[Timeline]) -> int:
     return 1 + max((timed.work.chunk for timeline in timelines for rank in timeline.ranks for timed in rank), default=0)
 
 
-def _summary(timeline: Timeline) -> str:
-    text = f"span {timeline.span:.4g}, bubble {timeline.bubble_rate:.1%}"
+def _summary(timeline: Timeline, unit: str) -> str:
+    def lengths(name: str, length: float, bubble: float) -> str:
+        return f"{name} {f'{length:.4g} {unit}'.rstrip()}, bubble {bubble:.1%}"
+
+    text = lengths("span", timeline.span, timeline.bubble_rate)
     if timeline.makespan > timeline.span * 1.0005:
-        text += f"   (makespan {timeline.makespan:.4g}, bubble {timeline.makespan_bubble_rate:.1%})"
+        text += f"   ({lengths('makespan', timeline.makespan, timeline.makespan_bubble_rate)})"
     return text

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean, quantiles
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron.pipeline.view.style import INK, save
@@ -55,7 +56,12 @@ class Training(NamedTuple):
 
 
 def draw_pareto(
-    points: Sequence[Point], path: str | Path, reference: float | None = None, title: str = "", unit: str = "microbatches"
+    points: Sequence[Point],
+    path: str | Path,
+    reference: float | None = None,
+    title: str = "",
+    unit: str = "microbatches",
+    measured: str = "time",
 ) -> None:
     """Draw the bubble of schedules against their memory, and the frontier: the least bubble at every amount of memory.
 
@@ -65,6 +71,7 @@ def draw_pareto(
         reference: the memory of 1F1B, in the same unit; adds an axis in multiples of it.
         title: of the plot, such as the shape and the costs.
         unit: of memory, for the axis.
+        measured: what bubbles are shares of, for the axis, such as makespan.
 
     Raises:
         ValueError: there is nothing to draw, the suffix is another one, or the reference is not positive.
@@ -88,11 +95,11 @@ def draw_pareto(
         axes.plot(*place, "o", color=_RED if place in winning else _BLUE, markersize=7, markeredgecolor="white", zorder=3)
     _label(axes, list(places), [", ".join(titles) for titles in places.values()])
     axes.set_xlabel(f"peak activation memory of a rank ({unit})", fontsize=_FONT, color=INK)
-    axes.set_ylabel("bubble (idle share of the time)", fontsize=_FONT, color=INK)
+    axes.set_ylabel(f"bubble (idle share of the {measured})", fontsize=_FONT, color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.1%}" if widest < 0.05 else f"{value:.0%}")
     if reference is not None:
-        functions = (partial(_times, factor=1 / reference), partial(_times, factor=reference))
-        multiples = axes.secondary_xaxis("top", functions=functions)
+        scales = (partial(operator.mul, 1 / reference), partial(operator.mul, reference))
+        multiples = axes.secondary_xaxis("top", functions=scales)
         multiples.set_xlabel("multiple of 1F1B's memory", fontsize=_FONT, color=INK)
         multiples.tick_params(labelsize=_FONT, colors=INK, length=0)
     save(figure, path)
@@ -118,6 +125,8 @@ def draw_robustness(
         ValueError: there is nothing to draw, a schedule has no runs at some jitter, or the suffix is another one.
         OSError: the file cannot be written.
     """
+    import numpy
+
     if not spans:
         raise ValueError("nothing to draw: give at least one schedule")
     for name, by_jitter in spans.items():
@@ -131,7 +140,7 @@ def draw_robustness(
         offset = 0.6 * ((index + 0.5) / len(jitters) - 0.5)
         at = [row + offset for row, by_jitter in enumerate(spans.values()) if jitter in by_jitter]
         runs = [by_jitter[jitter] for by_jitter in spans.values() if jitter in by_jitter]
-        lows, highs = zip(*map(_nine_of_ten, runs), strict=True)
+        lows, highs = zip(*(numpy.percentile(run, (5, 95)) for run in runs), strict=True)
         colour = (_BLUE, _ORANGE, _RED, _GREEN, _PINK)[index % 5]
         axes.hlines(at, lows, highs, color=colour, linewidth=2, alpha=0.6)
         axes.plot(
@@ -237,7 +246,6 @@ def _steps(axes: Axes, best: Sequence[tuple[float, float]], end: float, colour: 
 
 
 def _label(axes: Axes, places: Sequence[tuple[float, float]], names: Sequence[str]) -> None:
-    """Write names next to markers, with a thin line to each."""
     points = 72 / axes.figure.dpi
     anchors = [tuple(axes.transData.transform(place) * points) for place in places]
     sizes = [(0.6 * _FONT * len(name), 1.25 * _FONT) for name in names]
@@ -267,21 +275,7 @@ def _show_fronts(axes: Axes, best: Sequence[Training], memory: float) -> None:
     axes.set_xlim(max(0.0, least - 1.5 * aside), memory + aside)
 
 
-def _nine_of_ten(values: Sequence[float]) -> tuple[float, float]:
-    """The 5th and the 95th percentile."""
-    if len(values) == 1:
-        return values[0], values[0]
-    cuts = quantiles(values, n=20, method="inclusive")
-    return cuts[0], cuts[-1]
-
-
-def _times(values: Any, factor: float) -> Any:
-    """Convert an axis to another unit, for numbers and arrays alike."""
-    return values * factor
-
-
 def _overlap(one: Box, other: Box) -> float:
-    """The area that two boxes share."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     height = min(one[3], other[3]) - max(one[1], other[1])
     return width * height if width > 0 and height > 0 else 0.0

@@ -103,7 +103,6 @@ def with_whole_braids(passes: Sequence[Timed]) -> Iterator[tuple[Timed, int | No
 
 
 def start_of(timeline: Timeline) -> float:
-    """When the first pass of any rank starts."""
     return min((rank[0].start for rank in timeline.ranks if rank), default=0.0)
 
 

@@ -11,6 +11,7 @@ from megatron.pipeline.schedule.certify.traffic import Await, Batch, Traffic
 from megatron.pipeline.schedule.certify.transports import TRANSPORTS, Transport
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.lower.program import Compute
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Blocked:
         return f"rank {self.rank}, {where}: {self.what}"
 
     def fields(self) -> dict[str, Any]:
-        """For ``--json``."""
         return {
             "rank": self.rank,
             "operation": self.what,
@@ -148,7 +148,6 @@ def _outcome(traffic: Traffic, costs: Costs, transport: Transport, cold: bool) -
 
 
 def _hang(traffic: Traffic, network: Network) -> Hang:
-    """Rows that wait for each other."""
     row: int | None = next(row for row in range(len(network.works)) if network.stuck(row))
     chain: list[tuple[int, Work]] = []
     while row is not None and row not in [other for other, _ in chain]:
@@ -179,8 +178,10 @@ def _blocked(traffic: Traffic, network: Network, work: Work) -> Blocked:
             what += ", which that rank never " + ("receives" if network.posts[work.end].sends else "sends")
     else:
         what = type(step).__name__ + (f" of the {step[0]}" if step else "")
-    before, after = traffic.pass_before(work.rank, work.place), traffic.pass_after(work.rank, work.place)
-    return Blocked(work.rank, work.place, what, before, after, work.end, work.row)
+    row = traffic.rows[work.rank]
+    around = reversed(row[: work.place]), row[work.place :]
+    after, before = (next((step.work for step in steps if isinstance(step, Compute)), None) for steps in around)
+    return Blocked(work.rank, work.place, what, after, before, work.end, work.row)
 
 
 def _longest_delay(network: Network) -> Delay | None:

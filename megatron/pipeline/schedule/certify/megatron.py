@@ -119,7 +119,6 @@ class _Rank:
         return chunk if flow is Flow.ACTIVATION else self._chunks - 1 - chunk
 
     def _compute(self, flow: Flow, number: int) -> dict[Flow, Item]:
-        """Run a pass; returns what is to be sent."""
         microbatch, chunk = self._order[number][0], self._chunk(flow, number)
         self._steps.append(Compute(Pass(Kind.F if flow is Flow.ACTIVATION else Kind.BW, microbatch, chunk)))
         stage = chunk * self._ranks + self._rank

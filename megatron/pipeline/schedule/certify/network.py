@@ -45,7 +45,6 @@ class Work(NamedTuple):
 
 
 def ends_of(traffic: Traffic) -> Iterator[tuple[End, Post]]:
-    """All posts of all ranks, rank by rank in order."""
     for rank, row in enumerate(traffic.rows):
         for place, step in enumerate(row):
             if isinstance(step, Batch):
@@ -207,7 +206,6 @@ class Network:
         return [End(rank, place, number) for number in range(len(step.posts))] if isinstance(step, Batch) else []
 
     def communicator(self, end: End) -> Hashable:
-        """The communicator that a post takes."""
         assert self._transport is not None
         assert self._transport.line is not None
         post = self.posts[end]

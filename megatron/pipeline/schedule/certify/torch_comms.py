@@ -16,16 +16,16 @@ from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.lower.program import Compute, Message
-from megatron.pipeline.schedule.lower.torch_csv import KINDS, OVERLAPPED, Cell, lines, placement_of
+from megatron.pipeline.schedule.lower.torch_csv import KINDS, Cell, placement_of, read_cells
 
 _ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join(KINDS)}|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{{1,9}})")
 _WEIGHTS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _FLOWS = {"F": Flow.ACTIVATION, "B": Flow.GRADIENT}
 _NEEDED = {"I": "F", "B": "F", "W": "I"}  # on the same stage
+_MAKERS = {"F": ("F",), "B": ("B", "I")}  # of what is sent
 
 
 def has_messages(text: str) -> bool:
-    """Whether a CSV has any cell that sends or receives."""
     return re.search("SEND_|RECV_", text) is not None
 
 
@@ -41,65 +41,57 @@ def from_comms_csv(text: str, name: str) -> Traffic:
         ValueError: a cell cannot be read, is there twice, or stands before what it needs on its own rank; the message names line
             and cell. A message that only one of its ranks has is no error here: it hangs.
     """
-    cells = [list(row) for row in lines(text, _cell)]
-    while cells and not cells[-1]:
-        cells.pop()
+    cells = read_cells(text, _ACTION, _refusal)
     passes = [[cell for cell in row if cell[2] in KINDS] for row in cells]
-    if not any(passes):
-        raise ValueError("not a schedule: the CSV has no passes; expected one line per rank with cells such as 2F0")
     placement = placement_of(passes)
     rows = tuple(grouped(_Reader(placement, rank).steps(row)) for rank, row in enumerate(cells))
     return Traffic(name, placement, 1 + max(cell[3] for row in passes for cell in row), rows)
 
 
-def _cell(where: str, text: str) -> Iterator[Cell]:
-    overlapped = OVERLAPPED.fullmatch(text)
-    for part in overlapped[1].split(";") if overlapped else [text] if text else []:
-        if match := _ACTION.fullmatch(part.strip()):
-            yield where, int(match[1]), match[2], int(match[3])
-        elif not _WEIGHTS.fullmatch(part):
-            raise ValueError(
-                f"{where}: {part[:40]!r} is neither a pass nor communication: expected STAGE ACTION MICROBATCH such as 2F0 or "
-                f"2SEND_F0, with ACTION one of {', '.join(KINDS)}, SEND_F, RECV_F, SEND_B, RECV_B"
-            )
+def _refusal(part: str) -> str | None:
+    if _WEIGHTS.fullmatch(part):
+        return None
+    return (
+        f"{part[:40]!r} is neither a pass nor communication: expected STAGE ACTION MICROBATCH such as 2F0 or 2SEND_F0, with "
+        f"ACTION one of {', '.join(KINDS)}, SEND_F, RECV_F, SEND_B, RECV_B"
+    )
 
 
 class _Reader:
-    """One rank's line."""
-
     def __init__(self, placement: Placement, rank: int) -> None:
         self._placement, self._rank = placement, rank
         self._seen: set[str] = set()
 
     def steps(self, cells: list[Cell]) -> Iterator[Step | Post]:
-        for where, stage, action, microbatch in cells:
+        for cell in cells:
+            where, stage, action, microbatch = cell
             text = f"{stage}{action}{microbatch}"
             if text in self._seen:
                 raise ValueError(f"{where}: {text} is there twice; remove one")
             if stage > self._placement.last_stage or self._home(stage) != self._rank:
                 raise ValueError(f"{where}: {text}: rank {self._rank} does not hold stage {stage}")
             if action in KINDS:
-                yield from self._passes(where, stage, action, microbatch)
+                yield from self._passes(cell)
             else:
-                yield self._post(where, stage, action, microbatch)
+                yield self._post(cell)
             self._seen.add(text)
 
-    def _passes(self, where: str, stage: int, action: str, microbatch: int) -> Row:
-        text = f"{stage}{action}{microbatch}"
+    def _passes(self, cell: Cell) -> Row:
+        _, stage, action, microbatch = cell
         if action in _NEEDED:
-            self._check(where, text, f"{stage}{_NEEDED[action]}{microbatch}")
+            self._check(cell, stage, _NEEDED[action])
         compute = Compute(Pass(KINDS[action], microbatch, self._placement.home(stage)[1]))
-        source = stage - 1 if KINDS[action] is Kind.F else stage + 1
+        letter, source = ("F", stage - 1) if KINDS[action] is Kind.F else ("B", stage + 1)
         if action == "W" or not 0 <= source <= self._placement.last_stage:
             return (compute,)
-        letter = "F" if KINDS[action] is Kind.F else "B"
         if self._home(source) == self._rank:
-            self._check(where, text, *(f"{source}{kind}{microbatch}" for kind in ("F" if letter == "F" else "BI")))
+            self._check(cell, source, *_MAKERS[letter])
             return (compute,)
-        self._check(where, text, f"{stage}RECV_{letter}{microbatch}")
+        self._check(cell, stage, f"RECV_{letter}")
         return Await(Message(_FLOWS[letter], microbatch, source)), compute
 
-    def _post(self, where: str, stage: int, action: str, microbatch: int) -> Post:
+    def _post(self, cell: Cell) -> Post:
+        where, stage, action, microbatch = cell
         letter, sends = action[-1], action.startswith("SEND")
         text = f"{stage}{action}{microbatch}"
         other = stage + (1 if sends == (letter == "F") else -1)
@@ -108,12 +100,14 @@ class _Reader:
         if self._home(other) == self._rank:
             raise ValueError(f"{where}: {text}: stage {other} is on the same rank, which hands tensors over without a message")
         if sends:
-            self._check(where, text, *(f"{stage}{kind}{microbatch}" for kind in ("F" if letter == "F" else "BI")))
+            self._check(cell, stage, *_MAKERS[letter])
         return Post(sends, Message(_FLOWS[letter], microbatch, stage if sends else other), self._home(other))
 
-    def _check(self, where: str, text: str, *one_of: str) -> None:
-        if self._seen.isdisjoint(one_of):
-            raise ValueError(f"{where}: {text} needs {' or '.join(one_of)} before it on this line")
+    def _check(self, cell: Cell, stage: int, *one_of: str) -> None:
+        where, own, action, microbatch = cell
+        needed = [f"{stage}{each}{microbatch}" for each in one_of]
+        if self._seen.isdisjoint(needed):
+            raise ValueError(f"{where}: {own}{action}{microbatch} needs {' or '.join(needed)} before it on this line")
 
     def _home(self, stage: int) -> int:
         return self._placement.home(stage)[0]

@@ -7,11 +7,11 @@ becomes traffic as it stands, and so may hang.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.lower import messages
@@ -83,14 +83,6 @@ class Traffic:
     def ranks(self) -> int:
         return len(self.rows)
 
-    def pass_before(self, rank: int, place: int) -> Pass | None:
-        """The last pass that a rank computes before a place of its row."""
-        return next((step.work for step in reversed(self.rows[rank][:place]) if isinstance(step, Compute)), None)
-
-    def pass_after(self, rank: int, place: int) -> Pass | None:
-        """The first pass that a rank computes from a place of its row on."""
-        return next((step.work for step in self.rows[rank][place:] if isinstance(step, Compute)), None)
-
 
 def of_programs(schedule: Schedule, programs: Sequence[Program]) -> Traffic:
     """What lowered programs do with each other. Sends and receives that nothing stands between are one batch.
@@ -98,24 +90,22 @@ def of_programs(schedule: Schedule, programs: Sequence[Program]) -> Traffic:
     Copies to host memory and the validation of an optimizer step exchange nothing, so they are left out; copies then take no
     time.
     """
-    return _traffic(schedule, [_in_batches(program) for program in programs])
+    return _traffic(schedule, [grouped(_steps(program)) for program in programs])
 
 
-def _in_batches(program: Program) -> Row:
-    row = _Grouped()
+def _steps(program: Program) -> Iterator[Step | Post | None]:
     for operation in program:
         match operation:
             case Send(message, peer):
-                row.post(Post(True, message, peer))
+                yield Post(True, message, peer)
             case Receive(message, peer):
-                row.post(Post(False, message, peer))
+                yield Post(False, message, peer)
             case Wait(Message() | Collective() as item):
-                row.add(Await(item))
+                yield Await(item)
             case Compute() | Join():
-                row.add(operation)
+                yield operation
             case Validate():
-                row.flush()
-    return row.steps()
+                yield None
 
 
 def late(schedule: Schedule) -> Traffic:
@@ -130,56 +120,30 @@ def late(schedule: Schedule) -> Traffic:
         raise ValueError(f"{schedule.name} spreads its vocabulary over all ranks, and its passes wait for each other in a circle")
     before: dict[tuple[int, int], list[Post]] = defaultdict(list)
     after: dict[tuple[int, int], list[Post]] = defaultdict(list)
-    for _, (message, sender, producer, receiver, consumer) in messages(schedule):
+    for message, sender, producer, receiver, consumer in messages(schedule):
         after[sender, producer].append(Post(True, message, receiver))
         before[receiver, consumer].append(Post(False, message, sender))
-    rows = []
-    for rank, passes in enumerate(schedule.passes):
-        row = _Grouped()
-        for slot, work in enumerate(passes):
-            for post in before[rank, slot]:
-                row.post(post)
-            for post in before[rank, slot]:
-                row.add(Await(post.item))
+
+    def steps(rank: int) -> Iterator[Step | Post]:
+        for slot, work in enumerate(schedule.passes[rank]):
+            yield from before[rank, slot]
+            yield from (Await(post.item) for post in before[rank, slot])
             if not work.kind.is_concurrent:
-                row.add(Compute(work))
-            for post in after[rank, slot]:
-                row.post(post)
-        rows.append(row.steps())
-    return _traffic(schedule, rows)
+                yield Compute(work)
+            yield from after[rank, slot]
+
+    return _traffic(schedule, [grouped(steps(rank)) for rank in range(schedule.ranks)])
 
 
-def grouped(steps: Iterable[Step | Post]) -> Row:
-    """A row whose posts that nothing stands between are one batch."""
-    row = _Grouped()
-    for step in steps:
-        if isinstance(step, Post):
-            row.post(step)
+def grouped(steps: Iterable[Step | Post | None]) -> Row:
+    """A row whose posts that nothing, not even a None, stands between are one batch."""
+    row: list[Step] = []
+    for posts, some in groupby(steps, lambda step: isinstance(step, Post)):
+        if posts:
+            row.append(Batch(tuple(step for step in some if isinstance(step, Post))))
         else:
-            row.add(step)
-    return row.steps()
-
-
-class _Grouped:
-    def __init__(self) -> None:
-        self._steps: list[Step] = []
-        self._posted: list[Post] = []
-
-    def post(self, post: Post) -> None:
-        self._posted.append(post)
-
-    def add(self, step: Step) -> None:
-        self.flush()
-        self._steps.append(step)
-
-    def flush(self) -> None:
-        if self._posted:
-            self._steps.append(Batch(tuple(self._posted)))
-            self._posted = []
-
-    def steps(self) -> Row:
-        self.flush()
-        return tuple(self._steps)
+            row += [step for step in some if not isinstance(step, Post | None)]
+    return tuple(row)
 
 
 def _traffic(schedule: Schedule, rows: Iterable[Row]) -> Traffic:

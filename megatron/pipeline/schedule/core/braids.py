@@ -42,7 +42,6 @@ class Parts(NamedTuple):
 
     @property
     def of_layer(self) -> Parts:
-        """The parts of one layer."""
         attention, dispatch, experts, combine, *weights = (seconds / max(1, self.layers) for seconds in self[:-1])
         return Parts(attention, dispatch, experts, combine, *weights)  # type: ignore[arg-type]  # layers: 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import asdict, dataclass, fields, replace
 from math import lcm
 from typing import Any
@@ -88,7 +88,7 @@ class Costs:
         common = lcm(stages, len(self.stages))
         parts, joined = common // len(self.stages), common // stages
         pieces = [piece for place in range(len(self.stages)) for piece in self._parts(place, parts)]
-        return replace(self, stages=tuple(_sum(pieces[start : start + joined]) for start in range(0, common, joined)))
+        return replace(self, stages=tuple(combined(sum, pieces[start : start + joined]) for start in range(0, common, joined)))
 
     def _parts(self, place: int, parts: int) -> list[StageCosts]:
         """A stage in equal parts; what an end of the model costs more than its neighbour is in the part at that end."""
@@ -198,27 +198,22 @@ class Costs:
         say of which training they are; nothing here reads it.
 
         Raises:
-            ValueError: not JSON, or as ``from_fields``.
+            ValueError: not JSON, or as ``costs_fields.read``.
         """
         try:
             data = json.loads(text)
         except ValueError as error:
             raise ValueError(f"not costs: invalid JSON ({error})") from None
-        return cls.from_fields(data)
+        return cls(**costs_fields.read(data, cut=False))
 
     @classmethod
     def from_fields(cls, data: object) -> Costs:
-        """Costs from the object that ``from_json`` reads.
+        """Costs from what ``fields`` returned: as ``from_json`` reads, also where chunks have parts of layers.
 
         Raises:
             ValueError: as ``costs_fields.read``.
         """
-        return cls(**costs_fields.read(data))
-
-
-def _sum(stages: Sequence[StageCosts]) -> StageCosts:
-    """The costs of one stage with the layers of several."""
-    return combined(sum, stages)
+        return cls(**costs_fields.read(data, cut=True))
 
 
 # A rank's whole share where nothing is known.

@@ -10,11 +10,15 @@ from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, StageC
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
 COST_RANGE = "0 or between 1e-100 and 1e100"
 MOST_RANKS = 4096  # of a pipeline
+MOST_LAYERS = 1000  # of a rank: a braid is computed layer by layer
 _MAY_FOLLOW = ("fused", "movable", *PARTS, "layers")  # from other costs, where they are None
 
 
-def read(data: object) -> dict[str, Any]:
+def read(data: object, cut: bool) -> dict[str, Any]:
     """The arguments of ``Costs`` from the object that ``Costs.from_json`` reads.
+
+    Args:
+        cut: whether a stage may have a part of a layer, as a chunk of a rank that has 5 layers and 2 chunks.
 
     Raises:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
@@ -25,7 +29,7 @@ def read(data: object) -> dict[str, Any]:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
     for index, row in enumerate(rows):
-        _check_row(f"stage {index}", row)
+        _check_row(f"stage {index}", row, cut)
         given: dict[str, Any] = {name: value if value is None else float(value) for name, value in row.items()}
         stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
     hop = data.get("hop", 0.0)
@@ -38,8 +42,12 @@ def is_cost(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and (value == 0 or 1e-100 <= value <= 1e100)
 
 
-def _check_row(where: str, row: object) -> None:
-    """That these are the costs of a stage."""
+def is_layers(number: float, cut: bool = False) -> bool:
+    """Whether there can be this number of layers."""
+    return 0 < number <= MOST_LAYERS and (cut or number == int(number))
+
+
+def _check_row(where: str, row: object, cut: bool) -> None:
     allowed = [field.name for field in fields(StageCosts)]
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected the costs of the stage by name, got {row!r}")
@@ -56,6 +64,8 @@ def _check_row(where: str, row: object) -> None:
     for name, value in row.items():
         if not (value is None and name in _MAY_FOLLOW):
             _check_number(f"{where}: {name}", value)
+    if (layers := row.get("layers")) is not None and not is_layers(layers, cut):
+        raise ValueError(f"{where}: layers must be a whole number from 1 to {MOST_LAYERS}, got {layers!r}")
 
 
 def _shared(data: dict[str, Any]) -> dict[str, Any]:

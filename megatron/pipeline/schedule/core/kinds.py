@@ -165,7 +165,6 @@ class AnyKind(StrEnum):
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a copy between the device and host memory."""
         return self.row.copy
 
     @property
@@ -382,5 +381,4 @@ class Sources(dict[tuple[str, int, int], tuple[Source, ...]]):
 
 @lru_cache(maxsize=64)  # a search simulates and checks many schedules on one placement
 def sources(placement: Placement, vocabulary: Vocabulary | None) -> Sources:
-    """The sources of all kinds on a placement."""
     return Sources(placement, vocabulary)

@@ -52,7 +52,6 @@ class Placement:
 
     @property
     def depth(self) -> int:
-        """How many stages one model has."""
         return self.ranks * self.chunks // self.replicas
 
     @property
@@ -61,7 +60,6 @@ class Placement:
         return max(1, self.chunks // self.replicas)
 
     def replica(self, stage: int) -> int:
-        """Which copy of the model a stage belongs to."""
         return stage // self.depth
 
     def is_first(self, stage: int) -> bool:
@@ -76,7 +74,6 @@ class Placement:
         return self.stages[rank][chunk]
 
     def home(self, stage: int) -> tuple[int, int]:
-        """The (rank, chunk) that holds a stage."""
         return self._homes[stage]
 
     @cached_property

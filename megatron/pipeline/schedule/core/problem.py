@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,11 +25,10 @@ class Objective(StrEnum):
         return timeline.span if self is Objective.SPAN else timeline.makespan
 
     def bubble_rate(self, timeline: Timeline) -> float:
-        """The idle share of that length."""
         return timeline.bubble_rate if self is Objective.SPAN else timeline.makespan_bubble_rate
 
 
-class _TooLow(ValueError):
+class TooLow(ValueError):
     """A limit is too low.
 
     Attributes:
@@ -40,11 +40,11 @@ class _TooLow(ValueError):
         self.least = least
 
 
-class LimitTooLow(_TooLow):
+class LimitTooLow(TooLow):
     """A family has no schedule within a memory limit."""
 
 
-class HostLimitTooLow(_TooLow):
+class HostLimitTooLow(TooLow):
     """A limit of host memory has no room for one copy."""
 
 
@@ -99,8 +99,8 @@ class Problem:
             raise ValueError(f"a schedule needs at least 1 microbatch, got {self.microbatches}")
         self.costs.check_placement(self.placement)
         stages = self.placement.last_stage + 1
-        if self.limits is not None and (len(self.limits) != self.ranks or not all(limit >= 0 for limit in self.limits)):
-            raise ValueError(f"a memory limit must be a number of at least 0 for each of {self.ranks} ranks, got {self.limits}")
+        if self.limits is not None:
+            per_rank(self.limits, self.ranks)
         for name, chosen in (("recompute", self.recompute), ("fuse", self.fused)):
             unknown = sorted(stage for stage in chosen if not 0 <= stage < stages)
             if unknown:
@@ -127,7 +127,6 @@ class Problem:
         return self.placement.ranks
 
     def value(self, timeline: Timeline | Lengths) -> float:
-        """What the problem wants to be short, of a timeline."""
         return self.objective.length(timeline)
 
     def microbatch_memory(self, rank: int) -> float:
@@ -141,3 +140,15 @@ class Problem:
             cost = self.costs.stages[stage]
             held[placement.replica(stage)] += cost.activation + (0.0 if stage in self.fused else cost.grows)
         return max(held)
+
+
+def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
+    """One limit for every rank, from one number for all or from one number each.
+
+    Raises:
+        ValueError: not one number per rank, or a number that is negative or NaN.
+    """
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
+    if len(limits) != ranks or not all(limit >= 0 for limit in limits):
+        raise ValueError(f"a memory limit must be one number of at least 0, or one for each of {ranks} ranks, got {memory_limit}")
+    return limits

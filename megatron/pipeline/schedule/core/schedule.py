@@ -10,11 +10,11 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING, AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
+from megatron.pipeline.schedule.core.kinds import AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 
-__all__ = ["MOST_WAITING", "RankPasses", "Schedule", "ScheduleError"]
+__all__ = ["RankPasses", "Schedule", "ScheduleError"]
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,11 @@ class Schedule:
 
     @cached_property
     def rows(self) -> tuple[RankPasses, ...]:
-        """The passes of every rank, to look them up."""
         return tuple(map(RankPasses, self.passes))
 
     def recomputes(self, rank: int, work: Pass) -> bool:
         """Whether this rank runs R for the microbatch and chunk of a pass."""
         return self.rows[rank].has(Kind.R, work)
-
-    def offloads(self, rank: int, work: Pass) -> bool:
-        """Whether this rank copies what F keeps of the microbatch and chunk of a pass to host memory, and back."""
-        return self.rows[rank].has(Kind.D2H, work)
 
     @cached_property
     def has_lanes(self) -> bool:
@@ -179,8 +174,12 @@ class RankPasses:
 
     @cached_property
     def all(self) -> frozenset[Pass]:
-        """The passes."""
         return frozenset(self.passes)
+
+    @cached_property
+    def slots(self) -> dict[Pass, int]:
+        """Where in the order of the rank a pass stands."""
+        return {work: slot for slot, work in enumerate(self.passes)}
 
     @cached_property
     def is_divided(self) -> bool:
@@ -213,7 +212,6 @@ class RankPasses:
         return self.last_part(kind, microbatch, chunk) if self.is_divided else Pass(kind, microbatch, chunk)
 
     def last_part(self, kind: Kind, microbatch: int, chunk: int) -> Pass:
-        """The last part of a pass."""
         part = 0
         while (kind, microbatch, chunk, part + 1) in self.all:
             part += 1
@@ -229,7 +227,6 @@ class RankPasses:
             yield from between or [work._replace(part=part - 1)]
 
     def parts(self, work: Pass) -> int:
-        """In how many parts a pass runs."""
         return self.last_part(*work[:3]).part + 1 if self.is_divided else 1
 
     @cached_property

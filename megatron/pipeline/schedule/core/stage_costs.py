@@ -81,7 +81,6 @@ class StageCosts:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the parts of its layers are known."""
         return any(getattr(self, name) is not None for name in PARTS)
 
     def parts(self, kind: Kind) -> Parts:
@@ -140,7 +139,6 @@ class StageCosts:
         return kept if like.grows else replace(kept, retained=min(kept.retained, kept.activation))
 
     def share(self, parts: int) -> StageCosts:
-        """The costs of one of ``parts`` equal parts."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{name: value / parts for name, value in values.items() if value is not None})
 

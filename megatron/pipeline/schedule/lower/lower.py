@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
@@ -64,15 +64,6 @@ class Gathering(NamedTuple):
     after: Collective | None = None
 
 
-def transfers(schedule: Schedule) -> Iterator[Transfer]:
-    """Every tensor that has to travel from one rank to another, in an order in which they can be made.
-
-    Raises:
-        ValueError: the schedule cannot finish.
-    """
-    return (one for one in communications(schedule) if isinstance(one, Transfer))
-
-
 def communications(schedule: Schedule) -> Iterator[Transfer | Gathering]:
     """Every transfer and every collective, in an order in which they can be made.
 
@@ -81,14 +72,15 @@ def communications(schedule: Schedule) -> Iterator[Transfer | Gathering]:
     """
     order = ((rank, schedule.passes[rank][slot]) for rank, run in dependency_order(schedule) for slot in run)
     places = {work: place for place, work in enumerate(order)}
-    placed: list[tuple[int, Transfer | Gathering]] = [(places[maker], one) for maker, one in messages(schedule)]
+    placed: list[tuple[int, Transfer | Gathering]] = [
+        (places[one.sender, schedule.passes[one.sender][one.producer]], one) for one in messages(schedule)
+    ]
     placed += [(max(places[maker] for maker in one.producers), one) for one in gatherings(schedule)]
     return (one for _, one in sorted(placed, key=itemgetter(0)))
 
 
-def messages(schedule: Schedule) -> Iterator[tuple[tuple[int, Pass], Transfer]]:
-    """Every transfer, with the (rank, pass) that makes it."""
-    slots: list[dict[Pass, int]] = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
+def messages(schedule: Schedule) -> Iterator[Transfer]:
+    """Every tensor that has to travel from one rank to another."""
     for rank, passes in enumerate(schedule.passes):
         for slot, (kind, microbatch, chunk, part) in enumerate(passes):
             for source in schedule.sources[kind, rank, chunk] if not part else ():
@@ -97,7 +89,7 @@ def messages(schedule: Schedule) -> Iterator[tuple[tuple[int, Pass], Transfer]]:
                     producer = schedule.rows[sender].first_of(source.kinds, microbatch, its_chunk)
                     assert producer.kind.row.sends is not None
                     message = Message(producer.kind.row.sends, microbatch, schedule.placement.stage(sender, its_chunk))
-                    yield (sender, producer), Transfer(message, sender, slots[sender][producer], rank, slot)
+                    yield Transfer(message, sender, schedule.rows[sender].slots[producer], rank, slot)
 
 
 def gatherings(schedule: Schedule) -> Iterator[Gathering]:
@@ -170,7 +162,7 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
 
     # The sort is stable: passes that take no time keep the order in which they depend on each other. So no pass is
     # reached before what it waits for, since that is made before it ends.
-    events = [(_moment(one, rows.slots, ends, costs), one) for one in communications(schedule)]
+    events = [(_moment(one, schedule, ends, costs), one) for one in communications(schedule)]
     queue = deque(sorted(events, key=lambda event: event[0]))
     if backward is not None:
         while queue and queue[0][0] < backward:
@@ -181,13 +173,11 @@ def lower(schedule: Schedule, costs: Costs) -> tuple[Program, ...]:
     return rows.programs()
 
 
-def _moment(
-    one: Transfer | Gathering, slots: Sequence[Mapping[Pass, int]], ends: Sequence[Sequence[float]], costs: Costs
-) -> float:
+def _moment(one: Transfer | Gathering, schedule: Schedule, ends: Sequence[Sequence[float]], costs: Costs) -> float:
     """When all that a communication carries has been made."""
     if isinstance(one, Transfer):
         return ends[one.sender][one.producer]
-    made = max(ends[rank][slots[rank][work]] for rank, work in one.producers)
+    made = max(ends[rank][schedule.rows[rank].slots[work]] for rank, work in one.producers)
     return made + (costs.exchange if one.after else 0)
 
 
@@ -196,12 +186,11 @@ class _Rows:
 
     def __init__(self, schedule: Schedule, timeline: Timeline) -> None:
         self._schedule, self._timeline = schedule, timeline
-        self.slots = [{work: slot for slot, work in enumerate(passes)} for passes in schedule.passes]
-        self._programs: list[list[Operation]] = [[] for _ in self.slots]
-        self._waits: list[dict[int, list[Wait]]] = [{} for _ in self.slots]  # before which slot
+        self._programs: list[list[Operation]] = [[] for _ in schedule.rows]
+        self._waits: list[dict[int, list[Wait]]] = [{} for _ in schedule.rows]  # before which slot
         self.braided = [dict(row.braids()) for row in schedule.rows]
         self._reached = [0] * schedule.ranks
-        self._unowed: list[dict[Exchange, deque[Collective]]] = [{} for _ in self.slots]  # joined, and not waited for
+        self._unowed: list[dict[Exchange, deque[Collective]]] = [{} for _ in schedule.rows]  # joined, and not waited for
 
     def compute(self, rank: int, slot: int) -> None:
         """Go on with a rank's passes until the one in that slot is next."""
@@ -241,7 +230,7 @@ class _Rows:
     def _gather(self, moment: float, one: Gathering) -> None:
         consumers = dict(one.consumers)
         for rank, work in one.producers:
-            self.compute(rank, self.slots[rank][work] + 1)
+            self.compute(rank, self._schedule.rows[rank].slots[work] + 1)
         for rank, program in enumerate(self._programs):
             self._compute_up_to(rank, moment, running=one.after is not None)
             wait = Wait(one.collective)
@@ -249,7 +238,7 @@ class _Rows:
                 program += [Join(one.collective), wait]
                 continue
             if rank in consumers:
-                self._wait_before(rank, self.slots[rank][consumers[rank]], wait)
+                self._wait_before(rank, self._schedule.rows[rank].slots[consumers[rank]], wait)
             else:
                 unowed = self._unowed[rank].setdefault(one.collective.exchange, deque())
                 unowed.append(one.collective)

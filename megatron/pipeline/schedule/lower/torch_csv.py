@@ -11,14 +11,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.schedule import Schedule
 
-__all__ = ["KINDS", "OVERLAPPED", "Cell", "from_csv", "lines", "placement_of", "to_csv"]
+__all__ = ["KINDS", "OVERLAPPED", "Cell", "from_csv", "placement_of", "read_cells", "to_csv"]
 
 _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {letter: kind for kind, letter in _LETTERS.items()}
@@ -80,11 +79,7 @@ def from_csv(text: str, name: str, placement: Placement | None = None) -> Schedu
     Raises:
         ValueError: a cell is not a pass, or stages are not where the placement, or any placement, has them.
     """
-    cells = [list(row) for row in lines(text, _cell)]
-    while cells and not cells[-1]:
-        cells.pop()
-    if not cells:
-        raise ValueError("not a schedule: the CSV has no passes; expected one line per rank with cells such as 2F0")
+    cells = read_cells(text, _ACTION, _refusal)
     placement = placement_of(cells) if placement is None else placement
     if len(cells) != placement.ranks:
         raise ValueError(f"not a schedule: {len(cells)} lines for a placement of {placement.ranks} ranks; give one per rank")
@@ -100,41 +95,46 @@ def from_csv(text: str, name: str, placement: Placement | None = None) -> Schedu
 
 
 Cell = tuple[str, int, str, int]  # where it stands, stage, letter of the kind, microbatch
-_Read = TypeVar("_Read")
 
 
-def lines(text: str, cell: Callable[[str, str], Iterator[_Read]]) -> Iterator[Iterator[_Read]]:
-    """What ``cell`` makes, line by line, of where a cell stands and of its text.
+def read_cells(text: str, action: re.Pattern[str], refusal: Callable[[str], str | None]) -> list[list[Cell]]:
+    """What every line has that ``action`` matches; of an overlapped pair both, and no empty lines at the end.
+
+    Args:
+        refusal: why a text that it does not match cannot be read; None where it is left out.
 
     Raises:
-        ValueError: not CSV, or what ``cell`` raises.
+        ValueError: not CSV, or the refusal; the message names line and cell.
     """
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[list[Cell]] = []
     try:
         for row in reader:
-            line = reader.line_num
-            yield (read for number, each in enumerate(row, 1) for read in cell(f"line {line}, cell {number}", each.strip()))
+            rows.append([])
+            for number, each in enumerate(map(str.strip, row), 1):
+                where, overlapped = f"line {reader.line_num}, cell {number}", OVERLAPPED.fullmatch(each)
+                for part in overlapped[1].split(";") if overlapped else [each] if each else []:
+                    if match := action.fullmatch(part.strip()):
+                        rows[-1].append((where, int(match[1]), match[2], int(match[3])))
+                    elif why := refusal(part):
+                        raise ValueError(f"{where}: {why}")
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: not CSV ({error})") from None
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows
 
 
-def _cell(where: str, text: str) -> Iterator[Cell]:
-    """The pass in a cell, or the two of an overlapped pair, or none."""
-    overlapped = OVERLAPPED.fullmatch(text)
-    for part in overlapped[1].split(";") if overlapped else [text] if text else []:
-        if match := _ACTION.fullmatch(part.strip()):
-            yield where, int(match[1]), match[2], int(match[3])
-        elif _NOT_COMPUTED.fullmatch(part):
-            raise ValueError(f"{where}: {part!r} is no computation; leave communication out, as in torch's format compute_only")
-        else:
-            raise ValueError(
-                f"{where}: {part[:40]!r} is not a pass: expected STAGE KIND MICROBATCH such as 2F0, with KIND one of "
-                f"{', '.join(KINDS)}"
-            )
+def _refusal(part: str) -> str:
+    if _NOT_COMPUTED.fullmatch(part):
+        return f"{part!r} is no computation; leave communication out, as in torch's format compute_only"
+    return f"{part[:40]!r} is not a pass: expected STAGE KIND MICROBATCH such as 2F0, with KIND one of {', '.join(KINDS)}"
 
 
 def placement_of(cells: Sequence[Sequence[Cell]]) -> Placement:
     """The placement that the stages of every rank's passes tell, chunks in ascending order of their stages."""
+    if not any(cells):
+        raise ValueError("not a schedule: the CSV has no passes; expected one line per rank with cells such as 2F0")
     homes: dict[int, int] = {}
     for rank, row in enumerate(cells):
         if not row:

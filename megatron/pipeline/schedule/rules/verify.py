@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
-from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.problem import LimitTooLow, per_rank
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
@@ -234,18 +234,6 @@ def rounded_up(amount: float) -> str:
     if float(text) * (1 + 1e-9) >= amount:
         return text
     return f"{amount + 10.0 ** (math.floor(math.log10(amount)) - 5):g}"
-
-
-def per_rank(memory_limit: float | Sequence[float], ranks: int) -> list[float]:
-    """One limit for every rank, from one number for all or from one number each.
-
-    Raises:
-        ValueError: not one number per rank, or a number that is negative or NaN.
-    """
-    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * ranks
-    if len(limits) != ranks or not all(limit >= 0 for limit in limits):
-        raise ValueError(f"a memory limit must be one number of at least 0, or one for each of {ranks} ranks, got {memory_limit}")
-    return limits
 
 
 def _items(schedule: Schedule, rank: int, kind: Kind) -> Iterator[tuple[int, int]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.lower.lower import Transfer, gatherings, messages
+from megatron.pipeline.schedule.lower.lower import gatherings, messages
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import (
     Collective,
@@ -28,9 +28,8 @@ from megatron.pipeline.schedule.lower.program import (
 )
 from megatron.pipeline.schedule.rules.verify_batches import batches_do_not_deadlock
 
-# By what is done with which message: rank, position in its program, peer.
-_Places: TypeAlias = dict[tuple[type[Operation], Message], tuple[int, int, int]]
-_Item = TypeVar("_Item", Pass, Operation)
+# For every rank, where in its program it does what with which pass, message or collective.
+_Places: TypeAlias = list[dict[tuple[type[Operation], Pass | Message | Collective], int]]
 
 
 def verify_programs(schedule: Schedule, programs: Sequence[Program], posting: Posting = Posting.SINGLE) -> None:
@@ -43,9 +42,10 @@ def verify_programs(schedule: Schedule, programs: Sequence[Program], posting: Po
         ScheduleError: a rule is broken; the message names the rank and the first operation that breaks it.
     """
     programs_follow_the_schedule(schedule, programs)
-    every_pass_on_a_lane_stands_where_it_may(schedule, programs)
-    every_message_is_delivered(schedule, programs)
-    every_collective_is_joined(schedule, programs)
+    places = nothing_is_done_twice(programs)
+    every_pass_on_a_lane_stands_where_it_may(schedule, programs, places)
+    every_message_is_delivered(schedule, programs, places)
+    every_collective_is_joined(schedule, programs, places)
     ranks_agree_on_the_order_of_collectives(programs)
     pairs_agree_on_the_order(programs)
     nothing_deadlocks(programs)
@@ -65,9 +65,22 @@ def programs_follow_the_schedule(schedule: Schedule, programs: Sequence[Program]
                 raise ScheduleError(f"rank {rank}: pass {slot} of the program is {found}, of the schedule {planned}")
 
 
-def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """A pass on a lane starts after what it needs and ends before what needs it; each starts once, no others are there, and those
-    of one lane start in its order.
+def nothing_is_done_twice(programs: Sequence[Program]) -> _Places:
+    """No rank runs, starts, sends, receives, joins or awaits anything twice. Returns where it does so."""
+    places: _Places = [{} for _ in programs]
+    for rank, program in enumerate(programs):
+        for place, operation in enumerate(program):
+            if not isinstance(operation, Validate):
+                key = type(operation), operation[0]
+                if key in places[rank]:
+                    raise ScheduleError(f"rank {rank}: {_named(operation)} comes twice; remove one")
+                places[rank][key] = place
+    return places
+
+
+def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Sequence[Program], places: _Places) -> None:
+    """A pass on a lane starts after what it needs and ends before what needs it; no others are there, and those of one lane start
+    in its order.
 
     A copy to host memory starts after its F and before it is waited for; a copy back starts after that, and is waited for before
     the pass that needs it.
@@ -75,15 +88,9 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
     for rank, (row, program) in enumerate(zip(schedule.rows, programs, strict=True)):
         needed_by = {other: work for work, others in row.awaited.items() for other in others}
         planned = {work for work in row.passes if work.kind.is_concurrent}
-        places: dict[tuple[type[Operation], Pass], int] = {}
-        for place, operation in enumerate(program):
-            if isinstance(operation, Compute | Copy | Wait) and isinstance(operation[0], Pass):
-                work = operation[0]
-                if not isinstance(operation, Compute) and work not in planned:
-                    raise ScheduleError(f"rank {rank}: {describe(operation)}, which the schedule does not have; remove it")
-                if (type(operation), work) in places:
-                    raise ScheduleError(f"rank {rank}: {describe(operation)} comes twice; remove one")
-                places[type(operation), work] = place
+        for operation in program:
+            if isinstance(operation, Copy | Wait) and isinstance(operation[0], Pass) and operation[0] not in planned:
+                raise ScheduleError(f"rank {rank}: {describe(operation)}, which the schedule does not have; remove it")
         for work in row.passes:
             if work not in planned:
                 continue
@@ -93,7 +100,7 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
             chain += [(Copy, work), (Wait, work)]
             if work in needed_by:
                 chain.append((Compute, needed_by[work]))
-            at = [places.get(each, -1) for each in chain]
+            at = [places[rank].get(each, -1) for each in chain]
             if -1 in at or at != sorted(at):
                 order = ", ".join(f"{kind.__name__} {each}" for kind, each in chain)
                 raise ScheduleError(f"rank {rank}: {work} needs, in this order: {order}")
@@ -107,62 +114,58 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
                     )
 
 
-def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program]) -> None:
+def every_message_is_delivered(schedule: Schedule, programs: Sequence[Program], places: _Places) -> None:
     """Every tensor that another rank needs is sent once, after the pass that makes it, and received and waited for once,
     in this order, before the pass that needs it, by the right peers; and no other tensor is."""
-    places, computes = _places(programs)
-    needed = {transfer.message: transfer for _, transfer in messages(schedule)}
-    for (kind, message), (rank, _, _) in places.items():
-        if message not in needed:
-            raise ScheduleError(f"rank {rank}: {kind.__name__} of the {message}, which no other rank needs; remove it")
-    for transfer in needed.values():
-        message, sender, producer, receiver, consumer = transfer
-        sent = _place(schedule, places, Send, transfer, sender, receiver)
-        received = _place(schedule, places, Receive, transfer, receiver, sender)
-        waited = _place(schedule, places, Wait, transfer, receiver, receiver)
-        if sent < computes[sender][producer]:
+    needed = {transfer.message: transfer for transfer in messages(schedule)}
+    found: dict[tuple[type[Operation], Message], tuple[int, int]] = {}  # by what is done with which message: rank, peer
+    for rank, program in enumerate(programs):
+        for operation in program:
+            if isinstance(operation, Send | Receive | Wait) and isinstance(message := operation.message, Message):
+                if message not in needed:
+                    raise ScheduleError(f"rank {rank}: {_named(operation)}, which no other rank needs; remove it")
+                if (type(operation), message) in found:
+                    raise ScheduleError(f"rank {rank}: {_named(operation)} comes twice; remove one")
+                found[type(operation), message] = rank, rank if isinstance(operation, Wait) else operation.peer
+    for message, sender, producer, receiver, consumer in needed.values():
+        makes, needs = schedule.passes[sender][producer], schedule.passes[receiver][consumer]
+        for kind, rank, peer in ((Send, sender, receiver), (Receive, receiver, sender), (Wait, receiver, receiver)):
+            if (there := found.get((kind, message))) != (rank, peer):
+                where = "missing" if there is None else f"on rank {there[0]} with peer {there[1]}"
+                raise ScheduleError(
+                    f"rank {rank}: {kind.__name__} of the {message} is {where}; {needs} of rank {receiver} needs it from {makes} "
+                    f"of rank {sender}"
+                )
+        if places[sender][Send, message] < places[sender][Compute, makes]:
+            raise ScheduleError(f"rank {sender}: Send of the {message} comes before {makes}, which makes it")
+        here = places[receiver]
+        if not here[Receive, message] < here[Wait, message] < here[Compute, needs]:
             raise ScheduleError(
-                f"rank {sender}: Send of the {message} comes before {schedule.passes[sender][producer]}, which makes it"
-            )
-        if not received < waited < computes[receiver][consumer]:
-            raise ScheduleError(
-                f"rank {receiver}: {schedule.passes[receiver][consumer]} needs the {message}; its Receive, its Wait and the pass "
-                "must come in this order"
+                f"rank {receiver}: {needs} needs the {message}; its Receive, its Wait and the pass must come in this order"
             )
 
 
-def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program]) -> None:
+def every_collective_is_joined(schedule: Schedule, programs: Sequence[Program], places: _Places) -> None:
     """Every rank joins every collective of a spread vocabulary once, after the pass that makes its part (and after all joined
     the one that its part is made from), and waits for it once, after that and before the pass that needs it."""
     known = {one.collective: (one.after, dict(one.producers), dict(one.consumers)) for one in gatherings(schedule)}
-    for rank, program in enumerate(programs):
-        places: dict[tuple[type, Collective | Pass], int] = {}
-        for place, operation in enumerate(program):
-            match operation:
-                case Join(collective) | Wait(Collective() as collective):
-                    if collective not in known:
-                        raise ScheduleError(f"rank {rank}: {operation} of the {collective}, which nothing needs; remove it")
-                    if (type(operation), collective) in places:
-                        raise ScheduleError(
-                            f"rank {rank}: {type(operation).__name__} of the {collective} comes twice; remove one"
-                        )
-                    places[type(operation), collective] = place
-                case Compute(work):
-                    places[Compute, work] = place
+    for rank, (program, here) in enumerate(zip(programs, places, strict=True)):
+        for operation in program:
+            if isinstance(operation, Join | Wait) and isinstance(operation[0], Collective) and operation[0] not in known:
+                raise ScheduleError(f"rank {rank}: {operation} of the {operation[0]}, which nothing needs; remove it")
         for collective, (after, producers, consumers) in known.items():
             for kind in (Join, Wait):
-                if (kind, collective) not in places:
+                if (kind, collective) not in here:
                     raise ScheduleError(f"rank {rank}: {kind.__name__} of the {collective} is missing")
-            joined, waited = (places[kind, collective] for kind in (Join, Wait))
+            joined, waited = here[Join, collective], here[Wait, collective]
             makes, needs = producers.get(rank), consumers.get(rank)
-            early = makes is not None and joined < places[Compute, makes]
+            early = makes is not None and joined < here[Compute, makes]
             if after is not None:
-                early = early or joined < places[Join, after]
+                early = early or joined < here[Join, after]
                 # What it is made of, T uses up.
-                late = places[Compute, Pass(Kind.T, collective.microbatch)]
-                if late < joined:
+                if here[Compute, Pass(Kind.T, collective.microbatch)] < joined:
                     raise ScheduleError(f"rank {rank}: Join of the {collective} comes after T, which ends what it is made of")
-            if early or waited < joined or (needs is not None and places[Compute, needs] < waited):
+            if early or waited < joined or (needs is not None and here[Compute, needs] < waited):
                 parts = [str(part) for part in (makes, after) if part is not None]
                 raise ScheduleError(
                     f"rank {rank}: the {collective} must come in this order: {', '.join([*parts, 'Join', 'Wait'])}"
@@ -254,36 +257,11 @@ def nothing_crosses_the_validation(schedule: Schedule, programs: Sequence[Progra
                 )
 
 
-def _places(programs: Sequence[Program]) -> tuple[_Places, list[list[int]]]:
-    """Where every Send, Receive and Wait of a message is; and for every rank where its passes are, by their slot
-    in the schedule, whose passes they are in the schedule's order."""
-    places: _Places = {}
-    computes: list[list[int]] = [[] for _ in programs]
-    for rank, program in enumerate(programs):
-        for place, operation in enumerate(program):
-            if pass_of(operation) is not None:
-                computes[rank].append(place)
-            if isinstance(operation, (Validate, Join, Copy, Compute)) or not isinstance(operation.message, Message):
-                continue
-            kind, message = type(operation), operation.message
-            if (kind, message) in places:
-                raise ScheduleError(f"rank {rank}: {kind.__name__} of the {message} comes twice; remove one")
-            places[kind, message] = rank, place, rank if isinstance(operation, Wait) else operation.peer
-    return places, computes
+def _named(operation: Operation) -> str:
+    """``Send of the activation of ..``, ``Copy D2H0.0``."""
+    about = next(iter(operation))
+    return f"{type(operation).__name__} {'' if isinstance(about, Pass) else 'of the '}{about}"
 
 
-def _place(schedule: Schedule, places: _Places, kind: type[Operation], transfer: Transfer, rank: int, peer: int) -> int:
-    """Where in the rank's program the operation is that handles a message."""
-    place = places.get((kind, transfer.message))
-    if place is None or (place[0], place[2]) != (rank, peer):
-        message, sender, producer, receiver, consumer = transfer
-        where = "missing" if place is None else f"on rank {place[0]} with peer {place[2]}"
-        raise ScheduleError(
-            f"rank {rank}: {kind.__name__} of the {message} is {where}; {schedule.passes[receiver][consumer]} of rank {receiver} "
-            f"needs it from {schedule.passes[sender][producer]} of rank {sender}"
-        )
-    return place[1]
-
-
-def _at(items: Sequence[_Item], index: int) -> _Item | None:
-    return items[index] if index < len(items) else None
+def _at(program: Program, index: int) -> Operation | None:
+    return program[index] if index < len(program) else None

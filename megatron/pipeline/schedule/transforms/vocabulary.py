@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass, Vocabulary
-from megatron.pipeline.schedule.core.schedule import MOST_WAITING, Schedule
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.links import rows_of
 from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, results_at_start

@@ -1,5 +1,5 @@
 // What every rank of one schedule holds over time, and the limit as a line to drag: a slider, by mouse, touch and keys.
-/* global LABELS, RIGHT, plain, prepare, theme */
+/* global LABELS, RIGHT, plain, prepare, roundStep, theme */
 
 import { MICROBATCHES } from "./costs.js";
 
@@ -120,8 +120,7 @@ export class MemoryCurves {
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "right";
     const most = top / this.unit.size;
-    const power = 10 ** Math.max(0, Math.floor(Math.log10(most / 6)));
-    const step = [1, 2, 5, 10].map((one) => one * power).find((one) => most / one <= 6);
+    const step = Math.max(1, roundStep(most / 6));
     for (let count = 0; count <= most; count += step) {
       const tick = count * this.unit.size;
       pen.fillStyle = colours.faint;

@@ -1,11 +1,12 @@
 // Bubble against memory of all plans at the same costs, to choose from, and the front: the least bubble at every amount of memory.
+/* global roundStep */
 
 const HEIGHT = 270; // CSS pixels
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 16, 12, 40];
 const WIDEST = 0.4; // a bubble; larger ones would press all others together
 const REACH = 11; // around a point, for fingers
 
-/** The points that no other beats, by memory; as pareto.py's frontier. */
+/** The points that no other beats, by memory; as plots.py's pareto. */
 export function frontier(points) {
   const best = [];
   for (const point of [...points].sort((a, b) => a.memory - b.memory || a.bubble - b.bubble)) {
@@ -122,8 +123,7 @@ function overlap(a, b) {
 }
 
 function ticks(most) {
-  const power = 10 ** Math.floor(Math.log10(most));
-  const step = [0.1, 0.2, 0.5, 1, 2].map((part) => part * power).find((one) => most / one <= 8);
+  const step = roundStep(most / 8);
   return Array.from({ length: Math.floor(most / step) + 1 }, (_, i) => Number((i * step).toPrecision(6)));
 }
 

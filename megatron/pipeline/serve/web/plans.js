@@ -9,6 +9,16 @@ export function address(flags, suffix = "") {
   return `/api/plan${suffix}?${new URLSearchParams(flags)}`;
 }
 
+/** What the server answers, with the status of HTTP; without one where the server is gone. Throws only where the signal aborts. */
+async function fetched(flags, signal) {
+  const response = await fetch(address(flags), { signal }).catch((error) => {
+    if (signal.aborted) throw error;
+  });
+  const received = response ? await response.json() : {};
+  delete received.plan?.passes; // the panel has them, packed
+  return { ...received, status: response?.status };
+}
+
 export class Plans {
   #answers = new Map(); // address -> {flags, plan, panel} or {flags, message}, the one used last behind
   #ahead = new AbortController();
@@ -37,15 +47,10 @@ export class Plans {
   async ask(flags, signal, ahead = false) {
     const known = this.known(flags);
     if (known) return known;
-    const response = await fetch(address(ahead ? { ...flags, ahead: "1" } : flags), { signal }).catch((error) => {
-      if (signal.aborted) throw error;
-      return null;
-    });
-    if (!response) return { flags, message: "mpipe serve does not answer: is it still running?" };
-    const received = await response.json();
-    delete received.plan?.passes; // the panel has them, packed
+    const { status, ...received } = await fetched(ahead ? { ...flags, ahead: "1" } : flags, signal);
+    if (!status) return { flags, message: "mpipe serve does not answer: is it still running?" };
     const answer = { flags, ...received };
-    if (response.status === 200) {
+    if (status === 200) {
       if (answer.message) answer.message = words(answer.message);
       this.#answers.set(address(flags), answer); // else it gave way to others, and may be asked for again
       if (this.#answers.size > KEPT) this.#answers.delete(this.#answers.keys().next().value);
@@ -56,13 +61,8 @@ export class Plans {
 
   /** The first good plan for these flags, which a search would make shorter; undefined where there is none yet. */
   async first(flags, signal) {
-    const response = await fetch(address({ ...flags, quick: "1" }), { signal }).catch((error) => {
-      if (signal.aborted) throw error;
-      return null;
-    });
-    const received = response?.status === 200 ? await response.json() : {};
-    delete received.plan?.passes;
-    return received.plan && { flags, ...received };
+    const { status, ...received } = await fetched({ ...flags, quick: "1" }, signal);
+    return status === 200 && received.plan ? { flags, ...received } : undefined;
   }
 
   /**

@@ -1,104 +1,15 @@
 // The page: what is typed and dragged becomes flags, flags become plans, and plans are shown.
-/* global Panel, Timelines, byId, element */
+/* global Timelines, byId, element */
 
 import { known, MICROBATCHES, open } from "./costs.js";
 import { check, mark } from "./fields.js";
-import { MemoryCurves } from "./memory.js";
 import { Pareto } from "./pareto.js";
 import { Plans } from "./plans.js";
-import { Row } from "./row.js";
-import { card, flags, format, label, limits, measures, parse, stock } from "./state.js";
+import { Shown } from "./shown.js";
+import { card, flags, format, label, measures, parse, stock } from "./state.js";
 
 const SLOW = 30; // seconds that a plan takes, above which none is made ahead
 const PAUSE = 150; // milliseconds after the last change, before plans are made ahead and the address is written
-
-/** A schedule on the page: its values, what shows them, and the answer that is shown. */
-class Shown {
-  constructor(page, values) {
-    this.page = page;
-    this.values = values;
-    const change = (changes) => page.change(this, changes);
-    this.row = new Row(byId("cards"), page.names, change, () => page.remove(this));
-    const choose = (limit) => change({ "memory-limit": limit === null ? "" : page.unit.write(limit) });
-    this.curves = new MemoryCurves(byId("curves"), page.timelines.chart, choose);
-    this.asking = new AbortController();
-  }
-
-  get family() {
-    return this.page.families.find((one) => one.name === this.values.schedule);
-  }
-
-  get plan() {
-    return this.answer?.plan;
-  }
-
-  /** Get the plan for what is typed, and show it; what is here is shown at once. */
-  async update() {
-    const { page } = this;
-    const wanted = flags(page.common, this.values);
-    const key = JSON.stringify(wanted);
-    if (key === this.wanted) return this.draw();
-    this.wanted = key;
-    this.flags = wanted;
-    this.asking.abort();
-    this.asking = new AbortController();
-    const [[field, message] = []] = Object.entries(check(this.values, page.most));
-    if (message || page.wrong) return this.#take(message && { field, message }, null);
-    const { signal } = this.asking;
-    this.busy = !page.plans.known(wanted);
-    if (this.busy) this.draw();
-    try {
-      const show = async (answer, busy) => {
-        const panel = answer.plan ? await Panel.read({ ...answer.panel, title: label(this.values, answer.plan) }, page.kinds) : null;
-        if (!signal.aborted) this.#take(answer, panel, busy);
-      };
-      const first = this.busy && (this.family?.searches ?? true) && (await page.plans.first(wanted, signal));
-      if (first) await show(first, true);
-      await show(await page.plans.ask(wanted, signal), false);
-    } catch (error) {
-      if (!signal.aborted) throw error;
-    }
-  }
-
-  /** `busy`: whether a better answer is on its way. */
-  #take(answer, panel, busy = false) {
-    Object.assign(this, { answer, panel, busy });
-    if (answer?.plan) this.chunks = answer.plan.chunks;
-    if (answer?.flags) this.least = answer.least;
-    this.draw();
-    this.page.draw();
-    if (!busy) this.drawn = this.wanted; // for who measures how long that takes
-  }
-
-  draw() {
-    this.drawRow();
-    const typed = this.page.unit.read(this.values["memory-limit"]);
-    const own = this.plan?.memory_limit ?? null;
-    const limit = typed >= 0 ? typed : own;
-    this.curves.show(label(this.values, this.plan), this.panel, this.limits(), limit, this.page.unit, this.page.microbatch);
-  }
-
-  drawRow() {
-    const { values, flags, answer, busy, page } = this;
-    const number = page.shown.indexOf(this) + 1;
-    const { stock, opened } = page;
-    this.row.show({ number, place: page.places.get(this), values, flags, file: opened?.name, stock, answer, busy });
-  }
-
-  /** The limits to choose from; none where all make the same schedule. */
-  limits() {
-    const { family, page } = this;
-    if (family && !family.uses_limits && page.common.offload === "off") return [];
-    const chunks = Number(this.values.chunks) || family?.chunks || this.chunks || 1;
-    return limits(page.common, chunks, this.least, page.unit, page.microbatch);
-  }
-
-  delete() {
-    this.asking.abort();
-    this.row.delete();
-    this.curves.remove();
-  }
-}
 
 class Page {
   stock = { unit: MICROBATCHES }; // plain: the plan of 1F1B; interleaved: the shortest that stock can have
@@ -146,8 +57,9 @@ class Page {
     const [input, gpu] = [byId("file"), byId("gpu")];
     for (const name of gpus) element("option", name, gpu);
     gpu.parentElement.hidden = !gpus.length;
-    input.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
-    gpu.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+    for (const one of [input, gpu]) {
+      one.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+    }
     byId("opened").querySelector("button").addEventListener("click", () => {
       input.value = "";
       this.#use(null);
@@ -155,19 +67,22 @@ class Page {
     });
   }
 
-  /** Use the costs that are asked for, or say why there are none. */
   async #open(asked) {
-    byId("wrong-file").textContent = "";
     this.#tell("opening the costs");
+    await this.#useAsked(asked);
+    if (this.opened) for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
+    this.update();
+  }
+
+  /** Use the costs that are asked for, or say why there are none. */
+  async #useAsked(asked) {
+    byId("wrong-file").textContent = "";
     try {
-      const opened = await asked();
-      this.#use(opened);
-      for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
+      this.#use(await asked());
     } catch (error) {
       this.#use(null);
       byId("wrong-file").textContent = error.message;
     }
-    this.update();
   }
 
   #use(opened) {
@@ -187,13 +102,7 @@ class Page {
     const { common, cards } = parse(location.hash);
     clearTimeout(this.writing);
     this.common = common;
-    byId("wrong-file").textContent = "";
-    try {
-      this.#use(common.costs ? await known(common.costs) : null);
-    } catch (error) {
-      this.#use(null);
-      byId("wrong-file").textContent = error.message;
-    }
+    await this.#useAsked(() => (common.costs ? known(common.costs) : null));
     for (const [name, value] of Object.entries(common)) if (this.form.elements[name]) this.form.elements[name].value = value;
     for (const one of this.shown) one.delete();
     this.shown = cards.map((values) => new Shown(this, values));

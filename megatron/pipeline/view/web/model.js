@@ -49,6 +49,8 @@ class Panel extends Table {
     this.title = entry.title;
     this.kindNames = kinds.map((kind) => kind.name);
     this.braided = kinds.map((kind) => kind.braided);
+    this.lanes = kinds.filter((kind) => kind.lane).map((kind) => kind.name);
+    this.needs = kinds.map((kind) => kind.needs.filter(({ modes }) => !modes.length || modes.includes(entry.vocabulary)));
     this.stages = entry.stages; // stages[rank][chunk]; null for a recording, whose placement is not known
     this.depth = entry.depth; // stages of one model
     this.splits = entry.splits;
@@ -150,33 +152,24 @@ class Panel extends Table {
     return passes;
   }
 
-  /** The pairs [needed, needing] among the passes of one microbatch, by the rules of Schedule.predecessors. */
+  /** The pairs [needed, needing] among the passes of one microbatch, by the needs in the table of kinds. */
   links(passes) {
     if (!this.stages) return [];
     const found = new Map(passes.map((i) => [this.kindNames[this.kinds[i]] + this.stageOf(i), i]));
-    const kept = (stage) => found.get("H2D" + stage) ?? found.get("F" + stage);
-    const pairs = [];
-    for (const [name, i] of found) {
-      const kind = name.replace(/\d+$/, "");
+    const needed = (i) => {
       const stage = this.stageOf(i);
-      const needed = [];
-      if (kind === "F") {
-        if (stage % this.depth !== 0) needed.push(found.get("F" + (stage - 1)));
-      } else if (kind === "R") {
-        needed.push(kept(stage));
-      } else if (kind === "W") {
-        needed.push(found.get("B" + stage));
-      } else if (kind === "D2H") {
-        needed.push(found.get("F" + stage));
-      } else if (kind === "H2D") {
-        needed.push(found.get("D2H" + stage));
-      } else {
-        needed.push(found.get("R" + stage) ?? kept(stage));
-        if ((stage + 1) % this.depth !== 0) needed.push(found.get("B" + (stage + 1)) ?? found.get("BW" + (stage + 1)));
-      }
-      for (const other of needed) if (other !== undefined) pairs.push([other, i]);
-    }
-    return pairs;
+      const needs = this.needs[this.kinds[i]].filter(({ on }) => !on || this.#stages(on, stage).includes(stage));
+      const first = (kinds, other) => kinds.map((kind) => found.get(kind + other)).find((one) => one !== undefined);
+      return needs.flatMap(({ kinds, where }) => this.#stages(where, stage).map((other) => first(kinds, other)));
+    };
+    return passes.flatMap((i) => needed(i).flatMap((other) => (other === undefined ? [] : [[other, i]])));
+  }
+
+  /** The stages that a need of a pass on a stage is about; passes of the vocabulary are on the first stage of their rank. */
+  #stages(where, stage) {
+    const [isFirst, isLast] = [stage % this.depth === 0, (stage + 1) % this.depth === 0];
+    const around = { SAME: [stage], PREVIOUS: isFirst ? [] : [stage - 1], NEXT: isLast ? [] : [stage + 1] };
+    return around[where] ?? { FIRST: [0], LAST: [this.depth - 1], ALL: this.stages.map(([first]) => first) }[where];
   }
 
   /** The microbatch of a pass and the letter of its slice: 3, 3a. */
@@ -194,6 +187,12 @@ class Panel extends Table {
   name(i, table = this) {
     return this.kindNames[table.kinds[i]] + this.number(i, table) + (this.chunkCount > 1 ? "." + table.chunks[i] : "");
   }
+}
+
+/** The least of 1, 2, 5, 10, 20, .. times a power of ten that is at least this: the distance of an axis's ticks. */
+function roundStep(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= least);
 }
 
 /** A number with six digits, without the noise that floats leave behind them. */

@@ -6,7 +6,6 @@ const GAP = 14;
 const LABELS = 62;
 const RIGHT = 12;
 const BIN = 3; // width of a column where passes are too narrow to draw each of them
-const LANES = ["D2H", "H2D"]; // copies, below the passes of their rank
 const NARROWEST = 2.5; // width that passes need on average to be drawn one by one
 const CLEAR = 6; // width of a box that has room for marks
 const INK = "#222222"; // on the passes' own colours, which are the same in the dark
@@ -62,6 +61,7 @@ class Chart {
     this.lightest = lightest;
     this.unit = unit;
     this.colours = kinds.map((kind) => kind.colour);
+    this.laneCount = kinds.filter((kind) => kind.lane).length; // below the passes of their rank
     this.scroll = 0; // how far the content is scrolled down
     this.boxHeight = 18;
     this.showMemory = false;
@@ -107,7 +107,7 @@ class Chart {
 
   #setPitch() {
     this.lane = this.hasLanes ? Math.max(2, Math.round(this.boxHeight * 0.16)) : 0; // the height of one
-    this.lanes = this.hasLanes ? LANES.length * (this.lane + 1) : 0;
+    this.lanes = this.hasLanes ? this.laneCount * (this.lane + 1) : 0;
     this.strip = this.showMemory && this.peak > 0 ? Math.max(5, Math.round(this.boxHeight * 0.7)) : 0;
     this.pitch = this.boxHeight + this.lanes + this.strip + (this.boxHeight > 8 ? 2 : this.boxHeight > 3 ? 1 : 0);
   }
@@ -152,7 +152,7 @@ class Chart {
     if (!panel || y < AXIS || x > this.right) return null;
     const rank = Math.min(panel.ranks - 1, Math.floor((at - panel.top) / this.pitch));
     const time = this.time(x);
-    const lane = panel.copies ? LANES[Math.floor((at - panel.top - rank * this.pitch - this.boxHeight) / (this.lane + 1))] : undefined;
+    const lane = panel.copies ? panel.lanes[Math.floor((at - panel.top - rank * this.pitch - this.boxHeight) / (this.lane + 1))] : undefined;
     const copy = lane && x >= LABELS ? panel.copyAt(rank, lane, time) : -1;
     return { panel, rank, time, copy, pass: x < LABELS || lane ? -1 : panel.at(rank, time) };
   }
@@ -244,12 +244,12 @@ class Chart {
     const { pen } = this;
     const { first, starts, ends, kinds, chunks } = panel.copies;
     pen.fillStyle = this.theme.idle;
-    LANES.forEach((_, lane) => pen.fillRect(this.x(0), top + lane * (this.lane + 1), panel.makespan * this.scale, this.lane));
+    panel.lanes.forEach((_, lane) => pen.fillRect(this.x(0), top + lane * (this.lane + 1), panel.makespan * this.scale, this.lane));
     for (let i = first[rank]; i < first[rank + 1]; i++) {
       if (ends[i] < this.from || starts[i] > this.to) continue;
       const [x, width] = this.#box(panel.copies, i);
       pen.fillStyle = panel.shades[kinds[i]][chunks[i]];
-      pen.fillRect(x, top + LANES.indexOf(panel.kindNames[kinds[i]]) * (this.lane + 1), width > 3 ? width - 1 : width, this.lane);
+      pen.fillRect(x, top + panel.lanes.indexOf(panel.kindNames[kinds[i]]) * (this.lane + 1), width > 3 ? width - 1 : width, this.lane);
     }
   }
 
@@ -362,9 +362,7 @@ class Chart {
     pen.fillStyle = theme.faint;
     pen.fillText(this.unit ? `time, ${this.unit}` : "time", 12, AXIS / 2 - 2, LABELS - 22);
     pen.textAlign = "center";
-    const rough = ((this.to - this.from) * 110) / (this.right - LABELS);
-    const power = 10 ** Math.floor(Math.log10(rough));
-    const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+    const step = roundStep(((this.to - this.from) * 110) / (this.right - LABELS));
     for (let tick = Math.ceil(this.from / step); tick * step <= this.to; tick++) {
       const x = this.x(tick * step);
       pen.fillRect(x, AXIS - 4, 1, 4);
@@ -376,63 +374,5 @@ class Chart {
       pen.fillStyle = theme.accent;
       pen.fillRect(this.x(this.pointer.time), AXIS, 1, this.height);
     }
-  }
-}
-
-/** The whole time axis, one lane a panel, with a window on what the chart shows. */
-class Overview {
-  constructor(canvas, chart) {
-    this.canvas = canvas;
-    this.chart = chart;
-  }
-
-  get #lane() {
-    return Math.max(4, Math.min(18, 72 / this.chart.panels.length));
-  }
-
-  get height() {
-    return Math.round(this.#lane * this.chart.panels.length) + 4;
-  }
-
-  layout(width) {
-    const { chart } = this;
-    const lane = this.#lane;
-    this.width = width;
-    this.pen = prepare(this.canvas, width, this.height);
-    const bins = Math.max(1, Math.floor((chart.right - LABELS) / 2));
-    const pen = prepare((this.lanes = document.createElement("canvas")), width, this.height);
-    chart.panels.forEach((panel, index) => {
-      const mean = new Float32Array(bins * chart.colours.length);
-      for (let rank = 0; rank < panel.ranks; rank++) {
-        panel.density(rank, 0, chart.total, bins).forEach((share, at) => (mean[at] += share / panel.ranks));
-      }
-      const bottom = 2 + (index + 1) * lane - 1;
-      const bin = (chart.right - LABELS) / bins;
-      pen.fillStyle = chart.theme.idle;
-      pen.fillRect(LABELS, bottom - lane + 2, ((chart.right - LABELS) * panel.makespan) / chart.total, lane - 2);
-      stack(pen, mean, chart.colours, LABELS, bin, bottom, lane - 2);
-    });
-  }
-
-  paint() {
-    const { pen, chart } = this;
-    const [begin, end] = [this.x(chart.from), this.x(chart.to)];
-    pen.fillStyle = chart.theme.paper;
-    pen.fillRect(0, 0, this.width, this.height);
-    pen.drawImage(this.lanes, 0, 0, this.width, this.height);
-    pen.globalAlpha = 0.65;
-    pen.fillRect(LABELS, 0, begin - LABELS, this.height);
-    pen.fillRect(end, 0, chart.right - end, this.height);
-    pen.globalAlpha = 1;
-    pen.strokeStyle = chart.theme.accent;
-    pen.strokeRect(begin, 0.5, Math.max(2, end - begin), this.height - 1);
-  }
-
-  x(time) {
-    return LABELS + (time / this.chart.total) * (this.chart.right - LABELS);
-  }
-
-  time(x) {
-    return ((x - LABELS) / (this.chart.right - LABELS)) * this.chart.total;
   }
 }

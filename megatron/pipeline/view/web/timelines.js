@@ -35,31 +35,20 @@ function fillLegend(kinds, panels, lightest) {
   element("li", "", legend).id = "density";
 }
 
-/** What is known about a pass, as lines. */
-function describe(panel, rank, pass, kinds) {
-  const [start, end] = [panel.starts[pass], panel.ends[pass]];
-  const stage = panel.stages ? `, stage ${panel.stages[rank][panel.chunks[pass]]}` : "";
+/** What is known about a pass, or a copy on its lane (`table`), as lines. */
+function describe(panel, rank, i, kinds, table = panel) {
+  const { starts, ends, chunks, changes } = table;
+  const stage = panel.stages && table === panel ? `, stage ${panel.stages[rank][chunks[i]]}` : "";
   const lines = [
-    `${panel.name(pass)}: ${kinds[panel.kinds[pass]].meaning} of microbatch ${panel.number(pass)}`,
-    `rank ${rank}, chunk ${panel.chunks[pass]}${stage}`,
-    `start ${plain(start)}, end ${plain(end)}, duration ${plain(end - start)}`,
+    `${panel.name(i, table)}: ${kinds[table.kinds[i]].meaning} of microbatch ${panel.number(i, table)}`,
+    `rank ${rank}, chunk ${chunks[i]}${stage}`,
+    `start ${plain(starts[i])}, end ${plain(ends[i])}, duration ${plain(ends[i] - starts[i])}`,
   ];
-  if (panel.changes) {
-    const before = panel.held[pass] - panel.changes[pass];
-    const [during, after] = [Math.max(before, panel.held[pass]), panel.held[pass]];
-    lines.push(`memory ${plain(during)} during it, ${plain(after)} after it`);
+  if (changes) {
+    const [before, after] = [panel.held[i] - changes[i], panel.held[i]];
+    lines.push(`memory ${plain(Math.max(before, after))} during it, ${plain(after)} after it`);
   }
   return lines;
-}
-
-/** What is known about a copy on its lane, as lines. */
-function describeCopy(panel, rank, copy, kinds) {
-  const { starts, ends, chunks } = panel.copies;
-  return [
-    `${panel.name(copy, panel.copies)}: ${kinds[panel.copies.kinds[copy]].meaning} of microbatch ${panel.number(copy, panel.copies)}`,
-    `rank ${rank}, chunk ${chunks[copy]}`,
-    `start ${plain(starts[copy])}, end ${plain(ends[copy])}, duration ${plain(ends[copy] - starts[copy])}`,
-  ];
 }
 
 /** The panels of a chart in the element #scroller, with their overview, legend, tip, status and tools. */
@@ -197,7 +186,7 @@ class Timelines {
     tip.hidden = !found || (found.pass < 0 && found.copy < 0);
     if (!tip.hidden) {
       const { panel, rank, pass, copy } = found;
-      const lines = pass < 0 ? describeCopy(panel, rank, copy, this.kinds) : describe(panel, rank, pass, this.kinds);
+      const lines = pass < 0 ? describe(panel, rank, copy, this.kinds, panel.copies) : describe(panel, rank, pass, this.kinds);
       tip.textContent = lines.join("\n");
       const left = event.clientX + 14 + tip.offsetWidth > window.innerWidth ? event.clientX - 14 - tip.offsetWidth : event.clientX + 14;
       const top = event.clientY + 14 + tip.offsetHeight > window.innerHeight ? event.clientY - 14 - tip.offsetHeight : event.clientY + 14;

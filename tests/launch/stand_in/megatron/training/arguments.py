@@ -12,7 +12,7 @@ from megatron.pipeline.flags import flags
 
 
 def add_megatron_arguments(parser):
-    flags._add(parser, flags._MEGATRON)  # of the same names, and for a start of the same meaning
+    flags.add_flags(parser, flags.MEGATRON)  # of the same names, and for a start of the same meaning
     parser.add_argument("--use-mup", action="store_true")
     return parser
 

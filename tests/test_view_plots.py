@@ -1,0 +1,70 @@
+"""Plots of many schedules."""
+
+from pathlib import Path
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pipeline.view import Point, draw_pareto, draw_robustness
+from megatron.pipeline.view.plots import label_places, pareto
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12))
+def test_the_frontier_is_what_nothing_beats(places: list[tuple[int, int]]) -> None:
+    points = [Point(str(index), *place) for index, place in enumerate(places)]
+    beaten = {
+        (one.bubble, one.memory)
+        for one in points
+        if any(other.bubble <= one.bubble and other.memory <= one.memory and other[1:] != one[1:] for other in points)
+    }
+    best = pareto(points, lambda point: (point.memory, point.bubble))
+    assert [(point.bubble, point.memory) for point in best] == sorted(set(places) - beaten, key=lambda place: place[1])
+
+
+@examples(50)
+@given(st.lists(st.tuples(st.floats(50, 350), st.floats(50, 250)), min_size=1, max_size=15))
+def test_labels_do_not_cover_each_other(anchors: list[tuple[float, float]]) -> None:
+    boxes = label_places(anchors, [(40, 10)] * len(anchors), (0, 0, 400, 300))
+    for index, one in enumerate(boxes):
+        for other in boxes[:index]:
+            assert one[0] >= other[2] or other[0] >= one[2] or one[1] >= other[3] or other[1] >= one[3]
+        assert one[0] >= 0 and one[2] <= 400 and one[1] >= 0 and one[3] <= 300
+
+
+def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
+    points = [Point("1f1b", 0.2, 8), Point("zb-h1", 0.1, 8), Point("zb-h2", 0.0, 15), Point("twin", 0.1, 8)]
+    draw_pareto(points, tmp_path / "p.svg", reference=8, title="8 ranks")
+    text = (tmp_path / "p.svg").read_text()
+    for label in ("1f1b", "zb-h1, twin", "zb-h2", "8 ranks", "multiple of 1F1B's memory"):
+        assert f"<!-- {label} -->" in text
+    draw_pareto([Point("only", 0.0, 0.0)], tmp_path / "p.png")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_pareto([], tmp_path / "p.svg")
+    with pytest.raises(ValueError, match="more than 0, got 0"):
+        draw_pareto(points, tmp_path / "p.svg", reference=0)
+    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
+        draw_pareto(points, tmp_path / "p.gif")
+
+
+def test_a_robustness_plot_names_schedules_and_jitter(tmp_path: Path) -> None:
+    spans = {"1f1b": {0.0: [30.0], 0.1: [31.0, 32.0, 33.0]}, "zb-h1": {0.0: [27.0], 0.3: [28.0, 34.0]}}
+    draw_robustness(spans, tmp_path / "r.svg", unit="ms", title="4 ranks", measured="makespan")
+    text = (tmp_path / "r.svg").read_text()
+    for label in (
+        "1f1b",
+        "zb-h1",
+        "no jitter",
+        "jitter 10%",
+        "jitter 30%",
+        "4 ranks",
+        "makespan (ms): the dot is the mean, the bar spans nine of ten runs",
+    ):
+        assert f"<!-- {label} -->" in text
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_robustness({}, tmp_path / "r.svg")
+    with pytest.raises(ValueError, match="zb-v has no runs to draw"):
+        draw_robustness({"zb-v": {0.1: []}}, tmp_path / "r.svg")
+    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
+        draw_robustness(spans, tmp_path / "r.gif")
