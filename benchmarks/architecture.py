@@ -21,18 +21,6 @@ BOX_WIDTH, BOX_HEIGHT = 21.0, 11.0
 INK, QUIET, OBJECT = "#222222", "#555555", "#8A2C00"
 
 
-class Box(NamedTuple):
-    """Files of a room, by column and row; the first line is bold."""
-
-    column: int
-    row: int
-    text: str
-
-    @property
-    def middle(self) -> tuple[float, float]:
-        return COLUMNS[self.column], ROWS[self.row]
-
-
 class Room(NamedTuple):
     """A folder of the package: its words and where they begin, its colour, and its (left, bottom, right, top)."""
 
@@ -71,22 +59,29 @@ ROOMS = (
     Room("megatron.core", "from pip; replaced only in patches/", (59, 20.8), "#E6E6E6", (37, 2, 97, 23)),
     Room("model/", "and backward/: what a pass computes", (124, 20.8), "#F6DCEB", (101, 2, 162, 23)),
 )
+# Files of rooms, by row and column; the first line of each is bold.
 BOXES = (
-    Box(0, 0, "flags\nread and validated;\nor launch/run"),
-    Box(1, 0, "planning/\ncosts, limits,\nchoice of a schedule"),
-    Box(2, 0, "families/\none function each;\nthen transforms/"),
-    Box(3, 0, "rules/\nverify names the pass\nthat breaks a rule"),
-    Box(4, 0, "lower/\nsends, receives, waits;\nno deadlock"),
-    Box(0, 1, "metrics, trace\nview/: pictures"),
-    Box(1, 1, "cost_profile, replan\nmeasures, plans again"),
-    Box(2, 1, "recorder, report\nwhat all ranks did"),
-    Box(3, 1, "executor\npasses, messages,\ncopies, collectives"),
-    Box(4, 1, "one iteration\nunder a plan that\npipeline keeps"),
-    Box(0, 2, "loop, iterations\nor Megatron-LM's train"),
-    Box(1, 2, "optimizer, clipping\noptimizer/: step ahead"),
-    Box(2, 2, "DDP\nfinalize_model_grads"),
-    Box(3, 2, "backward/\nsplit linears, experts,\nweight tasks"),
-    Box(4, 2, "model/\nthe GPT of this rank,\ncut by the placement"),
+    (
+        "flags\nread and validated;\nor launch/run",
+        "planning/\ncosts, limits,\nchoice of a schedule",
+        "families/\none function each;\nthen transforms/",
+        "rules/\nverify names the pass\nthat breaks a rule",
+        "lower/\nsends, receives, waits;\nno deadlock",
+    ),
+    (
+        "metrics, trace\nview/: pictures",
+        "cost_profile, replan\nmeasures, plans again",
+        "recorder, report\nwhat all ranks did",
+        "executor\npasses, messages,\ncopies, collectives",
+        "one iteration\nunder a plan that\npipeline keeps",
+    ),
+    (
+        "loop, iterations\nor Megatron-LM's train",
+        "optimizer, clipping\noptimizer/: step ahead",
+        "DDP\nfinalize_model_grads",
+        "backward/\nsplit linears, experts,\nweight tasks",
+        "model/\nthe GPT of this rank,\ncut by the placement",
+    ),
 )
 
 
@@ -135,7 +130,6 @@ ARROWS = (
 
 
 def draw(path: str) -> None:
-    """Draw the picture into a file."""
     figure = Figure(figsize=(WIDTH / UNITS_PER_INCH, HEIGHT / UNITS_PER_INCH))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(0, HEIGHT))
@@ -145,17 +139,17 @@ def draw(path: str) -> None:
         _rounded(axes, left, bottom, right - left, top - bottom, room.colour)
         axes.text(left + 2, top - 2, room.name, weight="bold", size=12, va="top", color=INK)
         axes.text(*room.words_at, room.words, size=9.5, va="top", color=QUIET)
-    for box in BOXES:
-        _box(axes, box)
+    for y, texts in zip(ROWS, BOXES, strict=True):
+        for x, text in zip(COLUMNS, texts, strict=True):
+            _box(axes, x, y, text)
     for arrow in ARROWS:
         _arrow(axes, arrow)
     figure.savefig(path, dpi=120)
 
 
-def _box(axes: Axes, box: Box) -> None:
-    x, y = box.middle
+def _box(axes: Axes, x: float, y: float, text: str) -> None:
     _rounded(axes, x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2, BOX_WIDTH, BOX_HEIGHT, "white")
-    lines = box.text.split("\n")
+    lines = text.split("\n")
     for number, line in enumerate(lines):
         weight, size = ("bold", 9.5) if number == 0 else ("normal", 8.5)
         axes.text(

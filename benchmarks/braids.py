@@ -12,16 +12,12 @@ placement within the schedule's own memory, with any braids.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 from dataclasses import replace
 from functools import partial
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import add_flags, in_rounds, markdown
+from common import add_flags, command_line, in_rounds, markdown
 from contenders import Contender, Megatron, Ours, Stock, Torch, start
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
@@ -84,7 +80,7 @@ def makespan_bound(planned: Planned) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY]", help="see Ours in contenders.py")
     parser.add_argument("--all-to-all", type=float, default=10.0, metavar="MS", help="of a rank's layers and a microbatch")
     add_flags(parser.add_argument, of="that a rank's share computes for a microbatch", rounds=3)
@@ -99,11 +95,7 @@ def main() -> None:
     contenders = contenders_of(sleeper, megatron, options.ours, costs)
     found = in_rounds({one.name: partial(iteration, one, sleeper) for one, _ in contenders}, options.rounds)
     if torch.distributed.get_rank() == 0:
-        print(
-            f"{megatron.ranks} ranks, {options.microbatches} microbatches, F/B/W compute "
-            f"{'/'.join(f'{value:g}' for value in options.milliseconds)} ms, each of four all-to-alls {options.all_to_all:g} ms, "
-            f"median of {options.rounds} rounds, load {os.getloadavg()[0]:.1f}\n"
-        )
+        print(megatron.title(options, f"each of four all-to-alls {options.all_to_all:g} ms"), end="\n\n")
         columns = ("schedule", "memory", "braids", "measured ms", "/ planned", "/ bound", "exposed", "speed-up")
         first, rows = statistics.median(found[contenders[0][0].name]), []
         for one, planned in contenders:

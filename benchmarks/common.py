@@ -1,16 +1,28 @@
-"""What benchmarks share: flags, a world of one rank, rounds in which everything runs in turn, and tables."""
+"""What benchmarks share: command lines, processes of torchrun, rounds in which everything runs in turn, and tables."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
+EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
+
 Name = TypeVar("Name", bound=Hashable)
 Result = TypeVar("Result")
+
+
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is a benchmark's first lines as they are."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_flags(
@@ -22,19 +34,22 @@ def add_flags(
     add("--rounds", type=int, default=rounds)
 
 
-def one_rank(backend: str) -> None:
-    """Patched megatron-core on one thread, in a world of this process alone."""
-    import torch
-    from megatron.core import parallel_state, tensor_parallel
+def torchrun(ranks: int, program: str, flags: str) -> None:
+    """Run a program on ranks of this machine, and end with its last lines if it fails."""
+    from megatron.pipeline.tune import trial
 
-    from megatron.pipeline import patches
+    command, environment = [*trial.torchrun(ranks), program, *flags.split()], {"OMP_NUM_THREADS": "1", **os.environ}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{program} {flags} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
-    patches.install()
-    torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("localhost", 0, 1, True)
-    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+def rehearsed(ranks: int, program: str, flags: str) -> dict[str, Any]:
+    """What a training with ``--rehearse`` writes to rehearsal.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        torchrun(ranks, program, f"{flags} --rehearse --rehearse-dir {folder}")
+        found: dict[str, Any] = json.loads((Path(folder) / "rehearsal.json").read_text(encoding="utf-8"))
+        return found
 
 
 def in_rounds(runs: Mapping[Name, Callable[[], Result]], rounds: int, warm_up: int = 1) -> dict[Name, list[Result]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import re
 import statistics
 import tempfile
@@ -36,8 +38,10 @@ from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, v
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.torch_csv import OVERLAPPED, from_csv
+from megatron.pipeline.schedule.time.simulate import simulate
 
 # Where megatron-core and we run passes; W is a call of ours.
 STEPS: tuple[Callable[..., Any], ...] = (schedules.forward_step, schedules.backward_step)
@@ -49,8 +53,8 @@ class Times:
     def __init__(self, forward: float, backward: float, weight: float, hop: float) -> None:
         self._passes, self.hop = (forward, backward, weight), hop
 
-    def of(self, placement: Placement, hop: bool = True) -> Costs:
-        return uniform(placement, *self._passes, hop=self.hop if hop else 0.0)
+    def of(self, placement: Placement) -> Costs:
+        return uniform(placement, *self._passes, hop=self.hop)
 
 
 class Contender(Protocol):
@@ -59,13 +63,27 @@ class Contender(Protocol):
     Attributes:
         name: how it is called in the table.
         schedule: the passes that it runs, for the simulation.
+        costs: what these take, with messages and collectives.
     """
 
     name: str
     schedule: Schedule
+    costs: Costs
 
     def iterate(self) -> None:
         """Run this rank's part of one iteration."""
+
+
+def simulated(contender: Contender, free: bool = False) -> Timeline:
+    """When its passes should run.
+
+    Args:
+        free: messages and collectives take no time.
+    """
+    costs = contender.costs
+    if free:
+        costs = replace(costs, hop=0.0, vocabulary=replace(costs.vocabulary, exchange=None))
+    return simulate(contender.schedule, costs)
 
 
 class Megatron:
@@ -126,7 +144,6 @@ class Megatron:
         return stages
 
     def run(self, forward_backward: Callable[..., Any], model: list[MegatronStage]) -> None:
-        """This rank's part of one iteration."""
         schedules.forward_step, schedules.backward_step = map(self._sleeper.step, STEPS)
         forward_backward(
             forward_step_func=_forward_step,
@@ -138,6 +155,13 @@ class Megatron:
             p2p_communicator=P2PCommunicator(self._groups.pp, model[0].config),
             pg_collection=self._groups,
         )
+
+    def title(self, options: argparse.Namespace, *facts: str) -> str:
+        """What was measured, above a table."""
+        milliseconds = "/".join(f"{value:g}" for value in options.milliseconds)
+        shared = [f"{self.ranks} ranks", f"{options.microbatches} microbatches", f"F/B/W = {milliseconds} ms", *facts]
+        shared += [f"median of {options.rounds} rounds", f"hop {1e3 * self.times.hop:.2f} ms", f"load {os.getloadavg()[0]:.1f}"]
+        return ", ".join(shared)
 
 
 def _forward_step(_: None, stage: Any, return_schedule_plan: bool = False) -> tuple[Any, Callable[[torch.Tensor], Any]]:
@@ -232,7 +256,7 @@ class Ours:
         family, _, memory = name.partition("@")
         ranks, microbatches = megatron.ranks, megatron.microbatches
         placement = families.placement(family, ranks)
-        costs = (costs(placement) if callable(costs) else costs) or megatron.times.of(placement)
+        self.costs = costs = (costs(placement) if callable(costs) else costs) or megatron.times.of(placement)
         limit = float(memory) * ranks if memory else None
         # Every rank plans: a plan depends on nothing but its request.
         request = planning.Request(family, ranks, microbatches, costs, None, limit, objective=objective, overlap=overlap)
@@ -268,7 +292,8 @@ class Stock:
         self.schedule = planning.plan(family, megatron.ranks, megatron.microbatches)  # the same order of the same passes
         self._forward_backward = schedules.get_forward_backward_func(megatron.ranks, chunks if chunks > 1 else None)
         placement = self.schedule.placement
-        self._model = megatron.stages(placement, costs or megatron.times.of(placement), overlap=overlap)
+        self.costs = costs or megatron.times.of(placement)
+        self._model = megatron.stages(placement, self.costs, overlap=overlap)
 
     def iterate(self) -> None:
         self._megatron.run(self._forward_backward, self._model)
@@ -284,12 +309,9 @@ class Torch:
             placement = interleaved(ranks, 1)
         else:
             placement = interleaved(ranks, 2) if name.startswith("Interleaved") else v(ranks)
-        costs, count = times.of(placement), placement.last_stage + 1
-        mine = placement.stages[rank]
-        stages = [
-            pipelining.PipelineStage(TorchStage(sleeper, costs.stages[stage], stage == 0), stage, count, torch.device("cpu"))
-            for stage in mine
-        ]
+        self.costs, count, mine = times.of(placement), placement.last_stage + 1, placement.stages[rank]
+        sleeping = {stage: TorchStage(sleeper, self.costs.stages[stage], stage == 0) for stage in mine}
+        stages = [pipelining.PipelineStage(one, stage, count, torch.device("cpu")) for stage, one in sleeping.items()]
         for stage in stages:
             for method in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 setattr(stage, method, sleeper.step(getattr(stage, method)))

@@ -45,7 +45,6 @@ def least_peak(
     mode: Offload = Offload.FULL,
     host_limit: float | None = None,
     seconds: float = 10.0,
-    workers: int = 1,
 ) -> LeastPeak:
     """The lowest peak of one rank over all selections of activations to offload and all times of their copies.
 
@@ -57,8 +56,7 @@ def least_peak(
     Args:
         schedule: without copies.
         mode, host_limit: as in ``offload``.
-        seconds: how long to search, in wall-clock seconds.
-        workers: threads; with one, the search takes the same way every time.
+        seconds: how long to search, in wall-clock seconds, on one thread, which takes the same way every time.
 
     Raises:
         ValueError: the rank has too many microbatches to search, or as ``offload``.
@@ -75,10 +73,10 @@ def least_peak(
         return LeastPeak(known, known, True)
     model = _Model(row, known)
     if mode is Offload.SELECTIVE:
-        model.move_no_more_than(float(row.sizes.sum()) / 2)
+        model.add_limit(range(count), float(row.sizes.sum()) / 2)
     if host_limit is not None:
         model.keep_no_more_away_than(host_limit)
-    found, bound = model.solve(seconds, workers)
+    found, bound = model.solve(seconds)
     value = min(known, found)
     if bound >= value - 1 / model.memory:
         bound = value
@@ -148,26 +146,24 @@ class _Model:
             model.add(self._peak >= level - sum(self._sizes[at] * here for at, here in zip(some, away, strict=True)))
         model.minimize(self._peak)
 
-    def move_no_more_than(self, most: float) -> None:
-        self._add_limit(self._count, most)
-
     def keep_no_more_away_than(self, most: float) -> None:
         """The limit of host memory, which an activation occupies from the end of F to the start of the pass that needs it."""
         made, needed = self._row.made.tolist(), self._row.needed.tolist()
         for slot in made:
-            self._add_limit([at for at in self._count if made[at] <= slot < needed[at]], most)
+            self.add_limit([at for at in self._count if made[at] <= slot < needed[at]], most)
 
-    def _add_limit(self, some: Iterable[int], most: float) -> None:
+    def add_limit(self, some: Iterable[int], most: float) -> None:
+        """That some activations which move are of no more than this size."""
         sizes = [_down(size, self.memory) for size in self._row.sizes.tolist()]
         self._model.add(sum(sizes[at] * self._chosen[at] for at in some) <= _up(most, self.memory))
 
-    def solve(self, seconds: float, workers: int) -> tuple[float, float]:
+    def solve(self, seconds: float) -> tuple[float, float]:
         """The lowest peak found (infinite if none was) and a lower bound."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = workers
+        solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         status = solver.solve(self._model).name  # type: ignore[attr-defined]
         found = solver.value(self._peak) / self.memory if status in ("OPTIMAL", "FEASIBLE") else math.inf

@@ -7,24 +7,23 @@ Prints the tables of benchmarks/README.md in Markdown; with --pictures it also d
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from common import command_line, markdown
 from PIL import Image
 
 from megatron.pipeline import planning
+from megatron.pipeline.planning import Planned
 from megatron.pipeline.planning.choose import candidates, choose
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.optimum.bound import own_bound
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.view import draw
 
 RANKS, MICROBATCHES = 8, 32
@@ -34,50 +33,24 @@ DRAWN_WITHIN = {"zb-auto": 5.0, "v-auto": 2.5, "auto": 3.0}
 COLOURS = 128  # a picture has few: with a palette it takes a third of the space
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A schedule, when everything runs, and what it is measured against.
-
-    Attributes:
-        peak: the most microbatches that a rank holds.
-        bound: no schedule on this placement whose ranks hold no more than ``peak`` has a shorter span.
-    """
-
-    name: str
-    timeline: Timeline
-    splits: int
-    peak: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        return max(0.0, self.timeline.span / self.bound - 1)  # floats stray in their last bits
-
-
 def measure(
     name: str, ranks: int, microbatches: int, costs: tuple[float, float, float, float], limit: float | None = None
-) -> Measured:
+) -> Planned:
     """Plan one family for equal stages, with its own memory where there is no limit."""
-    problem = planning.Request(
-        name, ranks, microbatches, uniform(families.placement(name, ranks), *costs), memory_limit=limit
-    ).problem()
-    schedule = planning.solve(name, problem)
-    timeline = simulate(schedule, problem.costs)
-    peak = max(activation_peaks(schedule, problem.costs))
-    return Measured(name, timeline, schedule.splits, peak, own_bound(schedule, problem))
+    return Request(name, ranks, microbatches, uniform(families.placement(name, ranks), *costs), memory_limit=limit).plan()
 
 
-def table(rows: list[Measured]) -> Iterator[str]:
+def table(rows: list[Planned]) -> Iterator[str]:
     """The lines of a table in Markdown, shortest makespan first."""
-    yield "| schedule | span | bubble | makespan | bubble | peak | least span at this peak | above it |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|"
-    for row in sorted(rows, key=lambda row: (round(row.timeline.makespan, 9), row.peak)):
-        timeline = row.timeline
-        cells = (
-            f"`{row.name}`", f"{timeline.span:g}", f"{timeline.bubble_rate:.1%}", f"{timeline.makespan:g}",
-            f"{timeline.makespan_bubble_rate:.1%}", f"{row.peak:g}", f"{row.bound:g}", f"{row.gap:.1%}",
-        )  # fmt: skip
-        yield f"| {' | '.join(cells)} |"
+    columns = ("schedule", "span", "bubble", "makespan", "bubble", "peak", "least span at this peak", "above it")
+    cells = [
+        (
+            f"`{row.schedule.name}`", f"{row.timeline.span:g}", f"{row.timeline.bubble_rate:.1%}", f"{row.timeline.makespan:g}",
+            f"{row.timeline.makespan_bubble_rate:.1%}", f"{row.peak:g}", f"{row.bound:g}", f"{row.gap:z.1%}",
+        )
+        for row in sorted(rows, key=lambda row: (round(row.timeline.makespan, 9), row.peak))
+    ]  # fmt: skip
+    yield from markdown(columns, cells).splitlines()
 
 
 def picture(name: str, path: Path) -> None:
@@ -90,7 +63,7 @@ def picture(name: str, path: Path) -> None:
         draw({f"{title}: {best.variant}": best.timeline}, path)
     else:
         shown = measure(name, 4, 8, COSTS[0], limit)
-        draw({title: shown.timeline}, path, splits={title: shown.splits})
+        draw({title: shown.timeline}, path, splits={title: shown.schedule.splits})
     _shrink(path)
 
 
@@ -116,7 +89,7 @@ def _shrink(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--pictures", type=Path, metavar="DIR", help="draw every family there")
     options = parser.parse_args()
     for costs in COSTS:

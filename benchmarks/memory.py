@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-from megatron.pipeline.cli.memory import STOCK_1F1B, Prediction, predicted
+from megatron.pipeline.cli.memory import STOCK_1F1B, Prediction, predicted, schedule_name
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +32,7 @@ def draw(path: Path) -> None:
         flags = ["--config", str(ROOT / "configs" / f"{name}.yaml")]
         _bars(left, predicted(flags, changes=STOCK_1F1B), f"{name}: stock")
         own = predicted(flags)
-        extras = {"--vocab-parallel": own.args.vocab_parallel, "--offload": own.args.offload}
-        with_ = " ".join(f"{flag} {value}" for flag, value in extras.items() if value != "off")
-        _bars(right, own, f"{own.args.pipeline_schedule} {with_}")
+        _bars(right, own, schedule_name(own.args))
         left.set_ylabel("memory (GiB)")
     rows[-1][0].set_xlabel("rank")
     rows[-1][1].set_xlabel("rank")

@@ -15,8 +15,8 @@ fast its copies were, how long passes waited for them, and the peak of memory ab
 allocator's, which messages and work space are part of; on a CPU it counts what is saved for backward. "Planned" is the peak of
 the row at the measured bytes.
 
-Where CUDA_DEVICE_MAX_CONNECTIONS is 1, as tensor parallelism wants it, all streams share one queue: copies may then keep passes
-waiting behind them. The title says so where it is set. This has not been measured on a GPU yet.
+Where CUDA_DEVICE_MAX_CONNECTIONS is 1, as tensor parallelism wants it, all streams share one queue, and copies may keep passes
+waiting; the title has its value. This has not been measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import itertools
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -35,10 +34,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import in_rounds, one_rank, save
+from common import command_line, in_rounds, print_table, save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -47,8 +44,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.pipeline.patches import schedules as schedules_patch
-from rich.console import Console
-from rich.table import Table
+from one_device import DEVICE, device_name, one_rank, synchronize, timed
 
 from megatron.pipeline import planning
 from megatron.pipeline.dist.device import this_device
@@ -116,7 +112,7 @@ def build(hidden: int, layers: int, dtype: torch.dtype) -> DistributedDataParall
         num_attention_heads=max(1, hidden // 128),
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=DEVICE == "cpu",
         add_bias_linear=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -204,11 +200,13 @@ class Replay:
 
     def __init__(self, schedule: Schedule, rank: int, chunks: list[DistributedDataParallel], hidden: torch.Tensor) -> None:
         self._schedule, self._rank, self._chunks, self._hidden = schedule, rank, chunks, hidden
+        self._parameters = [one for chunk in chunks for one in chunk.module.parameters()]
         self._stages = Layers(chunks, schedule.placement, rank, hidden)
         self._programs: dict[str, Program] = {}
         placement = interleaved(1, schedule.placement.chunks)
         self.rows = {OFF: replace(schedule, placement=placement, passes=(schedule.passes[rank],))}
-        self.use(OFF, self.rows[OFF], with_equal_copies(uniform(placement)))
+        self._equal = with_equal_copies(uniform(placement))
+        self.use(OFF, self.rows[OFF], self._equal)
 
     def use(self, mode: str, row: Schedule, costs: Costs) -> None:
         """Run this row from now on where the mode is asked for; the costs are those of its chunks."""
@@ -222,8 +220,7 @@ class Replay:
     def run(self, mode: str, offloading: Offloading, recorder: Unmeasured) -> None:
         """One iteration, which on a GPU has not ended yet."""
         program = self._programs[mode]
-        staying = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
-        offloaded = InFlight(offloading, program, staying)
+        offloaded = InFlight(offloading, program, self._parameters)
         handlers = StagePasses(self._stages, program, offloaded=offloaded).handlers
         connected = wiring(program, self._rank, self._schedule.placement)
         executor = Executor(program, connected, handlers, NoOthers(self._hidden), recorder)
@@ -236,17 +233,13 @@ class Replay:
         """Of one iteration that nothing measures."""
         self._prepare()
         gc.disable()  # as timeit does
-        start = time.perf_counter()
-        self.run(mode, offloading, Unmeasured())
-        _synchronize()
-        took = time.perf_counter() - start
+        took, _ = timed(lambda: self.run(mode, offloading, Unmeasured()))
         gc.enable()
         return took
 
     def record(self, mode: str, offloading: Offloading, count: bool = False) -> Record:
         self._prepare()
-        parameters = itertools.chain(*(chunk.module.parameters() for chunk in self._chunks))
-        recorder = Recorder(parameters, count)
+        recorder = Recorder(self._parameters, count)
         self.run(mode, offloading, recorder)
         return recorder.record()
 
@@ -255,8 +248,7 @@ class Replay:
         self.seconds(OFF, offloading)
         plain = self.rows[OFF]
         timed = [Report((self.record(OFF, offloading),), plain) for _ in range(PROFILED)]
-        equal = with_equal_copies(uniform(plain.placement))
-        self.use(Offload.FULL, offload(plain, equal, Offload.FULL), equal)  # to learn how much of what is kept can move
+        self.use(Offload.FULL, offload(plain, self._equal, Offload.FULL), self._equal)  # to learn how much of it can move
         counted = Report((self.record(Offload.FULL, offloading, count=True),), self.rows[Offload.FULL])
         copies = probe.measure(offloading, socket.gethostname(), 0, 1)
         return replace(measured_costs(timed, counted), copies=copies)
@@ -265,12 +257,7 @@ class Replay:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         gc.collect()
-        _synchronize()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        synchronize()
 
 
 @dataclass
@@ -310,40 +297,19 @@ def speed(record: Record, kind: Kind, costs: Costs) -> str:
     return f"{size / took / 1e9:.3g}" if took else "-"
 
 
-def table(title: str, replay: Replay, costs: Costs, found: dict[str, Found]) -> Table:
-    made = Table(title=title)
-    for column in (
-        "offload",
-        "ms",
-        "to off",
-        "moved",
-        "D2H GB/s",
-        "H2D GB/s",
-        "waited ms",
-        "host MiB",
-        "peak MiB",
-        "planned",
-        "apart",
-    ):
-        made.add_column(column, justify="left" if column == "offload" else "right")
+def report(title: str, replay: Replay, costs: Costs, found: dict[str, Found]) -> None:
+    columns = ("offload", "ms", "to off", "moved", "D2H GB/s", "H2D GB/s", "waited ms", "host MiB", "peak MiB", "planned")
+    rows = []
     for mode, one in found.items():
         row = replay.rows[mode]
         ratio = statistics.median(mine / plain for mine, plain in zip(one.seconds, found[OFF].seconds, strict=True))
         waited = sum(wait.end - wait.start for wait in one.record.waits if isinstance(wait.message, Pass))
         peak, (planned,) = one.record.peak_activation_bytes, activation_peaks(row, costs)
-        made.add_row(
-            mode,
-            f"{1e3 * statistics.median(one.seconds):.2f}",
-            f"{ratio:.4f}",
-            f"{share_moved(row, costs):.1%}",
-            *(speed(one.record, kind, costs) for kind in (Kind.D2H, Kind.H2D)),
-            f"{1e3 * waited:.2f}",
-            f"{one.host / 2**20:.2f}",
-            f"{peak / 2**20:.2f}",
-            f"{planned / 2**20:.2f}",
-            f"{100 * (peak / planned - 1):+.2f}%",
-        )
-    return made
+        cells = [mode, f"{1e3 * statistics.median(one.seconds):.2f}", f"{ratio:.4f}", f"{share_moved(row, costs):.1%}"]
+        cells += [speed(one.record, kind, costs) for kind in (Kind.D2H, Kind.H2D)]
+        cells += [f"{1e3 * waited:.2f}", *(f"{size / 2**20:.2f}" for size in (one.host, peak, planned))]
+        rows.append([*cells, f"{100 * (peak / planned - 1):+.2f}%"])
+    print_table(title, [*columns, "apart"], rows, width=150)
 
 
 def share_moved(row: Schedule, costs: Costs) -> float:
@@ -363,19 +329,15 @@ def words(replay: Replay, costs: Costs) -> str:
     )
     if costs.k() <= 1:
         return line
-    parts = ", ".join(
-        f"{mode} {share_moved(replay.rows[mode], costs):.1%} ({moved(replay.rows[mode], costs)[0] / 2**20:.0f} MiB)"
-        for mode in Offload
-    )
-    return (
-        f"{line}.\nWith k above 1 passes are too short to hide all copies: in an iteration {parts} of the activations are moved"
-    )
+    rows = {mode: replay.rows[mode] for mode in Offload}
+    parts = [f"{mode} {share_moved(row, costs):.1%} ({moved(row, costs)[0] / 2**20:.0f} MiB)" for mode, row in rows.items()]
+    return f"{line}.\nWith k above 1 passes are too short to hide all copies: {', '.join(parts)} of the activations are moved"
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    cuda = DEVICE == "cuda"
+    parser = command_line(__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=DEVICE)
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192] if cuda else [256])
     parser.add_argument("--seq", type=int, nargs="+", default=[4096, 8192, 16384] if cuda else [256])
     parser.add_argument("--layers-per-chunk", type=int, default=1)
@@ -389,9 +351,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
     if options.device == "cpu" and cuda:
-        parser.error(
-            "this machine has a GPU, on which passes would be timed: for the CPU hide it, CUDA_VISIBLE_DEVICES= python .."
-        )
+        parser.error("this machine has a GPU, on which passes would be timed: hide it, CUDA_VISIBLE_DEVICES= python ..")
     if options.device == "cuda" and not cuda:
         parser.error("there is no GPU: leave --device out, or give cpu")
     if not 0 <= options.rank < options.pp:
@@ -402,41 +362,36 @@ def main() -> None:
 
     if cuda:
         torch.cuda.set_device(0)
-    device, dtype = this_device(), torch.bfloat16 if cuda else torch.float32
-    console = Console(width=150)
-    console.print(numa.bind(device), highlight=False)
-    one_rank("nccl" if cuda else "gloo")
+    print(numa.bind(this_device()))
+    one_rank()
     for hidden, seq in itertools.product(options.hidden, options.seq):
         # One after another: nothing of a configuration is left when the next one begins.
-        for line in configuration(schedule, hidden, seq, device, dtype, options):
-            console.print(line, highlight=False, soft_wrap=isinstance(line, str))
+        configuration(schedule, hidden, seq, options)
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
     torch.distributed.destroy_process_group()
 
 
-def configuration(
-    schedule: Schedule, hidden: int, seq: int, device: torch.device, dtype: torch.dtype, options: argparse.Namespace
-) -> list[Table | str]:
-    """Everything about one size of layers."""
+def configuration(schedule: Schedule, hidden: int, seq: int, options: argparse.Namespace) -> None:
+    """Measure one size of layers, and print what was found."""
+    device, dtype = this_device(), torch.float32 if DEVICE == "cpu" else torch.bfloat16
     chunks = [build(hidden, options.layers_per_chunk, dtype).to(device) for _ in range(schedule.placement.chunks)]
     message = torch.randn(seq, 1, hidden, device=device).to(dtype)
-    offloading = Offloading(Settings(bandwidth=None if device.type == "cuda" else options.cpu_bandwidth * 1e9), device)
+    offloading = Offloading(Settings(bandwidth=options.cpu_bandwidth * 1e9 if DEVICE == "cpu" else None), device)
     replay = Replay(schedule, options.rank, chunks, message)
     costs = replay.costs(offloading)
     found = measure(replay, offloading, costs, options.iterations)
-    name = f"CPU, one thread, load {os.getloadavg()[0]:.1f}"
-    if device.type == "cuda":
-        queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
-        name = f"{torch.cuda.get_device_name()}, CUDA_DEVICE_MAX_CONNECTIONS {queues}"
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    more = f"load {os.getloadavg()[0]:.1f}" if DEVICE == "cpu" else f"CUDA_DEVICE_MAX_CONNECTIONS {queues}"
     title = (
         f"hidden {hidden}, {seq} tokens, {options.layers_per_chunk} layers a chunk, {str(dtype).removeprefix('torch.')}; rank "
         f"{options.rank} of {schedule.name} on {schedule.ranks} ranks with {schedule.placement.chunks} chunks, "
-        f"{schedule.microbatches} microbatches;\n{name}, median of {options.iterations} iterations"
+        f"{schedule.microbatches} microbatches;\n{device_name()}, {more}, median of {options.iterations} iterations"
     )
     save(options.save, f"Offload, {title.replace(chr(10), chr(32))}", {mode: one.seconds for mode, one in found.items()})
-    return [table(title, replay, costs, found), words(replay, costs)]
+    report(title, replay, costs, found)
+    print(words(replay, costs))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ that of F, B and W. Seconds are those of one core.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common import markdown
+from common import command_line, markdown
 from exact_offload import least_peak
 
 from megatron.pipeline import planning
@@ -92,37 +91,40 @@ def _gap(plain: Schedule, costs: Costs, mode: Offload) -> Row:
 # --- how far it goes --------------------------------------------------------------------------------------------------
 
 
+# A family, and its memory limit as a share of 1F1B's memory.
+Base: TypeAlias = tuple[str, float | None]
+
+
 def reach(quick: bool) -> list[Row]:
     shapes = [(2, 4, 8), (3, 3, 7), (4, 2, 16), (4, 4, 16), (4, 8, 16), (8, 2, 32), (8, 4, 32)]
-    bases: list[tuple[str, float | None]] = [
-        ("interleaved", None),
-        ("gis", None),
-        ("gis-h", None),
-        ("zb-auto", 0.625),
-        ("zb-auto", 0.5),
-    ]
-    rows = [
-        row
-        for p, v, m in shapes[:: 3 if quick else 1]
-        for name, share in bases
-        for row in _reached(name, p, v, m, (0.5, 1.0, 1.5, 2.0), None if share is None else max(1.0, share * p))
-    ]
-    print("### What is left, by what is offloaded\n")
-    _print(rows)
-    return rows
+    bases: list[Base] = [("interleaved", None), ("gis", None), ("gis-h", None), ("zb-auto", 0.625), ("zb-auto", 0.5)]
+    return _left("What is left, by what is offloaded", shapes[:: 3 if quick else 1], bases, (0.5, 1.0, 1.5, 2.0))
 
 
 def large(quick: bool) -> list[Row]:
-    shapes = [(8, 8, 64), (16, 4, 128)][: 1 if quick else 2]
-    bases: list[tuple[str, float | None]] = [("interleaved", None), ("gis-h", None), ("zb-auto", 0.5)]
+    bases: list[Base] = [("interleaved", None), ("gis-h", None), ("zb-auto", 0.5)]
+    few = slice(1 if quick else 2), slice(2 if quick else 3)
+    return _left("Large instances", [(8, 8, 64), (16, 4, 128)][few[0]], bases[few[1]], (1.0, 1.5))
+
+
+def _left(title: str, shapes: Sequence[tuple[int, int, int]], bases: Sequence[Base], ks: Sequence[float]) -> list[Row]:
     rows = [
         row
         for p, v, m in shapes
-        for name, share in bases[: 2 if quick else 3]
-        for row in _reached(name, p, v, m, (1.0, 1.5), share and share * p)
+        for name, share in bases
+        for row in _reached(name, p, v, m, ks, None if share is None else max(1.0, share * p))
     ]
-    print("### Large instances\n")
-    _print(rows)
+    print(f"### {title}\n")
+    columns = ["", "limit", "p", "v", "m", "k", "mode", "without", "left", "of p*v", "moved", "host", "span", "to without"]
+    lines = (
+        (
+            f"`{row['name']}`", row["limit"] or "", row["p"], row["v"], row["m"], row["k"], row["mode"], f"{row['before']:g}",
+            f"{row['after']:g}", row["p"] * row["v"], f"{row['moved']:.0%}", f"{row['host']:g}", f"{row['span']:g}",
+            f"{row['ratio']:.4f}", row["base s"], row["s"],
+        )
+        for row in rows
+    )  # fmt: skip
+    print(markdown([*columns, "base s", "s"], lines))
     return rows
 
 
@@ -146,21 +148,8 @@ def _reached(name: str, p: int, v: int, m: int, ks: Sequence[float], limit: floa
             }  # fmt: skip
 
 
-def _print(rows: Sequence[Row]) -> None:
-    columns = ["", "limit", "p", "v", "m", "k", "mode", "without", "left", "of p*v", "moved", "host", "span", "to without"]
-    lines = (
-        (
-            f"`{row['name']}`", row["limit"] or "", row["p"], row["v"], row["m"], row["k"], row["mode"], f"{row['before']:g}",
-            f"{row['after']:g}", row["p"] * row["v"], f"{row['moved']:.0%}", f"{row['host']:g}", f"{row['span']:g}",
-            f"{row['ratio']:.4f}", row["base s"], row["s"],
-        )
-        for row in rows
-    )  # fmt: skip
-    print(markdown([*columns, "base s", "s"], lines))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few instances only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     options = parser.parse_args()

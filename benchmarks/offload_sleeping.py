@@ -16,20 +16,16 @@ furthest.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import add_flags, in_rounds, print_table
-from contenders import Megatron, Ours, start
+from common import add_flags, command_line, in_rounds, print_table
+from contenders import Megatron, Ours, simulated, start
 from sleep_stages import iteration
 from sleeping import Sleeper
 
@@ -39,9 +35,9 @@ from megatron.pipeline.runtime.offload import probe
 from megatron.pipeline.runtime.offload.copy_streams import Pairs, ThreadCopyStreams, Ticket
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, uniform
+from megatron.pipeline.schedule.core.costs import CopyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Offload
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.offload import moved
 
 SCHEDULES = "1f1b interleaved gis-h zb-auto".split()
@@ -116,7 +112,6 @@ class Contender:
     """
 
     ours: Ours
-    costs: Costs
     k: float | None
     mode: Offload | None
     seconds: list[float]
@@ -159,7 +154,7 @@ class Workbench:
         ours = Ours(name, self._megatron, costs=costs, offload=offload)
         for stage in ours.model:
             stage.register_forward_hook(Keeping(self._size // placement.chunks))
-        return Contender(ours, costs, k, mode, [])
+        return Contender(ours, k, mode, [])
 
     def _bandwidth(self, k: float) -> float:
         """Bytes a second, of either direction."""
@@ -173,7 +168,7 @@ class Workbench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES, metavar="NAME[@MEMORY]", help="see Ours in contenders.py")
     parser.add_argument("--k", nargs="*", type=float, default=(0.5, 1.0, 2.0))
     parser.add_argument("--kib", type=int, default=1024, help="that a rank keeps of a microbatch")
@@ -193,12 +188,7 @@ def main() -> None:
         one.record()
 
     if torch.distributed.get_rank() == 0:
-        title = (
-            f"{megatron.ranks} ranks, {options.microbatches} microbatches, "
-            f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, {options.kib} KiB a microbatch and rank,\n"
-            f"median of {options.rounds} rounds, hop {1e3 * megatron.times.hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
-        )
-        _print(title, contenders)
+        _print(megatron.title(options, f"{options.kib} KiB a microbatch and rank"), contenders)
     torch.distributed.destroy_process_group()
 
 
@@ -208,20 +198,20 @@ def _print(title: str, contenders: Sequence[Contender]) -> None:
     for one in contenders:
         if one.mode is None:
             plain = one
-        schedule = one.ours.schedule
-        allocated = schedule.microbatches * sum(stage.activation for stage in one.costs.stages)
-        simulated = simulate(schedule, one.costs).makespan
-        planned = activation_peaks(schedule, one.costs)
+        schedule, costs = one.ours.schedule, one.ours.costs
+        allocated = schedule.microbatches * sum(stage.activation for stage in costs.stages)
+        expected = simulated(one.ours).makespan
+        planned = activation_peaks(schedule, costs)
         apart = max((peak / plan - 1 for peak, plan in zip(one.peaks, planned, strict=True)), key=abs)
         cells = [
             one.ours.name,
             str(one.mode or "off"),
             "" if one.k is None else f"{one.k:g}",
-            f"{sum(moved(schedule, one.costs)) / allocated:.1%}",
+            f"{sum(moved(schedule, costs)) / allocated:.1%}",
             f"{1e3 * statistics.median(one.seconds):.1f}",
             f"{1e3 * min(one.seconds):.1f}",
-            f"{1e3 * simulated:.1f}",
-            f"{statistics.median(one.seconds) / simulated:.4f}",
+            f"{1e3 * expected:.1f}",
+            f"{statistics.median(one.seconds) / expected:.4f}",
             f"{statistics.median(mine / off for mine, off in zip(one.seconds, plain.seconds, strict=True)):.4f}",
             f"{min(one.seconds) / min(plain.seconds):.4f}",
             f"{max(one.peaks) / 1024:.0f}",

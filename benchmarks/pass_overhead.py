@@ -8,25 +8,20 @@ iteration, the median over iterations, on the rank where the executor takes long
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import contenders
 import torch
-from common import print_table
-from contenders import Megatron, Ours, Times
+from common import command_line, print_table
+from contenders import Ours, start
 from megatron.core.pipeline_parallel import schedules
 from sleeping import Sleeper
 
-from megatron.pipeline import patches
 from megatron.pipeline.runtime.executor import Executor
 
 EXECUTOR, STEPS, STAGES, BACKEND = "executor and its transport", "megatron-core's steps", "stages", "gloo"
@@ -83,20 +78,15 @@ def split(account: Account) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedule", default="zb-v")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--milliseconds", type=float, default=0.0, help="of F, B and W: caches are cold then")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
 
-    patches.install()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    seconds = options.milliseconds / 1000
-    sleeper = Sleeper()
-    sleeper.precede_communication()
-    megatron = Megatron(Times(seconds, seconds, seconds, hop=0.0), options.microbatches, sleeper)
+    _, megatron = start(options.microbatches, [options.milliseconds] * 3)
+    megatron.times.hop = 0.0  # the plan is the same on every machine
     contender = Ours(options.schedule, megatron)
     contender.iterate()  # connects the ranks
     account = Account()

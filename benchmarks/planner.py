@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import markdown
+from common import EQUAL, command_line, markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -41,12 +41,11 @@ from megatron.pipeline.schedule.time.simulate import simulate
 
 Row = dict[str, Any]
 
-EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
 COSTS = {"1/1/1": (1, 1, 1), "1/1.2/0.8": (1, 1.2, 0.8), "1/1.4/0.9": (1, 1.4, 0.9)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller instances: less than a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every instance's numbers there")
     parser.add_argument("--measure", nargs=4, metavar=("NAME", "P", "M", "V"), help=argparse.SUPPRESS)

@@ -12,7 +12,6 @@ timelines.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -26,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import command_line, markdown
 from playwright.sync_api import expect, sync_playwright
 
 COSTS = {"F": "1", "B": "1.2", "W": "0.8", "comm": "0.05"}
@@ -43,7 +43,7 @@ PRESS = """async (key) => {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", default="zb-v,zb-auto,v-auto", metavar="NAME,..")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every time there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the page with three schedules, and measure nothing")
@@ -53,12 +53,13 @@ def main() -> None:
     times = {name: measure(name) for name in options.schedules.split(",")}
     if options.json:
         options.json.write_text(json.dumps(times))
-    print("| dragged | limits | cold: median ms | worst | planned ahead after s | warm: median ms | worst |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    for name, told in times.items():
-        cold, warm = told["cold"], told["warm"]
-        figures = [statistics.median(cold), max(cold), told["ahead"], statistics.median(warm), max(warm)]
-        print(f"| `{name}` | {len(cold)} | " + " | ".join(f"{figure:.0f}" for figure in figures) + " |")
+    rows = []
+    for name, found in times.items():
+        cold, warm = found["cold"], found["warm"]
+        figures = [statistics.median(cold), max(cold), found["ahead"], statistics.median(warm), max(warm)]
+        rows.append([f"`{name}`", len(cold), *(f"{figure:.0f}" for figure in figures)])
+    columns = ("dragged", "limits", "cold: median ms", "worst", "planned ahead after s", "warm: median ms", "worst")
+    print(markdown(columns, rows), end="")
 
 
 def draw(picture: Path) -> None:

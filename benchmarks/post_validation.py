@@ -14,17 +14,13 @@ as long as one between two processes that slept before.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import statistics
 from dataclasses import dataclass
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import add_flags, in_rounds, print_table
-from contenders import Megatron, Ours, Times, start
+from common import add_flags, command_line, in_rounds, print_table
+from contenders import Megatron, Ours, simulated, start
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 from sleeping import Sleeper
@@ -33,7 +29,6 @@ from megatron.pipeline.optimizer.step_ahead import StepAhead, snapshot_of
 from megatron.pipeline.runtime.iteration import ValidationResult
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.view import draw
 from megatron.pipeline.view.consecutive import Consecutive, Iteration
 
@@ -94,9 +89,9 @@ class Run:
         gc.enable()
         return self._gather()
 
-    def expected(self, times: Times, hop: bool = False) -> tuple[float, float]:
-        """What an iteration should take, and what comes once for the whole run; messages take no time unless hops do."""
-        timeline = simulate(self.schedule, times.of(self.schedule.placement, hop))
+    def expected(self, free: bool = True) -> tuple[float, float]:
+        """What an iteration should take, and what comes once for the whole run; see ``simulated``."""
+        timeline = simulated(self._ours, free)
         return (timeline.span, timeline.makespan - timeline.span) if self.ahead else (timeline.makespan, 0.0)
 
     def _gather(self) -> Measured:
@@ -115,7 +110,7 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", nargs="*", default=SCHEDULES, metavar="NAME[@MEMORY]", help="see Ours in contenders.py")
     parser.add_argument("--iterations", type=int, default=8)
     add_flags(parser.add_argument, rounds=3)
@@ -123,32 +118,26 @@ def main() -> None:
     options = parser.parse_args()
 
     sleeper, megatron = start(options.microbatches, options.milliseconds)
-    times = megatron.times
     runs = [Run(name, ahead, megatron, sleeper, options.iterations) for name in options.schedules for ahead in (False, True)]
     found = list(in_rounds({run: run.measure for run in runs}, options.rounds).values())
 
     if torch.distributed.get_rank() == 0:
-        title = (
-            f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches, "
-            f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, {options.iterations} iterations, "
-            f"median of {options.rounds} rounds, hop {1000 * times.hop:.2f} ms"
-        )
-        _print(title, runs, found, times, options.iterations)
+        _print(megatron.title(options, f"{options.iterations} iterations"), runs, found, options.iterations)
         if options.picture:
             _draw(runs[-2:], options.picture)
     torch.distributed.destroy_process_group()
 
 
-def _print(title: str, runs: list[Run], found: list[list[Measured]], times: Times, iterations: int) -> None:
+def _print(title: str, runs: list[Run], found: list[list[Measured]], iterations: int) -> None:
     columns = ["schedule", "optimizer", "simulated ms", "ms per iteration", "measured / simulated", "with hops"]
     rows = []
     for place, (run, measured) in enumerate(zip(runs, found, strict=True)):
-        period, once = run.expected(times)
+        period, once = run.expected()
         seconds = statistics.median(one.period for one in measured)
         total = statistics.median(one.total for one in measured) / (iterations * period + once)
         waiting = statistics.median(one.period for one in found[place - place % 2])
         kind = "post-validation" if run.ahead else "synchronous"
-        with_hops, _ = run.expected(times, hop=True)
+        with_hops, _ = run.expected(free=False)
         ratios = (seconds / period, seconds / with_hops, total, waiting / seconds)
         rows.append([run.name, kind, f"{1e3 * period:.1f}", f"{1e3 * seconds:.1f}", *(f"{ratio:.4f}" for ratio in ratios)])
     print_table(title, [*columns, "run / (N periods + fill)", "speed-up"], rows, left=2)

@@ -15,8 +15,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
-from common import markdown
+from common import command_line, markdown
 from published_figures import A100, H100, RANKS, REACHED, ROOT, SOURCES, Column, K, Method, Source
 
 from megatron.pipeline import planning
@@ -48,6 +49,17 @@ REACHING = {
 _UNEXPLAINED = 0.755  # see ``published_k``
 
 
+class Pair(NamedTuple):
+    """A number as predicted and as published."""
+
+    predicted: float
+    published: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1
+
+
 @dataclass(frozen=True)
 class Cell:
     """What was published of one method in one column, and what is predicted; throughput also of the column's baseline."""
@@ -55,57 +67,35 @@ class Cell:
     source: str
     column: str
     method: str
-    throughput: float
-    published_throughput: float
-    memory: float
-    published_memory: float
-    baseline: float
-    published_baseline: float
+    throughput: Pair
+    memory: Pair
+    baseline: Pair
 
     @property
-    def error(self) -> float:
-        """Of throughput."""
-        return self.throughput / self.published_throughput - 1
-
-    @property
-    def speedup(self) -> float:
+    def speedup(self) -> Pair:
         """Over the baseline."""
-        return self.throughput / self.baseline
-
-    @property
-    def published_speedup(self) -> float:
-        return self.published_throughput / self.published_baseline
+        return Pair(*(own / other for own, other in zip(self.throughput, self.baseline, strict=True)))
 
     @property
     def relative_error(self) -> float:
         """Of the throughput relative to the baseline of the column."""
-        return self.speedup / self.published_speedup - 1
+        return self.speedup.error
 
     @property
     def memory_error(self) -> float:
-        return self.memory / self.published_memory - 1
+        return self.memory.error
 
 
 def cells(device: Device, sources: Sequence[Source] = SOURCES) -> list[Cell]:
-    """Every cell of the tables, in their order."""
     return [cell for source in sources for column in source.columns for cell in _column(source, column, device)]
 
 
 def _column(source: Source, column: Column, device: Device) -> list[Cell]:
     found = {name: _predict(source, column, method, device) for name, method in source.methods.items()}
+    throughput = {name: Pair(rate, column.throughput[name]) for name, (rate, _) in found.items()}
     return [
-        Cell(
-            source.name,
-            column.name,
-            name,
-            throughput,
-            column.throughput[name],
-            memory,
-            column.memory[name],
-            found[source.baseline][0],
-            column.throughput[source.baseline],
-        )
-        for name, (throughput, memory) in found.items()
+        Cell(source.name, column.name, name, throughput[name], Pair(memory, column.memory[name]), throughput[source.baseline])
+        for name, (_, memory) in found.items()
     ]
 
 
@@ -198,7 +188,7 @@ def deviations(device: Device, found: Sequence[Cell]) -> dict[str, list[float]]:
     """By source, logarithms of predicted over published throughput."""
     logs: dict[str, list[float]] = {}
     for cell in found:
-        logs.setdefault(cell.source, []).append(math.log(cell.throughput / cell.published_throughput))
+        logs.setdefault(cell.source, []).append(math.log(cell.throughput.predicted / cell.throughput.published))
     logs["PipeOffload"] = [math.log(value / REACHED[device.name]) for value in reached(device)]
     return logs
 
@@ -232,8 +222,8 @@ def _throughputs(source: Source, found: Sequence[Cell]) -> list[str]:
 
     def shown(cell: Cell) -> str:
         if cell.method == source.baseline:
-            return f"{cell.throughput:.4g} / {cell.published_throughput:.4g} ({cell.error:+.1%})"
-        return f"{cell.speedup:.2f} / {cell.published_speedup:.2f} ({cell.relative_error:+.1%})"
+            return f"{cell.throughput.predicted:.4g} / {cell.throughput.published:.4g} ({cell.throughput.error:+.1%})"
+        return f"{cell.speedup.predicted:.2f} / {cell.speedup.published:.2f} ({cell.relative_error:+.1%})"
 
     return _grids(source, found, head, shown)
 
@@ -242,7 +232,7 @@ def _peaks(source: Source, found: Sequence[Cell]) -> list[str]:
     head = f"{source.name}: {'GiB' if source.byte_unit == GIB else 'GB'} of the fullest GPU"
 
     def shown(cell: Cell) -> str:
-        return f"{cell.memory:.1f} / {cell.published_memory:.4g} ({cell.memory_error:+.1%})"
+        return f"{cell.memory.predicted:.1f} / {cell.memory.published:.4g} ({cell.memory_error:+.1%})"
 
     return _grids(source, found, head, shown)
 
@@ -307,7 +297,7 @@ def _write(found: Sequence[Cell]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--write", action="store_true", help="fit the devices, and write them and the tables")
     options = parser.parse_args()
     if options.write:

@@ -13,7 +13,6 @@ Without ``--cells`` the instances are random, from a fixed seed: the same everyw
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import io
@@ -23,14 +22,15 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from common import markdown
+from common import EQUAL, command_line, markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
@@ -43,7 +43,6 @@ from megatron.pipeline.schedule.rules.verify import verify, verify_passes
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 SMALL = 1500
-EQUAL = 1 + 1e-9  # times that differ in the last bits are equal
 PLACEMENTS = {"zb-auto": "line", "v-auto": "V"}
 PACKAGE = "megatron.core.pipeline_parallel.zerobubble.scheduler"
 # F, B, W and hop of a rank, in milliseconds: measured by Qi et al., "Zero Bubble Pipeline Parallelism", for 28.3B parameters
@@ -53,7 +52,7 @@ RETAINED = 0.43  # of the activations, from B to W
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--checkout", type=Path, required=True, metavar="PATH", help="of zero-bubble-pipeline-parallelism")
     parser.add_argument("--instances", type=int, default=500, help="random instances (default: 500)")
     parser.add_argument("--first", type=int, default=0, help="leave out so many instances")
@@ -156,9 +155,9 @@ class Published:
 
     def _plans(self, case: Case) -> Iterator[Schedule]:
         """What they plan; those that stop with an error are left out."""
-        makers = [self._line] if case.name == "zb-auto" else [self._zb_v]
+        makers: list[Callable[[Case], Any]] = [self._line] if case.name == "zb-auto" else [self._zb_v]
         if case.name == "v-auto" and case.ranks * case.microbatches <= SMALL:
-            makers += [self._v_half, self._v_min]
+            makers += [partial(self._v_within, memory) for memory in ("half", "min")]
         for make in makers:
             with contextlib.suppress(AssertionError, ValueError, IndexError), contextlib.redirect_stdout(io.StringIO()):
                 placement = families.placement(case.name, case.ranks)
@@ -187,15 +186,8 @@ class Published:
         graph = self._zbv.PipelineGraph(case.ranks, case.microbatches, *_medians(case.costs), *memory, max_mem=case.limit * EQUAL)
         return graph.create_schedule(self._chunks(case))
 
-    def _v_half(self, case: Case) -> Any:
-        return self._by_name("half", case)
-
-    def _v_min(self, case: Case) -> Any:
-        return self._by_name("min", case)
-
-    def _by_name(self, name: str, case: Case) -> Any:
-        times = _medians(case.costs)
-        graph = self._greedy.PipelineGraph(case.ranks, case.microbatches, name, *times)
+    def _v_within(self, memory: str, case: Case) -> Any:
+        graph = self._greedy.PipelineGraph(case.ranks, case.microbatches, memory, *_medians(case.costs))
         return graph.create_schedule(self._chunks(case))
 
     def _chunks(self, case: Case) -> Any:

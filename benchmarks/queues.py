@@ -10,7 +10,6 @@ be 1) and each priority: messages have a high one, collectives of the vocabulary
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,7 +18,7 @@ import sys
 import time
 
 import torch
-from common import in_rounds, print_table, save
+from common import command_line, in_rounds, print_table, save
 
 PRIORITIES = {"high": -1, "normal": 0}
 FREE, BEHIND = "nothing waits", "a message waits"
@@ -57,7 +56,7 @@ def measure(priority: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--connections", nargs="+", default=["1", "8", "32"], help="values of CUDA_DEVICE_MAX_CONNECTIONS")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")

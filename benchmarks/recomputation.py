@@ -8,13 +8,12 @@ backward takes the seconds of R more, F keeps little, and what B makes it holds 
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 from collections import defaultdict
 from dataclasses import replace
 
-from common import markdown
+from common import EQUAL, command_line, markdown
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning.request import Request
@@ -22,11 +21,9 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
-EQUAL = 1 + 1e-9  # spans that differ in the last bits are equal
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--instances", type=int, default=100, help="by default 100")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first instance")
     options = parser.parse_args()

@@ -11,10 +11,7 @@ nothing else; 45 seconds a case.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import print_table
+from common import command_line, print_table, rehearsed, torchrun
 
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
@@ -61,7 +58,7 @@ SLEEPS = {"F": 0.04, "B": 0.05, "W": 0.03, "BW": 0.08, "S": 0.012, "T": 0.012, "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones")
     parser.add_argument("--ranks", type=int, default=4, choices=(2, 4), help="of the pipeline")
     parser.add_argument("--only", nargs="+", help="those that begin so")
@@ -72,7 +69,8 @@ def main() -> None:
         measured, predicted = [], []
         for _ in range(given.rounds):
             measured += [] if given.rehearsals else _measured(case, given.ranks)
-            predicted.append(_predicted(case, given.ranks))
+            found = rehearsed(given.ranks, __file__, f"{_flags(case, given.ranks)} --exit-interval 5")
+            predicted.append(float(found["passes_seconds"]))
         said, spread = median(predicted), max(predicted) / min(predicted) - 1
         taken = [f"{1e3 * median(measured):.1f}", f"{1e3 * said:.1f}", f"{said / median(measured):.3f}"] if measured else []
         rows.append([case, *(taken or ["-", f"{1e3 * said:.1f}", "-"]), f"{spread:.1%}"])
@@ -83,24 +81,13 @@ def main() -> None:
 def _measured(case: str, ranks: int) -> list[float]:
     """Makespans of the iterations after those that warm up, with the ranks side by side."""
     with tempfile.TemporaryDirectory() as folder:
-        _train(f"{case} --pipeline-trace {folder}", ranks)
+        torchrun(ranks, __file__, f"{_flags(case, ranks)} --pipeline-trace {folder}")
         paths = sorted(Path(folder).glob("iteration_*.json"))[2:]
         return [Timeline.from_json(path.read_text()).makespan for path in paths]
 
 
-def _predicted(case: str, ranks: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        _train(f"{case} --rehearse --rehearse-dir {folder} --exit-interval 5", ranks)
-        return float(json.loads((Path(folder) / "rehearsal.json").read_text())["passes_seconds"])
-
-
-def _train(case: str, ranks: int) -> None:
-    flags = f"{MODEL} --pipeline-model-parallel-size {ranks} --global-batch-size 16 --pipeline-schedule {case}".split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    done = subprocess.run([*torchrun, __file__, *flags], env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{case} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+def _flags(case: str, ranks: int) -> str:
+    return f"{MODEL} --pipeline-model-parallel-size {ranks} --global-batch-size 16 --pipeline-schedule {case}"
 
 
 def train(argv: list[str]) -> int:

@@ -11,17 +11,13 @@ activations is off its plan.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import print_table, save
+from common import command_line, print_table, rehearsed, save
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS, MICROBATCHES, SEQUENCE = 8, 16, 1024
@@ -35,7 +31,7 @@ COMMON = (
     f"--pipeline-model-parallel-size {RANKS} --micro-batch-size 1 --global-batch-size {MICROBATCHES} --train-iters 20 "
     "--exit-interval 5 --lr 1e-4 --mock-data --tokenizer-type ByteLevelTokenizer --num-workers 0 --eval-iters 0 --log-interval 1 "
     "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear --attention-dropout 0 "
-    "--hidden-dropout 0 --untie-embeddings-and-output-weights --rehearse"
+    "--hidden-dropout 0 --untie-embeddings-and-output-weights"
 )
 ON_GPU = f"--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention --num-query-groups 8 \
 --seq-length {SEQUENCE} --bf16 --vocab-size 32000 --rehearse-hop H100-80GB"
@@ -48,7 +44,7 @@ _CONTEXT = 0.6e9  # bytes of a process on the GPU, before torch has any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, help="a multiple of 16; by default as many as fit, and 16 on a CPU")
     parser.add_argument("--bf16", action="store_true", help="on a CPU")
     parser.add_argument("--save", help="a file for the seconds of the iterations")
@@ -60,7 +56,7 @@ def main() -> None:
         flags += " --bf16"
     found = {}
     for name, schedule in SCHEDULES.items():
-        found[name] = _rehearse(f"{flags} --pipeline-schedule {schedule}")
+        found[name] = rehearsed(RANKS, str(ROOT / "pretrain_gpt.py"), f"{flags} --pipeline-schedule {schedule}")
         print(summary({name: found[name]}), flush=True)
     print_table(
         f"{layers} layers, {RANKS} stages, {MICROBATCHES} microbatches",
@@ -95,18 +91,6 @@ def summary(found: Mapping[str, Mapping[str, Any]]) -> str:
 def _off_plan(found: Mapping[str, Any]) -> float:
     """The most that a rank's peak of activations differs from the planned one."""
     return max(abs(rank["activation_bytes"] / rank["planned_activation_bytes"] - 1) for rank in found["ranks"])
-
-
-def _rehearse(flags: str) -> dict[str, Any]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [*torchrun, str(ROOT / "pretrain_gpt.py"), *flags.split(), "--rehearse-dir", folder]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{flags} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-        result: dict[str, Any] = json.loads((Path(folder) / "rehearsal.json").read_text(encoding="utf-8"))
-        return result
 
 
 def _free() -> float | None:

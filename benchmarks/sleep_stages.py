@@ -14,23 +14,20 @@ memory that its passes hold.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import statistics
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import add_flags, in_rounds, print_table
-from contenders import Contender, Ours, Stock, Times, Torch, start
+from common import add_flags, command_line, in_rounds, print_table
+from contenders import Contender, Ours, Stock, Torch, simulated, start
 from sleeping import Interval, Sleeper
 
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
-from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile, simulate
+from megatron.pipeline.schedule.time.simulate import activation_peaks, activation_profile
 from megatron.pipeline.view.picture import draw
 
 OURS = "1f1b interleaved gis gis-h zb-h1 zb-h2 zb-auto zb-v v-half v-min v-auto v-auto@2 1f1b-v dualpipe-v".split()
@@ -53,6 +50,21 @@ def _makespan(passes: list[Interval]) -> float:
     ends = torch.tensor([passes[0].start, -max(interval.end for interval in passes)], dtype=torch.float64)
     torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MIN)
     return -(ends[0] + ends[1]).item()
+
+
+def print_measured(
+    title: str, contenders: Mapping[tuple[str, ...], Contender], seconds: Sequence[Sequence[float]], *heads: str
+) -> None:
+    """A table of contenders by their names, each with the seconds of its rounds, against their simulations and the first."""
+    columns = ("measured ms", "best", "simulated ms", "measured / simulated", "with hops")
+    first, rows = next(iter(contenders)), []
+    for (names, contender), rounds in zip(contenders.items(), seconds, strict=True):
+        measured = statistics.median(rounds)
+        alone, with_hops = (simulated(contender, free).makespan for free in (True, False))
+        times = (measured, min(rounds), alone)
+        ratios = (measured / alone, measured / with_hops, statistics.median(seconds[0]) / measured)
+        rows.append([*names, *(f"{1000 * time:.1f}" for time in times), *(f"{ratio:.4f}" for ratio in ratios)])
+    print_table(title, (*heads, *columns, f"speed-up over {' '.join(first)}"), rows, left=len(heads))
 
 
 def timeline_of(schedule: Schedule, passes: list[Interval]) -> Timeline:
@@ -80,7 +92,7 @@ def draw_fastest(contenders: list[Contender], fastest: dict[str, Timeline], path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--ours", nargs="*", default=OURS, metavar="NAME[@MEMORY][/batched]", help="see Ours in contenders.py")
     parser.add_argument("--torchs", nargs="*", default=TORCHS, metavar="NAME", help="schedules of torch.distributed.pipelining")
     add_flags(parser.add_argument)
@@ -89,9 +101,8 @@ def main() -> None:
     options = parser.parse_args()
 
     sleeper, megatron = start(options.microbatches, options.milliseconds)
-    times = megatron.times
     contenders: list[Contender] = [Stock(chunks, megatron) for chunks in options.stock]
-    contenders += [Torch(name, times, options.microbatches, sleeper) for name in options.torchs]
+    contenders += [Torch(name, megatron.times, options.microbatches, sleeper) for name in options.torchs]
     contenders += [Ours(name, megatron) for name in options.ours]
 
     def run(contender: Contender) -> tuple[float, Timeline | None]:
@@ -100,31 +111,12 @@ def main() -> None:
 
     found = in_rounds({contender.name: partial(run, contender) for contender in contenders}, options.rounds)
     if torch.distributed.get_rank() == 0:
-        title = (
-            f"{torch.distributed.get_world_size()} ranks, {options.microbatches} microbatches, "
-            f"F/B/W = {'/'.join(f'{value:g}' for value in options.milliseconds)} ms, median of {options.rounds} rounds, "
-            f"hop {1000 * times.hop:.2f} ms, load {os.getloadavg()[0]:.1f}"
-        )
-        seconds = {name: [measured for measured, _ in rounds] for name, rounds in found.items()}
-        _print(title, contenders, seconds, times)
+        seconds = [[measured for measured, _ in rounds] for rounds in found.values()]
+        print_measured(megatron.title(options), {(one.name,): one for one in contenders}, seconds, "schedule")
         if options.picture:
             fastest = {name: min(rounds, key=lambda one: one[0])[1] for name, rounds in found.items()}
             draw_fastest(contenders, {name: timeline for name, timeline in fastest.items() if timeline}, options.picture)
     torch.distributed.destroy_process_group()
-
-
-def _print(title: str, contenders: list[Contender], seconds: dict[str, list[float]], times: Times) -> None:
-    columns = ("measured ms", "best", "simulated ms", "measured / simulated", "with hops", "speed-up over stock 1f1b")
-    rows = []
-    stock = statistics.median(seconds[contenders[0].name])
-    for contender in contenders:
-        measured = statistics.median(seconds[contender.name])
-        placement = contender.schedule.placement
-        simulated, with_hops = (simulate(contender.schedule, times.of(placement, hop)).makespan for hop in (False, True))
-        numbers = (1000 * measured, 1000 * min(seconds[contender.name]), 1000 * simulated)
-        ratios = (measured / simulated, measured / with_hops, stock / measured)
-        rows.append([contender.name, *(f"{number:.1f}" for number in numbers), *(f"{ratio:.4f}" for ratio in ratios)])
-    print_table(title, ("schedule", *columns), rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from megatron.pipeline.model.vocabulary.input import EmbeddingShard, ReceivedEmb
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics
 from megatron.pipeline.model.vocabulary.output import OutputPart, OutputShard
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
+from megatron.pipeline.model.vocabulary.tied import TiedGradient
 from megatron.pipeline.runtime import vocabulary
 from megatron.pipeline.schedule.core.costs import StageCosts, VocabularyCosts
 from megatron.pipeline.shape.shards import Shards
@@ -114,28 +115,27 @@ class Sleeper:
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes F to run forward and B to run backward."""
+    """Takes ``forward`` seconds to run forward, if any, and ``backward`` to run backward.
+
+    With ``weight`` its weight gradient is a task of as many seconds, as those of megatron-core's linears are: fused in a BW, left
+    to W by a B.
+    """
 
     @staticmethod
-    def forward(ctx: Any, received: torch.Tensor, sleeper: Sleeper, costs: StageCosts) -> torch.Tensor:
-        ctx.sleeper, ctx.costs = sleeper, costs
-        sleeper.occupy(costs.forward)
-        return received.clone()
+    def forward(
+        ctx: Any, tensor: torch.Tensor, sleeper: Sleeper, forward: float, backward: float, weight: float | None = None
+    ) -> torch.Tensor:
+        ctx.sleeper, ctx.seconds, ctx.weight = sleeper, backward, weight
+        if forward:
+            sleeper.occupy(forward)
+        return tensor.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.sleeper.occupy(ctx.costs.backward)
-        return gradient.clone(), None, None
-
-
-class _SleepThenSubmit(_Sleep):
-    """Its weight gradient is a task, as those of megatron-core's linears are: fused in a BW, left to W by a B."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        gradients = _Sleep.backward(ctx, gradient)
-        submit(SleepingWeight(ctx.sleeper, ctx.costs.weight))
-        return gradients
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.sleeper.occupy(ctx.seconds)
+        if ctx.weight is not None:
+            submit(SleepingWeight(ctx.sleeper, ctx.weight))
+        return gradient.clone(), None, None, None, None
 
 
 class SleepingWeight:
@@ -171,7 +171,8 @@ class MegatronStage(torch.nn.Module):
         self.vp_stage = vp_stage
         self.weight = torch.nn.Parameter(torch.zeros(1, 1, HIDDEN))
         self.embedding: Any = None
-        self._sleeper, self._costs, self._gives_loss = sleeper, costs, gives_loss
+        self._sleeper, self._gives_loss = sleeper, gives_loss
+        self._passes = costs.forward, costs.backward, costs.weight
         self._received: torch.Tensor | None = None
 
     def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
@@ -181,8 +182,9 @@ class MegatronStage(torch.nn.Module):
         """Give this stage a shard of a vocabulary, of which it is one of ``count``; ``first`` is the rank's first stage."""
         shards = Shards.of(8 * count, 8 * count, count)
         weight = torch.nn.Parameter(torch.zeros(shards.rows, HIDDEN))
-        embedding = _SleepingEmbedding(self._sleeper, costs, weight, shards, index)
-        output = _SleepingOutput(self._sleeper, costs, weight, shards, index, LossSettings(), tied=True)
+        tied = TiedGradient()
+        embedding = _SleepingEmbedding(self._sleeper, costs, weight, shards, index, tied=tied)
+        output = _SleepingOutput(self._sleeper, costs, weight, shards, index, LossSettings(), tied=tied)
         self.vocabulary = VocabularyShard(shards, index, LossSettings(), embedding, output)
         if first is not None:
             first.embedding = torch.nn.Module()
@@ -193,15 +195,15 @@ class MegatronStage(torch.nn.Module):
         received = self._received
         if received is None:
             received = self.weight if self.embedding is None else self.embedding.word_embeddings(tokens).transpose(0, 1)
-        output: torch.Tensor = _SleepThenSubmit.apply(received, self._sleeper, self._costs)
+        output: torch.Tensor = _Sleep.apply(received, self._sleeper, *self._passes)
         return output.sum() if self._gives_loss else output
 
 
 class _SleepingEmbedding(EmbeddingShard):
     """Takes IF and IB beside what a small shard really does."""
 
-    def __init__(self, sleeper: Sleeper, costs: VocabularyCosts, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, sleeper: Sleeper, costs: VocabularyCosts, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._sleeper, self._costs = sleeper, costs
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -234,20 +236,6 @@ class _SleepingPart(OutputPart):
         return super().backward(statistics, weights, with_gradient)
 
 
-class _SleepForWeight(torch.autograd.Function):
-    """The weight's own branch of the graph: takes W to run backward."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, sleeper: Sleeper, costs: StageCosts) -> torch.Tensor:
-        ctx.sleeper, ctx.costs = sleeper, costs
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        ctx.sleeper.occupy(ctx.costs.weight)
-        return gradient.clone(), None, None
-
-
 class TorchStage(torch.nn.Module):
     """A stage as torch.distributed.pipelining calls it, which splits a backward by asking autograd for some gradients only.
 
@@ -263,8 +251,8 @@ class TorchStage(torch.nn.Module):
         self._sleeper, self._costs = sleeper, costs
 
     def forward(self, received: torch.Tensor) -> torch.Tensor:
-        bias: torch.Tensor = _SleepForWeight.apply(self.weight, self._sleeper, self._costs)
+        bias: torch.Tensor = _Sleep.apply(self.weight, self._sleeper, 0.0, self._costs.weight)
         if self.embedding is not None:
             received = received + self.embedding
-        output: torch.Tensor = _Sleep.apply(received, self._sleeper, self._costs) + bias
+        output: torch.Tensor = _Sleep.apply(received, self._sleeper, self._costs.forward, self._costs.backward) + bias
         return output

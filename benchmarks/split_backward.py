@@ -13,23 +13,19 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
-from collections.abc import Callable
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-from common import in_rounds, one_rank, print_table, save
+from common import command_line, in_rounds, print_table, save
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from one_device import DEVICE, DTYPES, device_name, one_rank, timed
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.model.split_linear import split_weights
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Stack(MegatronModule):
@@ -55,7 +51,7 @@ def build(options: argparse.Namespace, split: bool) -> DistributedDataParallel:
         hidden_size=options.hidden,
         num_attention_heads=1,
         params_dtype=DTYPES[options.dtype],
-        use_cpu_initialization=not torch.cuda.is_available(),
+        use_cpu_initialization=DEVICE == "cpu",
     )
     stack = Stack(config, options.layers)
     if split:
@@ -66,12 +62,11 @@ def build(options: argparse.Namespace, split: bool) -> DistributedDataParallel:
 
 def backward(model: DistributedDataParallel, options: argparse.Namespace, split: bool) -> tuple[float, float]:
     """Seconds of the backward (of B if it is split) and of W."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    hidden = torch.ones(options.tokens, 1, options.hidden, dtype=DTYPES[options.dtype], device=device, requires_grad=True)
+    hidden = torch.ones(options.tokens, 1, options.hidden, dtype=DTYPES[options.dtype], device=DEVICE, requires_grad=True)
     output = model(hidden)
     gradient = torch.ones_like(output)
     if not split:
-        return seconds(lambda: output.backward(gradient)), 0.0
+        return timed(lambda: output.backward(gradient))[0], 0.0
     tasks: list[WeightTask] = []
 
     def b() -> None:
@@ -83,21 +78,11 @@ def backward(model: DistributedDataParallel, options: argparse.Namespace, split:
             for task in tasks:
                 task.run()
 
-    return seconds(b), seconds(w)
-
-
-def seconds(work: Callable[[], None]) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return timed(b)[0], timed(w)[0]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
@@ -106,8 +91,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
 
-    cuda = torch.cuda.is_available()
-    one_rank("nccl" if cuda else "gloo")
+    one_rank()
     upstream, ours = build(options, split=False), build(options, split=True)
 
     def once() -> tuple[float, ...]:
@@ -118,7 +102,7 @@ def main() -> None:
     rounds = in_rounds({"all": once}, options.rounds, warm_up=3)["all"]
     title = (
         f"{options.layers} linears of {options.hidden} x {options.hidden}, {options.tokens} tokens, {options.dtype}, "
-        f"{torch.cuda.get_device_name() if cuda else 'CPU, one thread'}, {options.rounds} rounds"
+        f"{device_name()}, {options.rounds} rounds"
     )
     rows, seconds_of = [], {}
     for name, chosen in (

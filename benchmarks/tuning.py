@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron.pipeline.cli.memory import quietly
-from megatron.pipeline.cli.tune import base_flags
+from megatron.pipeline.cli.tune import base_flags, layout_of
 from megatron.pipeline.costmodel.device import named
 from megatron.pipeline.costmodel.memory import GIB
 from megatron.pipeline.tune.candidate import Cluster
@@ -47,7 +47,6 @@ SEARCHED = (
 
 
 def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool) -> Result | None:
-    """The best that a search finds."""
     base = base_flags(["--config", str(CONFIGS / f"{model}.yaml"), *flags.split()], named("A100-80GB"))
     layouts = Layouts(base, Cluster(named("A100-80GB"), gpus, 8), choices)
     found = search(layouts, stock=stock, wanted=1, budget=WORK)
@@ -55,14 +54,11 @@ def fastest(model: str, gpus: int, flags: str, choices: Choices, stock: bool) ->
 
 
 def cell(result: Result | None) -> str:
-    """One training in a table."""
     if result is None:
         return "nothing fits"
-    sizes = result.candidate.sizes
-    layout = " ".join(f"{name.upper()}{sizes[name]}" for name in ("tp", "cp", "pp", "dp") if sizes[name] > 1)
     what = ", ".join([chosen(result), *extras(result)])
     return (
-        f"{layout} b{result.candidate.args.micro_batch_size}, {what}: {result.tokens_per_second:.0f} tokens/s, "
+        f"{layout_of(result)} b{result.candidate.args.micro_batch_size}, {what}: {result.tokens_per_second:.0f} tokens/s, "
         f"{result.mfu:.1%}, {result.fullest.total / GIB:.0f} GiB"
     )
 

@@ -13,26 +13,20 @@ messages and collectives that take no time and once for such as take what they t
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import time
-from dataclasses import replace
 from functools import partial
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import add_flags, in_rounds, print_table
-from contenders import Megatron, Ours, start
-from sleep_stages import iteration
+from common import add_flags, command_line, in_rounds
+from contenders import Contender, Megatron, Ours, start
+from sleep_stages import iteration, print_measured
 from sleeping import HIDDEN, Sleeper
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.time.simulate import simulate
 from megatron.pipeline.shape.balance import balanced_layers
 
 OFF, REDISTRIBUTION = "off", "redistribution"
@@ -87,15 +81,15 @@ def measure_exchange(sleeper: Sleeper, group: torch.distributed.ProcessGroup, ro
     return statistics.median(found)
 
 
-def contender(name: str, method: str, megatron: Megatron, model: Model) -> tuple[Ours, Costs]:
-    """A schedule with the vocabulary where the method puts it, and what its passes take."""
+def contender(name: str, method: str, megatron: Megatron, model: Model) -> Ours:
+    """A schedule with the vocabulary where the method puts it."""
     costs = model.costs(families.placement(name, megatron.ranks), method)
     spread = None if method in (OFF, REDISTRIBUTION) else Vocabulary(method)
-    return Ours(name, megatron, costs=costs, vocabulary=spread), costs
+    return Ours(name, megatron, costs=costs, vocabulary=spread)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", nargs="*", default=["1f1b"], metavar="NAME")
     parser.add_argument("--methods", nargs="*", default=METHODS, choices=METHODS)
     parser.add_argument("--layers", type=int, default=4, help="of a rank, where all have the same")
@@ -107,34 +101,18 @@ def main() -> None:
     exchange = measure_exchange(sleeper, megatron.shards.shards)
     forward, backward, weight = (value / 1000 for value in options.milliseconds)
     model = Model(options.layers, options.output, (forward, backward, weight), megatron.times.hop, exchange)
-    names = [(name, method) for name in options.schedules for method in options.methods]
-    contenders = [contender(name, method, megatron, model) for name, method in names]
-    runs = {number: partial(iteration, one, sleeper) for number, (one, _) in enumerate(contenders)}
-    seconds = list(in_rounds(runs, options.rounds).values())
+    contenders: dict[tuple[str, ...], Contender] = {
+        (name, method): contender(name, method, megatron, model) for name in options.schedules for method in options.methods
+    }
+    found = in_rounds({name: partial(iteration, one, sleeper) for name, one in contenders.items()}, options.rounds)
 
     if torch.distributed.get_rank() == 0:
-        title = (
-            f"{megatron.ranks} ranks, {options.microbatches} microbatches, {options.layers} layers a rank, F/B/W of one = "
-            f"{'/'.join(f'{value:g}' for value in options.milliseconds)} ms, output layer {options.output:g} layers,\n"
-            f"median of {options.rounds} rounds, hop {1e3 * megatron.times.hop:.2f} ms, collective {1e3 * exchange:.2f} ms, "
-            f"load {os.getloadavg()[0]:.1f}"
+        facts = (
+            f"of a layer, {options.layers} layers a rank, output layer {options.output:g} layers",
+            f"collective {1e3 * exchange:.2f} ms",
         )
-        _print(title, names, contenders, seconds)
+        print_measured(megatron.title(options, *facts), contenders, list(found.values()), "schedule", "vocabulary")
     torch.distributed.destroy_process_group()
-
-
-def _print(title: str, names: list[tuple[str, str]], contenders: list[tuple[Ours, Costs]], seconds: list[list[float]]) -> None:
-    columns = ["schedule", "vocabulary", "measured ms", "best", "simulated ms", "measured / simulated", "with hops"]
-    rows = []
-    base = statistics.median(seconds[0])
-    for (name, method), (one, costs), found in zip(names, contenders, seconds, strict=True):
-        measured = statistics.median(found)
-        free = replace(costs, hop=0.0, vocabulary=replace(costs.vocabulary, exchange=None))
-        simulated, with_hops = (simulate(one.schedule, these).makespan for these in (free, costs))
-        numbers = (1e3 * measured, 1e3 * min(found), 1e3 * simulated)
-        ratios = (measured / simulated, measured / with_hops, base / measured)
-        rows.append([name, method, *(f"{number:.1f}" for number in numbers), *(f"{ratio:.4f}" for ratio in ratios)])
-    print_table(title, [*columns, f"speed-up over {' '.join(names[0])}"], rows, left=2)
 
 
 if __name__ == "__main__":

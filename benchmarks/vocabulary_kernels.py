@@ -14,26 +14,22 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
-from common import in_rounds, one_rank, print_table, save
+from common import command_line, in_rounds, print_table, save
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+from one_device import DEVICE, DTYPES, device_name, one_rank, synchronize, timed
 
 from megatron.pipeline.backward import weight_tasks
 from megatron.pipeline.model.vocabulary.loss import LossSettings, Statistics, weigh
 from megatron.pipeline.model.vocabulary.output import OutputShard
 from megatron.pipeline.shape.shards import Shards
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Measured:
@@ -44,8 +40,8 @@ class Measured:
         self.bytes = 0
 
     def __enter__(self) -> Measured:
+        synchronize()
         if DEVICE == "cuda":
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
         return self
@@ -55,11 +51,7 @@ class Measured:
             self.bytes = torch.cuda.max_memory_allocated() - self._before
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        result = work()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        self.seconds[name] = time.perf_counter() - start
+        self.seconds[name], result = timed(work)
         return result
 
     @property
@@ -107,7 +99,7 @@ def shard(layer: OutputShard, batch: dict[str, torch.Tensor], one_barrier: bool)
 
 def main() -> None:
     cuda = DEVICE == "cuda"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--vocabulary", type=int, default=256 * 1024 if cuda else 16 * 1024)
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=4096 if cuda else 512)
@@ -118,7 +110,7 @@ def main() -> None:
     parser.add_argument("--save", metavar="FILE", help="append the seconds of every round, as JSON")
     options = parser.parse_args()
 
-    one_rank("nccl" if cuda else "gloo")
+    one_rank()
     shards = Shards.of(options.vocabulary, options.vocabulary, options.shards)
     limit = None if options.logits_limit is None else int(options.logits_limit * 2**20)
     layer = OutputShard(weight_of(shards.rows, options), shards, 0, LossSettings(), logits_limit=limit)
@@ -145,7 +137,7 @@ def main() -> None:
     rounds = in_rounds(ways, options.rounds, warm_up=3)
     title = (
         f"{options.vocabulary} x {options.hidden}, {options.tokens} tokens, {options.dtype}, 1 of {options.shards} shards, "
-        f"{torch.cuda.get_device_name() if cuda else 'CPU, one thread'}, {options.rounds} rounds"
+        f"{device_name()}, {options.rounds} rounds"
     )
     rows = []
     for name, runs in rounds.items():

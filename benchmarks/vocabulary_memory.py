@@ -12,15 +12,12 @@ schedule at what passes of one microbatch alone were measured to hold.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
-from common import print_table
+from common import command_line, print_table
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -29,8 +26,6 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.record.cost_profile import measured_costs
 from megatron.pipeline.record.report import Report
-from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.trainer.data import forward_step
 from megatron.pipeline.trainer.planning import plan_pipeline
@@ -63,60 +58,53 @@ class Held:
     expected: list[float]
 
 
-class Shape:
-    """Of the model and its iterations."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-
-    def train(self, schedule: str, method: str, microbatches: int) -> tuple[Pipeline, list[torch.nn.Module], Report]:
-        """An iteration of a model that has run one before."""
-        world, options = torch.distributed.get_world_size(), self.options
-        flags = (
-            f"--num-layers {options.layers * world} --hidden-size {options.hidden} --num-attention-heads 4 --lr 1e-4 "
-            f"--seq-length {options.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {options.vocabulary} "
-            f"--micro-batch-size 1 --global-batch-size {microbatches} --train-iters 2 --pipeline-model-parallel-size {world} "
-            f"--untie-embeddings-and-output-weights --pipeline-schedule {schedule} {METHODS[method]}"
+def train(options: argparse.Namespace, schedule: str, method: str, microbatches: int) -> tuple[list[torch.nn.Module], Report]:
+    """This rank's chunks, and the report of an iteration after one that warms up."""
+    world = torch.distributed.get_world_size()
+    flags = (
+        f"--num-layers {options.layers * world} --hidden-size {options.hidden} --num-attention-heads 4 --lr 1e-4 "
+        f"--seq-length {options.seq} --mock-data --tokenizer-type NullTokenizer --vocab-size {options.vocabulary} "
+        f"--micro-batch-size 1 --global-batch-size {microbatches} --train-iters 2 --pipeline-model-parallel-size {world} "
+        f"--untie-embeddings-and-output-weights --pipeline-schedule {schedule} {METHODS[method]}"
+    )
+    args = parse(flags.split())
+    validate(args, world)
+    args.padded_vocab_size = options.vocabulary
+    pipeline = plan_pipeline(args, measure=True)
+    initialize_model_parallel(args, pipeline.placement)
+    chunks: list[Any] = build_training(args, pipeline.placement).chunks
+    pipeline.install()
+    for _ in range(2):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[batches(options) for _ in chunks] if len(chunks) > 1 else batches(options),
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=microbatches,
+            seq_length=options.seq,
+            micro_batch_size=1,
         )
-        args = parse(flags.split())
-        validate(args, world)
-        args.padded_vocab_size = options.vocabulary
-        pipeline = plan_pipeline(args, measure=True)
-        initialize_model_parallel(args, pipeline.placement)
-        chunks: list[Any] = build_training(args, pipeline.placement).chunks
-        pipeline.install()
-        for _ in range(2):
-            get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[self._batches() for _ in chunks] if len(chunks) > 1 else self._batches(),
-                model=chunks if len(chunks) > 1 else chunks[0],
-                num_microbatches=microbatches,
-                seq_length=options.seq,
-                micro_batch_size=1,
-            )
-        report = pipeline.report()
-        assert report is not None
-        parallel_state.destroy_model_parallel()
-        return pipeline, chunks, report
-
-    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        length = self.options.seq
-        while True:
-            tokens = torch.randint(0, self.options.vocabulary, (1, length + 1))
-            yield {
-                "tokens": tokens[:, :-1].contiguous(),
-                "labels": tokens[:, 1:].contiguous(),
-                "loss_mask": torch.ones(1, length),
-                "position_ids": torch.arange(length)[None],
-                "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
-            }
+    report = pipeline.report()
+    assert report is not None
+    parallel_state.destroy_model_parallel()
+    return chunks, report
 
 
-def held(shape: Shape, schedule: str, method: str, microbatches: int) -> Held:
-    """What all ranks hold under a schedule."""
-    *_, one = shape.train(schedule, method, 1)
-    costs: Costs = measured_costs([one], one)
-    _, chunks, report = shape.train(schedule, method, microbatches)
+def batches(options: argparse.Namespace) -> Iterator[dict[str, torch.Tensor]]:
+    while True:
+        tokens = torch.randint(0, options.vocabulary, (1, options.seq + 1))
+        yield {
+            "tokens": tokens[:, :-1].contiguous(),
+            "labels": tokens[:, 1:].contiguous(),
+            "loss_mask": torch.ones(1, options.seq),
+            "position_ids": torch.arange(options.seq)[None],
+            "attention_mask": torch.ones(1, 1, options.seq, options.seq, dtype=torch.bool).triu(1),
+        }
+
+
+def held(options: argparse.Namespace, schedule: str, method: str) -> Held:
+    _, one = train(options, schedule, method, 1)
+    costs = measured_costs([one], one)
+    chunks, report = train(options, schedule, method, options.microbatches)
     named = [item for chunk in chunks for item in chunk.named_parameters()]
     mine = [sum(_bytes(parameter) for _, parameter in named)]
     mine.append(mine[0] - sum(_bytes(parameter) for name, parameter in named if any(part in name for part in ON_ONE_RANK)))
@@ -140,7 +128,7 @@ def _row(numbers: Sequence[float]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--schedules", nargs="*", default=["1f1b"], metavar="NAME")
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=METHODS)
     parser.add_argument("--microbatches", type=int, default=8)
@@ -159,10 +147,9 @@ def main() -> None:
     )
     columns = ("schedule", "vocabulary", "parameters", "most / least", "without", "activations", "expected", "apart by")
     rows = []
-    shape = Shape(options)
     for schedule in options.schedules:
         for method in options.methods:
-            found = held(shape, schedule, method, options.microbatches)
+            found = held(options, schedule, method)
             apart = max(abs(real / expected - 1) for real, expected in zip(found.activations, found.expected, strict=True))
             parameters = _row(found.parameters), _spread(found.parameters), _spread(found.without)
             rows.append([schedule, method, *parameters, _row(found.activations), _row(found.expected), f"{100 * apart:.2f}%"])

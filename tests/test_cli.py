@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = [path for path in (*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")) if "ArgumentParser" in path.read_text()]
+SCRIPTS = [path for path in (*ROOT.glob("scripts/*.py"), *ROOT.glob("benchmarks/*.py")) if "parse_args(" in path.read_text()]
 PLAN = ["plan", "--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
 
 

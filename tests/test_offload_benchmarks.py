@@ -1,4 +1,4 @@
-"""The benchmarks of offloading run, on small sizes, and hold what was planned. What they time is not looked at."""
+"""Benchmarks of ranks that sleep or offload run, on small sizes, and hold what was planned. What they time is not looked at."""
 
 from __future__ import annotations
 
@@ -64,3 +64,10 @@ def test_ranks_that_sleep(tmp_path: Path) -> None:
     assert all(abs(_share(row[-1])) < 0.02 for row in rows), "peaks are not as planned"
     off, _, full = rows[:3]
     assert int(full[-3]) < int(off[-3])
+
+
+def test_ranks_that_sleep_with_a_spread_vocabulary(tmp_path: Path) -> None:
+    flags = "--methods off 2 --microbatches 4 --milliseconds 4 4 4 --rounds 1"
+    rows = run("vocabulary.py", flags, tmp_path, ranks=2)
+    assert [row[:2] for row in rows] == [["1f1b", "off"], ["1f1b", "2"]]
+    assert all(float(row[4]) > 0 for row in rows)

@@ -11,7 +11,7 @@ from megatron.pipeline.costmodel import activations, offload, traffic
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer, named
 from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate, layer_seconds, layer_size
 from megatron.pipeline.costmodel.links import Links
-from megatron.pipeline.costmodel.parameters import parameter_bytes
+from megatron.pipeline.costmodel.parameters import parameters
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved, linear, v
 from megatron.pipeline.shape import gpt
@@ -107,17 +107,16 @@ def test_parameters_of_tied_and_spread_vocabularies() -> None:
     """FixedMemory those of the layers, which all ranks have equally many of."""
     given, layer, matrix = shape(vocabulary=1024), 12 * 3072**2, 1024 * 3072
 
-    def parameters(placement: Placement, vocabulary: Vocabulary | None, tied: bool) -> list[float]:
-        layers = balanced_layers(32, placement, {})
-        found = parameter_bytes(given, placement, layers, vocabulary, tied, state_bytes=1)
-        return [one - 32 / placement.ranks * layer for one in found]
+    def others(placement: Placement, vocabulary: Vocabulary | None, tied: bool) -> list[float]:
+        found = parameters(given, placement, balanced_layers(32, placement, {}), vocabulary, tied)
+        return [one.total - 32 / placement.ranks * layer for one in found]
 
-    assert parameters(linear(4), None, tied=True) == parameters(linear(4), None, tied=False) == [matrix, 0, 0, matrix]
-    assert parameters(v(4), None, tied=True) == [matrix, 0, 0, 0]
-    assert parameters(v(4), None, tied=False) == [2 * matrix, 0, 0, 0]
+    assert others(linear(4), None, tied=True) == others(linear(4), None, tied=False) == [matrix, 0, 0, matrix]
+    assert others(v(4), None, tied=True) == [matrix, 0, 0, 0]
+    assert others(v(4), None, tied=False) == [2 * matrix, 0, 0, 0]
     for placement in (linear(4), v(4)):
-        assert parameters(placement, Vocabulary.ONE_BARRIER, tied=True) == [matrix / 4] * 4
-        assert parameters(placement, Vocabulary.ONE_BARRIER, tied=False) == [matrix / 2] * 4
+        assert others(placement, Vocabulary.ONE_BARRIER, tied=True) == [matrix / 4] * 4
+        assert others(placement, Vocabulary.ONE_BARRIER, tied=False) == [matrix / 2] * 4
 
 
 def test_k_of_a_plain_gpt() -> None:

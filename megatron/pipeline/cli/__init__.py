@@ -16,25 +16,9 @@ from megatron.pipeline.cli.packages import Completion, Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
-# The module of each command. A process imports those of the command that it runs: all of them take longer than a small plan.
-_MODULES = {
-    "plan": "plan",
-    "simulate": "simulate",
-    "verify": "simulate",
-    "certify": "certify",
-    "draw": "draw",
-    "compare": "compare",
-    "export": "export",
-    "vocabulary": "vocabulary",
-    "memory": "memory",
-    "costs": "costs",
-    "tune": "tune",
-    "rehearse": "rehearse",
-    "serve": "serve",
-    "launch": "launch",
-    "support": "support",
-}
-COMMANDS = tuple(_MODULES)
+COMMANDS = tuple(
+    "plan simulate verify certify draw compare export vocabulary memory costs tune rehearse serve launch support".split()
+)
 _OWN_FLAGS = ("launch", "rehearse")  # most of their command line is for others
 
 
@@ -109,6 +93,7 @@ def _parser(command: str | None) -> tuple[Parser, dict[str, Parser]]:
     completed = "print what completes mpipe's commands and flags in a shell, and exit; needs the package shtab"
     parser.add_argument("--print-completion", action=Completion, choices=["bash", "zsh"], help=completed)
     commands = parser.add_subparsers(metavar="|".join(COMMANDS), required=True, parser_class=Parser)
-    for module in dict.fromkeys([_MODULES[command]] if command else _MODULES.values()):
-        import_module(f"{__name__}.{module}").add(commands)
+    # A process imports the module of the command that it runs: all of them take longer than a small plan.
+    for name in [command] if command else COMMANDS:
+        import_module(f"{__name__}.{name}").add(commands)
     return parser, commands.choices

@@ -55,6 +55,15 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
+def add_command(
+    commands: Commands, name: str, help: str, run: Callable[[argparse.Namespace], int | None], *examples: str, **options: Any
+) -> Parser:
+    """The parser of a new command; ``run`` takes what it reads, and returns the exit code or None for 0."""
+    parser = commands.add_parser(name, **{"help": help, "description": help, "examples": examples} | options)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def complain(message: str) -> int:
     """One line on stderr; returns the exit code of bad input."""
     print("mpipe:", " ".join(message.split()), file=sys.stderr)
@@ -119,7 +128,6 @@ def cost_flags() -> Parser:
 
 
 def size_flags() -> Parser:
-    """The shape of the pipeline."""
     flags = Parser(add_help=False)
     flags.add_argument("--pp", required=True, type=positive_int, metavar="P", help="pipeline ranks")
     flags.add_argument("--microbatches", required=True, type=positive_int, metavar="M", help="microbatches per iteration")
@@ -154,7 +162,6 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
 
 
 def offload_flags() -> Parser:
-    """Flags for offloading to host memory."""
     flags = Parser(add_help=False)
     flags.add_argument(
         "--offload",
@@ -172,7 +179,6 @@ def offload_flags() -> Parser:
 
 
 def pass_flags() -> Parser:
-    """Flags for the passes of stages."""
     flags = Parser(add_help=False)
     flags.add_argument("--recompute", type=Stages, metavar="STAGES", help="stages that run their forward again: all, or 0,3-5")
     flags.add_argument(
@@ -261,7 +267,6 @@ def jitters(text: str) -> list[float]:
 
 
 def seconds(text: str) -> float:
-    """An argument type for how long something may take."""
     seconds = _float(text)
     if not 0 < seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0, at most 86400")
@@ -277,7 +282,6 @@ def _float(text: str) -> float:
 
 
 def costs_file(path: str) -> Costs:
-    """An argument type for a file with the costs of every stage."""
     return read_costs(path, Costs.from_json)
 
 

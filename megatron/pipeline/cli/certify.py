@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags, names, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags, names, report_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.flags.flag_types import positive_int
@@ -23,18 +23,16 @@ _SIZES = ("pp", "microbatches", "chunks")
 def add(commands: Commands) -> None:
     help = "say for each transport whether a schedule hangs, and where"
     listed = "; ".join(f"{each.name}: {each.meaning}" for each in TRANSPORTS.values())
-    parser = commands.add_parser(
+    report = report_flags("one JSON object", "write there instead of to the terminal: .json, or .txt for text")
+    parser = add_command(
+        commands,
         "certify",
-        help=help,
+        help,
+        run,
+        "mpipe certify plan.json --cold",
+        f"mpipe certify {NAME} --pp 4 --microbatches 8 --chunks 2 --transport pair,direction",
         description=f"{help}. Exit code: 0 if nothing hangs, 1 if something does, 2 for bad input.",
-        parents=[
-            cost_flags(),
-            report_flags("one JSON object", "write there instead of to the terminal: .json, or .txt for text"),
-        ],
-        examples=[
-            "mpipe certify plan.json --cold",
-            f"mpipe certify {NAME} --pp 4 --microbatches 8 --chunks 2 --transport pair,direction",
-        ],
+        parents=[cost_flags(), report],
     )
     parser.add_argument(
         "file",
@@ -54,7 +52,6 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--no-overlap", action="store_true", help=f"{NAME}: with --no-overlap-p2p-communication")
     parser.add_argument("--variable-seq-lengths", action="store_true", help=f"{NAME}: with --variable-seq-lengths")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

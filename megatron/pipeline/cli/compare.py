@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.pipeline.cli.arguments import (
     Commands,
+    add_command,
     cost_flags,
     goal_flags,
     names,
@@ -44,25 +45,22 @@ _SUFFIXES = (".json", ".html", ".png", ".svg")
 
 
 def add(commands: Commands) -> None:
-    help = "plan all schedules under the same costs and limit, best first"
     report = report_flags(
         "one JSON object: the figures of every schedule, and why the others are not possible",
         ".json for the table, .html for all timelines, .png or .svg for a plot of bubble against memory, or with --jitter of "
         "the spans under jitter",
     )
-    parents = [size_flags(), goal_flags(several=True), cost_flags(), pass_flags(), offload_flags(), report]
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "compare",
-        help=help,
-        description=help,
+        "plan all schedules under the same costs and limit, best first",
+        run,
+        "mpipe compare --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
+        "mpipe compare --pp 8 --microbatches 32 --schedules 1f1b,zb-h1,zb-v,v-half --memory-limit 5 -o table.html",
         epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
         "without: memory without copies; host: memory there; moved: the share of all activations that is copied. With parts of "
         "layers in --cost, or --overlap-experts, exposed: the share of all-to-alls that no computation hides.",
-        parents=parents,
-        examples=[
-            "mpipe compare --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
-            "mpipe compare --pp 8 --microbatches 32 --schedules 1f1b,zb-h1,zb-v,v-half --memory-limit 5 -o table.html",
-        ],
+        parents=[size_flags(), goal_flags(several=True), cost_flags(), pass_flags(), offload_flags(), report],
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
     parser.add_argument(
@@ -71,7 +69,6 @@ def add(commands: Commands) -> None:
         metavar="V,V2",
         help="chunks per rank to try, for families that take several numbers (default: all up to 4)",
     )
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,8 @@ def run(options: argparse.Namespace) -> None:
     if not planned:
         raise nothing_fits(refused, request.unit, request.limit)
     spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
-    compared = Comparison(request, planned, refused, _peak_of_1f1b(options), spans)
+    of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
+    compared = Comparison(request, planned, refused, peak_of_1f1b(options.pp, options.microbatches, of_1f1b), spans)
     if suffix == ".json":
         Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
     elif options.json:
@@ -132,11 +130,6 @@ def _under_jitter(plan: Planned, jitters: list[float]) -> dict[float, list[float
         case = case or expected(plan.schedule, plan.problem.costs, jitter, draws=100 if jitter else 1)
         by_jitter[jitter] = (case.spans if plan.problem.objective is Objective.SPAN else case.makespans).tolist()
     return by_jitter
-
-
-def _peak_of_1f1b(options: argparse.Namespace) -> float | None:
-    costs = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
-    return peak_of_1f1b(options.pp, options.microbatches, costs)
 
 
 def _data(compared: Comparison) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, count, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.memory import predicted
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel import device
@@ -27,24 +27,22 @@ HOW = "docs/model.md has the formulas and how far they are off; mpipe rehearse a
 
 
 def add(commands: Commands) -> None:
-    help = "predict what the passes of a model take on a GPU, as a file for plan, compare and serve"
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "costs",
-        help=help,
-        description=help,
+        "predict what the passes of a model take on a GPU, as a file for plan, compare and serve",
+        run,
+        "mpipe costs --config configs/llama3/8B.yaml --gpu H100-80GB -o costs.json",
+        "mpipe costs --config configs/mixtral/8x7B.yaml --gpu A100-80GB --micro-batch-size 2 --json",
         epilog="All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. Stages are those "
         f"of --pipeline-schedule; the other commands cut and join them for other numbers of stages. {HOW}",
         parents=[report_flags("one JSON object, which --costs takes", "write there instead of to the terminal: .json or .txt")],
-        examples=[
-            "mpipe costs --config configs/llama3/8B.yaml --gpu H100-80GB -o costs.json",
-            "mpipe costs --config configs/mixtral/8x7B.yaml --gpu A100-80GB --micro-batch-size 2 --json",
-        ],
     )
     gpus = f"{', '.join(device.shipped())}, or a file that mpipe tune --measure has written"
     parser.add_argument("--gpu", required=True, metavar="NAME|FILE", help=gpus)
     parser.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="GPUs of a node (8)")
     parser.add_argument("--data-parallel-size", type=count, metavar="D", help="replicas of the model (as few as experts allow)")
-    parser.set_defaults(run=run, takes_flags=True)
+    parser.set_defaults(takes_flags=True)
 
 
 def run(options: argparse.Namespace) -> None:

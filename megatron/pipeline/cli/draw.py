@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, drawing, wrote
 from megatron.pipeline.planning.document import curves, is_schedule, naming, read_recorded_plan, read_timeline
@@ -18,16 +18,14 @@ _SUFFIXES = (".png", ".svg", ".html")
 
 
 def add(commands: Commands) -> None:
-    help = "draw schedules and recorded timelines on one time axis"
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "draw",
-        help=help,
-        description=help,
+        "draw schedules and recorded timelines on one time axis",
+        run,
+        "mpipe draw plan.json other.json --memory -o both.png",
+        "mpipe draw trace/iteration_0000005.json trace/iteration_0000006.json --consecutive",
         parents=[cost_flags()],
-        examples=[
-            "mpipe draw plan.json other.json --memory -o both.png",
-            "mpipe draw trace/iteration_0000005.json trace/iteration_0000006.json --consecutive",
-        ],
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="schedules (mpipe plan --json, or .csv) or recorded timelines")
     parser.add_argument("--memory", action="store_true", help="draw activation memory under each schedule of a picture")
@@ -35,7 +33,6 @@ def add(commands: Commands) -> None:
         "--consecutive", action="store_true", help="join iterations of one training run, its iteration_*.json in their order"
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="a .png, .svg or .html file instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import Commands, cost_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, cost_flags
 from megatron.pipeline.cli.request import changes
 from megatron.pipeline.cli.summary import check_suffix, wrote
 from megatron.pipeline.planning.document import read, read_timeline, report
@@ -15,17 +15,9 @@ _SUFFIXES = (".trace.json", ".json", ".csv")
 
 
 def add(commands: Commands) -> None:
+    examples = "mpipe export plan.json -o plan.csv", "mpipe export plan.json -o plan.trace.json"
     help = "write a schedule from a file in another format"
-    parser = commands.add_parser(
-        "export",
-        help=help,
-        description=help,
-        parents=[cost_flags()],
-        examples=[
-            "mpipe export plan.json -o plan.csv",
-            "mpipe export plan.json -o plan.trace.json",
-        ],
-    )
+    parser = add_command(commands, "export", help, run, *examples, parents=[cost_flags()])
     parser.add_argument(
         "file", metavar="FILE", help="what mpipe plan --json wrote, or .csv; for a trace also a recorded timeline"
     )
@@ -36,7 +28,6 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help=".csv for torch.distributed.pipelining, .trace.json for Perfetto and chrome://tracing, other .json for mpipe",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -76,7 +76,6 @@ def _parser() -> Parser:
         epilog=_EPILOG,
         examples=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--core",

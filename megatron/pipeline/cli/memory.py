@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.pipeline.cli.arguments import Commands, count, report_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
@@ -79,19 +79,15 @@ class Prediction:
 
 
 def add(commands: Commands) -> None:
-    help = "predict the GPU memory of every rank of a training"
-    note = "All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. " + NOTE
-    report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "memory",
-        help=help,
-        description=help,
-        epilog=note,
-        parents=[report],
-        examples=[
-            "mpipe memory --config configs/llama3/8B.yaml",
-            "mpipe memory --config configs/llama3/8B.yaml --pipeline-schedule v-half --gpu-memory 48 --world-size 16",
-        ],
+        "predict the GPU memory of every rank of a training",
+        run,
+        "mpipe memory --config configs/llama3/8B.yaml",
+        "mpipe memory --config configs/llama3/8B.yaml --pipeline-schedule v-half --gpu-memory 48 --world-size 16",
+        epilog=f"All other flags are those of pretrain_gpt.py, --config FILE among them. Data need not be given. {NOTE}",
+        parents=[report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")],
     )
     parser.add_argument(
         "--gpu-memory", type=gpu_memory, default=80.0, metavar="X", help="memory on a GPU's label, in GB that are GiB (80)"
@@ -101,7 +97,7 @@ def add(commands: Commands) -> None:
         "--data-parallel-size", type=count, metavar="D", help="replicas of the model (default: as few as experts allow)"
     )
     size.add_argument("--world-size", type=count, metavar="N", help="all GPUs of the training")
-    parser.set_defaults(run=run, takes_flags=True)
+    parser.set_defaults(takes_flags=True)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -253,7 +249,7 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
     count = contents["parameters"]
     amount = f"{count / 1e9:.2f} billion" if count > 1e9 else f"{count / 1e6:.2f} million"
     title = (
-        f"{_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
+        f"{schedule_name(prediction.args)}: {amount} parameters, {sizes}, {contents['microbatches']} "
         f"microbatches of {prediction.args.micro_batch_size} x {prediction.args.seq_length} tokens"
     )
     parts = [f"{title}\n\n{_table(prediction)}"]
@@ -301,7 +297,7 @@ def _table(prediction: Prediction) -> str:
     return plain_table(heads, cells)
 
 
-def _name(args: Namespace) -> str:
+def schedule_name(args: Namespace) -> str:
     """The name of a schedule, with the flags that change it."""
     values = {"--vocab-parallel": args.vocab_parallel, "--offload": args.offload}
     return " ".join([args.pipeline_schedule, *(f"{flag} {value}" for flag, value in values.items() if value != OFF)])

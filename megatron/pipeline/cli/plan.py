@@ -8,6 +8,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import (
     Commands,
     Parser,
+    add_command,
     cost_flags,
     goal_flags,
     offload_flags,
@@ -28,7 +29,6 @@ from megatron.pipeline.schedule.optimum.exact import optimum
 
 
 def add(commands: Commands) -> None:
-    help = "make the schedule of a family, or the best of all"
     family = Parser(add_help=False)
     family.add_argument(
         "--schedule",
@@ -42,17 +42,15 @@ def add(commands: Commands) -> None:
         "fullest rank. For 1f1b, interleaved, 1f1b-v, seq-1f1b and chimera, which fuse every backward, the distance shows what "
         "splitting could gain."
     )
-    parents = [family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()]
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help=help,
-        description=help,
+        "make the schedule of a family, or the best of all",
+        run,
+        "mpipe plan --schedule zb-v --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
+        "mpipe plan --schedule auto --pp 8 --microbatches 32 --memory-limit 5 -o plan.json",
         epilog=bounds,
-        parents=parents,
-        examples=[
-            "mpipe plan --schedule zb-v --pp 8 --microbatches 32 --cost F=1,B=1.2,W=0.8,comm=0.05",
-            "mpipe plan --schedule auto --pp 8 --microbatches 32 --memory-limit 5 -o plan.json",
-        ],
+        parents=[family, size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report_flags()],
     )
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
@@ -65,7 +63,6 @@ def add(commands: Commands) -> None:
         metavar="SECONDS",
         help="also search for the optimum for this time (default 60 s), and print the distance from it; small instances only",
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

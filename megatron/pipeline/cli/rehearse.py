@@ -19,7 +19,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.flags.flags import add_flags
 from megatron.pipeline.flags.validation_rehearsal import MEASURED
-from megatron.pipeline.tune.trial import script
+from megatron.pipeline.tune import trial
 
 NAME = "rehearse"
 _HELP = "run all ranks on this machine, one pass at a time, and predict the iteration with a device per rank"
@@ -69,10 +69,9 @@ def torchrun(arguments: Sequence[str]) -> list[str]:
     if importlib.util.find_spec("torch") is None:
         raise ValueError(missing(ModuleNotFoundError(name="torch")))
     ranks = own.ranks or (_ranks_of_script(flags) if target else _ranks(flags))
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(script())]
+    program = ["-m", "megatron.pipeline.cli", "launch", target] if target else [str(trial.script())]
     ends = [] if any(token.startswith("--exit-interval") for token in flags) else ["--exit-interval", str(MEASURED)]
-    return [*start, *program, *flags, "--rehearse", *ends]
+    return [*trial.torchrun(ranks), *program, *flags, "--rehearse", *ends]
 
 
 def _check(ranks: str, program: str, *flags: str) -> None:
@@ -81,7 +80,7 @@ def _check(ranks: str, program: str, *flags: str) -> None:
     Raises:
         ValueError: what is wrong, and what to change.
     """
-    if program == str(script()):
+    if program == str(trial.script()):
         with quietly():
             from megatron.pipeline.trainer.program import prepare
 

@@ -7,15 +7,13 @@ import contextlib
 import io
 from collections.abc import Sequence
 
-from megatron.pipeline.cli.arguments import Commands
+from megatron.pipeline.cli.arguments import Commands, add_command
 from megatron.pipeline.planning.request import Request
 
 
 def add(commands: Commands) -> None:
     help = "open a page in the browser to try schedules, costs and limits"
-    parser = commands.add_parser(
-        "serve", help=help, description=help, examples=["mpipe serve", "mpipe serve --port 0 --workers 4 --no-browser"]
-    )
+    parser = add_command(commands, "serve", help, run, "mpipe serve", "mpipe serve --port 0 --workers 4 --no-browser")
     parser.add_argument(
         "--host",
         type=_host,
@@ -29,7 +27,6 @@ def add(commands: Commands) -> None:
         "--workers", type=_workers, metavar="N", help="processes that plan (default: one per core, at least 2 and at most 4)"
     )
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.pipeline.cli.arguments import Commands
+from megatron.pipeline.cli.arguments import Commands, add_command
 from megatron.pipeline.flags.support import FEATURES
 
 _HEADER = ("feature", "pretrain_gpt.py", "mpipe launch", "")
@@ -16,9 +16,8 @@ _LEGEND = (
 
 def add(commands: Commands) -> None:
     help = "list which features of Megatron-LM work with our schedules"
-    parser = commands.add_parser("support", help=help, description=help, examples=["mpipe support", "mpipe support --markdown"])
+    parser = add_command(commands, "support", help, run, "mpipe support", "mpipe support --markdown")
     parser.add_argument("--markdown", action="store_true", help="as the table of docs/support.md")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.cli import tune_measure
-from megatron.pipeline.cli.arguments import Commands, count, names, whole_numbers
+from megatron.pipeline.cli.arguments import Commands, add_command, count, names, whole_numbers
 from megatron.pipeline.cli.memory import FUSED, LOCAL, gpu_memory, quietly, read_flags
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
@@ -48,19 +48,15 @@ _TRIED = 3  # of the best that --verify runs
 
 
 def add(commands: Commands) -> None:
-    help = "find the fastest training of a model on a cluster, or measure this machine"
-    note = (
-        "All other flags are those of pretrain_gpt.py, --config FILE among them; their layout and schedule are replaced. " + NOTE
-    )
-    parser = commands.add_parser(
+    others = "All other flags are those of pretrain_gpt.py, --config FILE among them; their layout and schedule are replaced."
+    parser = add_command(
+        commands,
         "tune",
-        help=help,
-        description=help,
-        epilog=note,
-        examples=[
-            "mpipe tune --config configs/llama3/70B.yaml --gpus 64 --gpu A100-80GB --global-batch-size 64",
-            "mpipe tune --config configs/llama3/8B.yaml --gpus 16 --gpu H100-80GB --pipeline 4,8 --schedules zb-v,v-auto",
-        ],
+        "find the fastest training of a model on a cluster, or measure this machine",
+        run,
+        "mpipe tune --config configs/llama3/70B.yaml --gpus 64 --gpu A100-80GB --global-batch-size 64",
+        "mpipe tune --config configs/llama3/8B.yaml --gpus 16 --gpu H100-80GB --pipeline 4,8 --schedules zb-v,v-auto",
+        epilog=f"{others} {NOTE}",
     )
     flag = parser.add_argument
     flag("--gpus", type=count, metavar="N", help="GPUs of the cluster")
@@ -86,7 +82,7 @@ def add(commands: Commands) -> None:
     )
     group.add_argument("--iterations", type=count, default=6, metavar="N", help="of each run of --verify (6)")
     tune_measure.add_flags(parser)
-    parser.set_defaults(run=run, takes_flags=True)
+    parser.set_defaults(takes_flags=True)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -255,12 +251,13 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
 
 
 def _training(result: Result) -> Training:
-    layout = f"{_layout(result)} batch {result.candidate.args.micro_batch_size}"
+    layout = f"{layout_of(result)} batch {result.candidate.args.micro_batch_size}"
     name = ", ".join([layout, chosen(result), *extras(result)])
     return Training(name, result.tokens_per_second, result.fullest.total / GIB)
 
 
-def _layout(result: Result) -> str:
+def layout_of(result: Result) -> str:
+    """Such as ``TP8 PP4 DP2``."""
     return " ".join(f"{name.upper()}{size}" for name, size in result.candidate.sizes.items() if size > 1) or "PP1"
 
 

@@ -139,7 +139,6 @@ def text(found: Measurements, args: Namespace, measured: Device) -> str:
 
 
 def _model(flags: list[str]) -> Namespace:
-    """The flags of a model, complete."""
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.flags.validation_latent import check_trained
 

@@ -8,18 +8,17 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron.pipeline import planning
-from megatron.pipeline.cli.arguments import Commands, count, report_flags, size_flags
+from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags, size_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import DURING_COLLECTIVES, estimate
-from megatron.pipeline.costmodel.parameters import parameter_bytes
-from megatron.pipeline.planning.request import MOST_PASSES, check_size
+from megatron.pipeline.costmodel.parameters import parameters
+from megatron.pipeline.planning.request import MOST_PASSES, Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.shape.balance import balanced_layers
 from megatron.pipeline.shape.gpt import STATE_BYTES, Shape, output_in_layers, training_operations
 from megatron.pipeline.view.table import plain_table
@@ -40,18 +39,17 @@ off: layers spread evenly. redistribution: so that the heaviest rank is lightest
 
 
 def add(commands: Commands) -> None:
-    help = "compare what --vocab-parallel and --layer-redistribution gain, over sizes of the vocabulary"
     device = named(DEVICE)
-    note = " ".join(_model(device, STATE_BYTES).split())
-    report = report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")
     shape_of = "--pp 8 --microbatches 128 --layers 32 --hidden 3072 --heads 24 --seq 2048"
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "vocabulary",
-        help=help,
-        description=help,
-        epilog=note,
-        parents=[size_flags(), report],
-        examples=[f"mpipe vocabulary {shape_of}", f"mpipe vocabulary {shape_of} --schedule zb-v --sizes 128k,256k --tied"],
+        "compare what --vocab-parallel and --layer-redistribution gain, over sizes of the vocabulary",
+        run,
+        f"mpipe vocabulary {shape_of}",
+        f"mpipe vocabulary {shape_of} --schedule zb-v --sizes 128k,256k --tied",
+        epilog=" ".join(_model(device, STATE_BYTES).split()),
+        parents=[size_flags(), report_flags("one JSON object", "write there instead of to the terminal: .json or .txt")],
     )
     shape = parser.add_argument
     for name, metavar, what in (
@@ -73,7 +71,6 @@ def add(commands: Commands) -> None:
         ("state-bytes", STATE_BYTES, "bytes of a parameter with its gradient and its optimizer's state"),
     ):
         shape(f"--{name}", type=_number, default=value, metavar="X", help=f"{what} (default: {value:g})")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -87,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     given = {"peak": options.peak * 1e12, "efficiency": options.efficiency, "bandwidth": options.bandwidth * 1e9}
     device = replace(named(DEVICE), **given).with_links(options.link * 1e9)
     shape = Shape.plain(options.layers, options.hidden, options.heads, options.seq, 1, options.micro_batch_size)
-    rows = [_row(options, device, name, shape.with_vocabulary(size)) for name in METHODS for size in options.sizes]
+    rows = [_row(options, device, name, replace(shape, vocabulary=size)) for name in METHODS for size in options.sizes]
     contents = {
         "schedule": options.schedule,
         "pp": options.pp,
@@ -106,28 +103,34 @@ def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape)
         ValueError: the schedule is unknown or does not fit, or there are too few layers.
     """
     vocabulary, redistributes = METHODS[method]
-    ranks, microbatches = options.pp, options.microbatches
-    check_size(ranks, microbatches, families.named(options.schedule).chunks)
-    placement = families.placement(options.schedule, ranks)
-    extra = {placement.last_stage: output_in_layers(shape)} if redistributes else {}
-    layers = balanced_layers(shape.layers, placement, extra)
-    costs = estimate(shape, placement, layers, device, vocabulary)
-    objective = Objective.MAKESPAN
-    schedule = planning.plan(options.schedule, ranks, microbatches, costs, objective=objective, vocabulary=vocabulary)
-    timeline = simulate(schedule, costs)
-    seconds = objective.length(timeline)
-    parameters = parameter_bytes(shape, placement, layers, vocabulary, options.tied, options.state_bytes)
-    activations = activation_peaks(schedule, costs)
+
+    def layers_on(placement: Placement) -> list[int]:
+        extra = {placement.last_stage: output_in_layers(shape)} if redistributes else {}
+        return balanced_layers(shape.layers, placement, extra)
+
+    planned = Request(
+        options.schedule,
+        options.pp,
+        options.microbatches,
+        lambda placement: estimate(shape, placement, layers_on(placement), device, vocabulary),
+        objective=Objective.MAKESPAN,
+        vocabulary=vocabulary,
+        bounded=True,
+    ).plan()
+    placement, timeline = planned.schedule.placement, planned.timeline
+    layers = layers_on(placement)
+    counts = parameters(shape, placement, layers, vocabulary, options.tied)
+    states = [options.state_bytes * count.total for count in counts]
     return {
         "method": method,
         "vocabulary": shape.vocabulary,
         "layers": layers,
-        "makespan": seconds,
-        "bubble_rate": objective.bubble_rate(timeline),
-        "mfu": training_operations(shape) * microbatches / (seconds * ranks * device.peak),
-        "parameter_bytes": parameters,
-        "activation_bytes": list(activations),
-        "peak_bytes": max(map(sum, zip(parameters, activations, strict=True))),
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.makespan_bubble_rate,
+        "mfu": training_operations(shape) * options.microbatches / (timeline.makespan * options.pp * device.peak),
+        "parameter_bytes": states,
+        "activation_bytes": list(planned.peaks),
+        "peak_bytes": max(map(sum, zip(states, planned.peaks, strict=True))),
     }
 
 

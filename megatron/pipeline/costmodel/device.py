@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.pipeline.shape.gpt import Work
+
 _MOST = 1e100  # of any number in a file
 _SHIPPED = Path(__file__).parent / "devices"
 
@@ -78,6 +80,16 @@ class MeasuredLayer:
     weight: float
     experts: str = ""
 
+    @property
+    def work(self) -> Work:
+        """Its seconds."""
+        return Work(self.forward, self.backward, self.weight)
+
+    @property
+    def size(self) -> tuple[Any, ...]:
+        """What makes layers alike: all but its seconds."""
+        return tuple(value for name, value in vars(self).items() if name not in Work._fields)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -128,8 +140,8 @@ class Device:
             _moment(f"the latency of {name}", link.latency)
         _moment("the latency of a device", self.latency)
         for layer in self.layers:
-            for name in ("forward", "backward", "weight"):
-                _positive(f"{name} of a measured layer", getattr(layer, name))
+            for name, seconds in layer.work._asdict().items():
+                _positive(f"{name} of a measured layer", seconds)
 
     def seconds(self, operations: float) -> float:
         """Of products."""

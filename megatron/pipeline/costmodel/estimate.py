@@ -92,7 +92,7 @@ def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:
     attention = _seconds(device, gpt.attention_work(shape).times(shape.holding.of_cut_layers))
     waits = layer_communication(shape, links, (attention.forward, attention.backward))
     measured = measured_layer(shape, device)
-    own = computing_seconds(shape, device) if measured is None else Work(measured.forward, measured.backward, measured.weight)
+    own = computing_seconds(shape, device) if measured is None else measured.work
     return own.plus(Work(*waits, 0.0))
 
 
@@ -127,8 +127,7 @@ def layer_parts(shape: Shape, device: Device, links: Links) -> dict[str, float]:
     products = _seconds(device, gpt.expert_work(shape).times(shape.holding.of_cut_layers))
     computing = products.plus(Work(forward, backward, 0.0))
     if measured := measured_layer(shape, device):
-        own = (measured.forward, measured.backward, measured.weight)
-        shares = zip(computing, own, computing_seconds(shape, device), strict=True)
+        shares = zip(computing, measured.work, computing_seconds(shape, device), strict=True)
         computing = Work(*(part * seconds / whole for part, seconds, whole in shares))
     seconds = (exchange, computing.forward, exchange, exchange, computing.backward, exchange, computing.weight)
     return dict(zip(PARTS, seconds, strict=True))
@@ -166,11 +165,11 @@ def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:
     wanted = layer_size(shape)
     if held.context > 1 or shape.latent:
         return None
-    return next((layer for layer in device.layers if _size(layer) == wanted), None)
+    return next((layer for layer in device.layers if layer.size == wanted), None)
 
 
 def layer_size(shape: Shape) -> tuple[Any, ...]:
-    """What makes layers alike on one of the ranks that share them: the fields of ``MeasuredLayer`` but its seconds."""
+    """``MeasuredLayer.size`` on one of the ranks that share the layers."""
     held, experts = shape.holding, shape.experts
     words = f"{experts.count} top {experts.topk} over {experts.parallel} x {experts.tensor}" if experts else ""
     widths = (shape.queries / held.tensor, shape.keys_and_values / held.tensor, shape.ffn / held.tensor)
@@ -217,10 +216,6 @@ def shard_costs(shape: Shape, ranks: int, device: Device, vocabulary: Vocabulary
 def shards(shape: Shape, ranks: int) -> Shards:
     """How the vocabulary is cut over the ranks of a pipeline, and the tensor-parallel ones of each."""
     return Shards.of(shape.vocabulary, shape.vocabulary, ranks * shape.holding.tensor)
-
-
-def _size(layer: MeasuredLayer) -> tuple[Any, ...]:
-    return tuple(value for name, value in vars(layer).items() if name not in ("forward", "backward", "weight"))
 
 
 def _seconds(device: Device, work: Work) -> Work:

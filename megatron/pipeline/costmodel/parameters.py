@@ -1,4 +1,4 @@
-"""The exact number of parameters of every rank, and their bytes."""
+"""The exact number of parameters of every rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from megatron.pipeline.costmodel.estimate import shards
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.gpt import Holding, Shape
 
 
@@ -103,23 +102,6 @@ def activated_parameters(shape: Shape, tied: bool) -> int:
         each = sum(_mlp(shape, shape.experts.ffn))
         idle = sum(shape.experts.layers) * (shape.experts.count - shape.experts.topk) * each
     return total_parameters(shape, tied) - idle
-
-
-def parameter_bytes(
-    shape: Shape,
-    placement: Placement,
-    layers: Sequence[int],
-    vocabulary: Vocabulary | None = None,
-    tied: bool = False,
-    state_bytes: float = gpt.STATE_BYTES,
-) -> list[float]:
-    """Bytes of weights, gradients and optimizer state, by rank.
-
-    Args:
-        tied: see ``parameters``.
-        state_bytes: of one parameter.
-    """
-    return [state_bytes * count.total for count in parameters(shape, placement, layers, vocabulary, tied)]
 
 
 def _mlp(shape: Shape, ffn: int) -> tuple[int, int]:

@@ -281,9 +281,6 @@ class Shape:
             holding=Holding.of(args),
         )
 
-    def with_vocabulary(self, rows: int) -> Shape:
-        return replace(self, vocabulary=rows)
-
     @property
     def tokens(self) -> int:
         """Of one microbatch: b*s."""

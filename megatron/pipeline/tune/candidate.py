@@ -87,5 +87,4 @@ class Candidate:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an iteration."""
         return int(self.args.global_batch_size * self.args.seq_length)

@@ -301,8 +301,9 @@ def _problem(candidate: Candidate, costs: Costs, microbatches: int, limit: float
 
 
 def _fuses(candidate: Candidate) -> bool:
-    """Whether a plan has BW, in place of every B and W or of some of them."""
-    return families.named(candidate.variant.name).fused or candidate.args.tensor_model_parallel_size > 1
+    """Whether B and W run as one pass, always or where the plan likes."""
+    args = candidate.args
+    return families.named(candidate.variant.name).fused or makes_weights_again(args) or args.tensor_model_parallel_size > 1
 
 
 def _length(candidate: Candidate, costs: Costs, schedule: Schedule) -> float:
@@ -316,7 +317,7 @@ def _as_trained(candidate: Candidate, costs: Costs) -> tuple[Costs, float]:
         return costs, 0.0
     whole = makes_weights_again(candidate.args)
     trained = costs.remade(whole)
-    leanest = whole or _fuses(candidate) or any(stage.grows for stage in trained.stages)  # some backwards may be BW
+    leanest = _fuses(candidate) or any(stage.grows for stage in trained.stages)  # some backwards may be BW
     ends = (stage.checkpoint if leanest else max(stage.checkpoint, stage.retained) for stage in costs.stages)
     return trained, max(stage.activation - end for stage, end in zip(costs.stages, ends, strict=True))
 

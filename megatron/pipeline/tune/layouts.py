@@ -71,17 +71,20 @@ class Layouts:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Every layout under megatron-core's own schedule, as flags."""
-        base, gpus = self.base, self.cluster.gpus
-        for tensor, context, expert in product(self._tensors(), self._contexts(), self._experts()):
+        base, gpus, choices, batch = self.base, self.cluster.gpus, self.choices, self.base.global_batch_size
+        tensors = choices.tensor or _powers(min(self.cluster.per_node, gpus))
+        contexts = choices.context or _powers(max(1, base.seq_length // LONG))
+        experts = choices.expert or _powers(base.num_experts or 1)
+        for tensor, context, expert in product(tensors, contexts, experts):
             left, rest = divmod(gpus, tensor * context)
-            pipelines = [] if rest else self._pipelines(left)
+            pipelines = [] if rest else [size for size in choices.pipeline or range(1, left + 1) if left % size == 0]
             if not pipelines:
-                self.refused[_why_not_divided(gpus, tensor, context, self.choices.pipeline or ())] += 1
+                self.refused[_why_not_divided(gpus, tensor, context, choices.pipeline or ())] += 1
             for pipeline in pipelines:
                 data = gpus // (tensor * context * pipeline)
-                microbatches = self._microbatches(data)
+                microbatches = [size for size in choices.microbatch or (1, 2, 4, 8) if batch % (size * data) == 0]
                 if not microbatches:
-                    self.refused[f"a batch of {base.global_batch_size} cannot be divided among {data} data-parallel ranks"] += 1
+                    self.refused[f"a batch of {batch} cannot be divided among {data} data-parallel ranks"] += 1
                 for microbatch in microbatches:
                     sizes = {
                         "tensor_model_parallel_size": tensor,
@@ -191,7 +194,6 @@ class Layouts:
                 self.refused[str(error)] += 1
 
     def _candidate(self, variant: Variant, changes: Mapping[str, Any]) -> Candidate:
-
         from megatron.pipeline.model.layout import decoder_layers
 
         args = self.changed(changes)
@@ -201,22 +203,6 @@ class Layouts:
         if variant.name == "interleaved" and candidate.microbatches % placement.ranks:
             raise ValueError(f"interleaved needs microbatches that are a multiple of {placement.ranks} ranks")
         return candidate
-
-    def _tensors(self) -> Sequence[int]:
-        return self.choices.tensor or _powers(min(self.cluster.per_node, self.cluster.gpus))
-
-    def _contexts(self) -> Sequence[int]:
-        return self.choices.context or _powers(max(1, self.base.seq_length // LONG))
-
-    def _experts(self) -> Sequence[int]:
-        return self.choices.expert or (_powers(self.base.num_experts) if self.base.num_experts else [1])
-
-    def _pipelines(self, most: int) -> list[int]:
-        return [size for size in self.choices.pipeline or range(1, most + 1) if most % size == 0]
-
-    def _microbatches(self, data: int) -> list[int]:
-        whole = self.base.global_batch_size
-        return [size for size in self.choices.microbatch or (1, 2, 4, 8) if whole % (size * data) == 0]
 
 
 def _why_not_divided(gpus: int, tensor: int, context: int, pipelines: Sequence[int]) -> str:

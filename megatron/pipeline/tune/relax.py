@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.pipeline.costmodel import device
@@ -64,19 +64,15 @@ def least_needed(layouts: Layouts, misfits: Sequence[Infeasible]) -> Infeasible:
 
 
 def fits(layouts: Layouts) -> bool:
-    """Whether any of the candidates with the least memory fits."""
-    return any(isinstance(outcome, Result) for outcome in _leanest(layouts))
-
-
-def _leanest(layouts: Layouts) -> Iterator[object]:
-    """The outcomes of candidates with all measures that save memory, in every layout with one sample per microbatch."""
+    """Whether any candidate fits that has all measures that save memory, with one sample per microbatch."""
     narrow = replace(layouts, choices=replace(layouts.choices, microbatch=(1,), schedules=("1f1b", "v-auto")))
-    for layout in narrow:
-        for candidate in narrow.candidates(layout, stock=False):
-            for leaner in narrow.remedies(candidate):
-                yield evaluate(narrow.cluster, leaner)
+    return any(
+        isinstance(evaluate(narrow.cluster, leaner), Result)
+        for layout in narrow
+        for candidate in narrow.candidates(layout, stock=False)
+        for leaner in narrow.remedies(candidate)
+    )
 
 
 def replace_cluster(layouts: Layouts, **changes: object) -> Layouts:
-    """The same layouts on another cluster."""
     return replace(layouts, cluster=replace(layouts.cluster, **changes))  # type: ignore[arg-type]

@@ -98,6 +98,11 @@ def script() -> Path:
     )
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The beginning of a command that runs a program on ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
 def table(
     names: Sequence[str], predicted_seconds: Sequence[float], measured: Sequence[Trial]
 ) -> tuple[list[str], list[list[str]]]:
@@ -150,8 +155,8 @@ def _train(program: Path, config: dict[str, Any], ranks: int, iterations: int, f
     with tempfile.TemporaryDirectory(prefix="trial-") as directory:
         metrics, log, file = (Path(directory) / name for name in ("metrics.jsonl", "log.txt", "config.yaml"))
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(program)]
-        command += ["--config", str(file), *flags, *([] if given.intersection(_DATA) else ["--mock-data"])]
+        command = [*torchrun(ranks), str(program), "--config", str(file), *flags]
+        command += [] if given.intersection(_DATA) else ["--mock-data"]
         command += ["--train-iters", str(iterations), "--metrics", str(metrics), "--log-interval", "1", "--eval-iters", "0"]
         with log.open("w") as output:
             code = _finish(command, output, timeout)

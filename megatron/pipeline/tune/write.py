@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.trainer.atomic import write_text
 from megatron.pipeline.tune.iteration import Result
@@ -65,9 +64,8 @@ def as_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def chosen(result: Result) -> str:
     """A schedule with its number of chunks where a user may choose it, such as ``interleaved, 3 chunks``."""
     variant = result.candidate.variant
-    several = families.named(variant.name).any_chunks and variant.chunks
     name = f"stock {variant.name}" if result.candidate.is_stock else variant.name
-    return f"{name}, {variant.chunks} chunks" if several and variant.name == "interleaved" else name
+    return f"{name}, {variant.chunks} chunks" if variant.chunks and variant.name == "interleaved" else name
 
 
 def extras(result: Result) -> list[str]:

@@ -51,5 +51,5 @@ def efficiency(device: Device, layers: Sequence[tuple[Shape, MeasuredLayer]]) ->
 
     At most 1: what a cache makes faster than the memory's bandwidth is no reason to expect that elsewhere.
     """
-    asked = [ideal_seconds(shape, device) / (one.forward + one.backward + one.weight) for shape, one in layers]
+    asked = [ideal_seconds(shape, device) / one.work.total for shape, one in layers]
     return min(1.0, median(asked))

@@ -73,8 +73,7 @@ def make(found: Measurements, args: Namespace, base: Device | None, command: str
 
 def _measured(layer: Shape, times: Work) -> MeasuredLayer:
     *size, experts = layer_size(layer)
-    forward, backward, weight = times
-    return MeasuredLayer(*size, forward=forward, backward=backward, weight=weight, experts=experts)  # type: ignore[misc]
+    return MeasuredLayer(*size, **times._asdict(), experts=experts)  # type: ignore[misc]
 
 
 NO_LINKS = "one rank has no links to measure: say whose to take with --gpu NAME, or measure with --ranks 2 or more"
@@ -113,10 +112,6 @@ def merged(before: Device | None, now: Device, path: Path) -> Device:
         return now
     if before.name != now.name:
         raise ValueError(f"{path} is of {before.name}, and this is {now.name}: give another -o")
-    again = {_without_times(layer) for layer in now.layers}
-    kept = tuple(layer for layer in before.layers if _without_times(layer) not in again)
+    again = {layer.size for layer in now.layers}
+    kept = tuple(layer for layer in before.layers if layer.size not in again)
     return replace(now, layers=kept + now.layers)
-
-
-def _without_times(layer: MeasuredLayer) -> MeasuredLayer:
-    return replace(layer, forward=1.0, backward=1.0, weight=1.0)
