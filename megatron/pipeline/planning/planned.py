@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -116,11 +116,12 @@ class Planned:
     def communication(self) -> tuple[float, float]:
         """Seconds of all-to-alls of experts, a mean over ranks: those in which their rank computes nothing meanwhile, and all."""
         schedule, costs = self.schedule, self.problem.costs.sliced(self.schedule.splits)
+        lanes = cache(lambda stage, kind: costs.stages[stage].lanes(kind))
         exposed = whole = 0.0
         for stages, row, timed in zip(schedule.placement.stages, schedule.rows, self.timeline.ranks, strict=True):
             for work, start, end in timed:
                 if not (work.kind.is_of_vocabulary or work.kind.is_concurrent):
-                    computing, communicating = costs.stages[stages[work.chunk]].lanes(work.kind)
+                    computing, communicating = lanes(stages[work.chunk], work.kind)
                     exposed += end - start - computing / row.parts(work)
                     whole += communicating / row.parts(work)
         return max(0.0, exposed) / schedule.ranks, whole / schedule.ranks
