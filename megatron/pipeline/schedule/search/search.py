@@ -15,11 +15,12 @@ from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
-from megatron.pipeline.schedule.search.engine import DOWN, SLACK
-from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
+from megatron.pipeline.schedule.search.engine import SLACK
+from megatron.pipeline.schedule.search.instance import Instance, Plan, Seed
 from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
+from megatron.pipeline.schedule.time.orders import DOWN, Array
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 _value = attrgetter("value")
