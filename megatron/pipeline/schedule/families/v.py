@@ -72,9 +72,9 @@ def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
 
 
 FAMILIES = (
-    Family("1f1b-v", lambda ranks, _: v(ranks), plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed", fused=True),
-    Family("zb-v", lambda ranks, _: v(ranks), plan, chunks=2, memory=float, memory_is="least"),
-    Family("v-half", lambda ranks, _: v(ranks), plan_fixed, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
-    Family("v-min", lambda ranks, _: v(ranks), plan_fixed, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
+    Family("1f1b-v", wave, plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed", fused=True),
+    Family("zb-v", wave, plan, chunks=2, memory=float, memory_is="least"),
+    Family("v-half", wave, plan_fixed, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
+    Family("v-min", wave, plan_fixed, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
     Family("v-auto", wave, plan, chunks=2, any_chunks=True, least_chunks=2, memory=float, memory_is="default", suggested=True),
 )

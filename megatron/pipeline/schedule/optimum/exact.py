@@ -66,7 +66,12 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     least = lower_bound(problem)
     if math.isinf(least):
         raise ValueError(f"not even one microbatch fits into the limits {problem.limits}; raise them")
-    model = (_with_braids() if problem.overlap else Model)(problem)
+    if problem.overlap:
+        from megatron.pipeline.schedule.optimum.exact_braids import ModelWithBraids  # which extends the model here
+
+        model: Model = ModelWithBraids(problem)
+    else:
+        model = Model(problem)
     if hint is not None:
         if (hint.placement, hint.microbatches, hint.splits) != (problem.placement, problem.microbatches, problem.splits):
             raise ValueError("the schedule to start from is of another placement, or of other numbers of microbatches or slices")
@@ -293,12 +298,6 @@ class Model:
             row = (item[-1] for item in timed)
             rows.append(tuple(w._replace(kind=Kind.BW) if w in fused else w for w in row if w not in weights))
         return replace(self._empty, passes=tuple(rows))
-
-
-def _with_braids() -> type[Model]:
-    from megatron.pipeline.schedule.optimum.exact_braids import ModelWithBraids  # which extends the model here
-
-    return ModelWithBraids
 
 
 def _whole_seconds(costs: Costs) -> tuple[Fraction, Costs]:

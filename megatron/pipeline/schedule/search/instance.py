@@ -57,7 +57,7 @@ class Instance:
     """The arrays of a problem, read forwards or backwards in time; see ``engine`` for their meaning.
 
     Attributes:
-        arrays: all of them, in the order in which ``engine`` lists them.
+        arrays: all of them, as the compiled loops take them.
     """
 
     def __init__(self, problem: Problem, backwards: bool = False) -> None:
@@ -114,12 +114,13 @@ class Instance:
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
         ends = np.empty(self.shape)
-        replayed = [replay(order, self.lengths, seconds, self.hops, self.before, ends) for seconds in self._durations]
-        (span, makespan), *draws = replayed[::-1]
+        *draws, (span, makespan) = [
+            replay(order, self.lengths, seconds, self.hops, self.before, ends) for seconds in self._durations
+        ]
         if span < 0:
             return None
         goal = 0 if self.problem.objective is Objective.SPAN else 1
-        value = float(np.mean(draws[::-1], axis=0)[goal]) if draws else (span, makespan)[goal]
+        value = float(np.mean(draws, axis=0)[goal]) if draws else (span, makespan)[goal]
         return Plan(value, span, makespan, order, ends)
 
     @cached_property

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
@@ -45,7 +46,7 @@ _DOMINATED = 1.01  # a level whose best start is this many times as long as anot
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
 
-def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = False) -> Order:
+def search(problem: Problem, known: Known, fixed: bool = False) -> Order:
     """The best order that the search finds; never worse than a known order that fits into the limits.
 
     A higher limit does not make the order longer: levels of memory below the limit are searched too, unless their lower bound
@@ -75,7 +76,7 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
     best = min(_fitting(whole, plans, next(_levels(whole, problem.limits, long, fixed))[0]), key=_value, default=None)
     at_length = _Long(whole)
     for limits, thorough in _levels(whole, problem.limits, long, fixed):
-        goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
+        goal = _goal(problem, tuple(limits.tolist()))
         if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()), long)
@@ -90,7 +91,7 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
 
 def _first(instance: Instance, known: list[Plan], own: Sequence[float] | None) -> Plan | None:
     """The best of the few plans that are made first, squeezed."""
-    room = _room(instance, np.array(np.inf if own is None else own))
+    room = _room(instance, own)
     made = [*_fitting(instance, known, room), *rounds(instance, room, few=True)]
     made += itertools.islice(starts(instance, room, _PROBES), _PROBES)
     best = min(made, key=_value, default=None)
@@ -104,7 +105,7 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
     same, limits are rounded down to whole chunks, and those of a long problem to whole steps.
     """
     problem = instance.problem
-    most = _room(instance, np.array(np.inf if own is None else own))
+    most = _room(instance, own)
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
     if problem.jitter or (long and fixed) or not chunk:
@@ -132,16 +133,21 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
             yield np.minimum(most, level), is_thorough(level)
 
 
+def _goal(problem: Problem, limits: tuple[float, ...]) -> float:
+    """A value that no plan within the limits can improve on."""
+    return 0.0 if problem.jitter else lower_bound(replace(problem, limits=limits)) * (1 + SLACK)
+
+
 def _whole_units(amounts: Array, unit: float) -> Array:
     return np.floor(amounts / unit * (1 + SLACK)) * unit
 
 
-def _room(instance: Instance, limits: Array) -> Array:
-    """The memory that every rank can use: its limit, or what all microbatches hold at once if that is less."""
+def _room(instance: Instance, limits: ArrayLike | None) -> Array:
+    """The memory that every rank can use: its limit if it has one, or what all microbatches hold at once if that is less."""
     everything = np.zeros(len(instance.lengths))
     held = np.maximum(instance.allocated, 0).sum(axis=0)
     np.add.at(everything, instance.home, held * instance.counts)
-    return np.minimum(everything, limits)
+    return np.minimum(everything, np.inf if limits is None else limits)
 
 
 @lru_cache(maxsize=4)
@@ -183,8 +189,9 @@ class _Level:
     @cached_property
     def in_rounds(self) -> list[Plan]:
         """The best plan that is made in rounds, squeezed and improved, if there is one."""
-        plans = _squeezed_rounds(self.instance, self._room)
-        return [_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in plans]
+        instance, room = self.instance, self._room
+        shortest = sorted(rounds(instance, room), key=_value)[:1]
+        return [_improve(instance, squeeze(instance, plan, room), room, self._tries, self._goal) for plan in shortest]
 
     @cached_property
     def begin(self) -> list[Plan]:
@@ -215,24 +222,17 @@ class _Level:
 
     @cached_property
     def _goal(self) -> float:
-        """A value that no plan can improve on."""
-        problem = self.instance.problem
-        return 0.0 if problem.jitter else lower_bound(replace(problem, limits=self.limits)) * (1 + SLACK)
+        return _goal(self.instance.problem, self.limits)
 
     @property
     def _room(self) -> Array:
-        return _room(self.instance, np.array(self.limits))
+        return _room(self.instance, self.limits)
 
 
 @lru_cache(maxsize=_KEPT)
 def _level(problem: Problem, known: Known, limits: tuple[float, ...], long: bool) -> _Level:
     """Plans of a problem without limits of its own, within these limits."""
     return _Level(*_read(problem, known), limits, long)
-
-
-def _squeezed_rounds(instance: Instance, limits: Array) -> list[Plan]:
-    """The best plan that is made in rounds, squeezed; none if there is none."""
-    return [squeeze(instance, plan, limits) for plan in sorted(rounds(instance, limits), key=_value)[:1]]
 
 
 class _Long:
@@ -268,7 +268,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
     more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
     dominated = best.value * _DOMINATED if best else np.inf
     if best is not None and not level.in_rounds:
-        glance = itertools.islice(starts(small, _room(small, np.array(level.limits)), _PROBES), _PROBES)
+        glance = itertools.islice(starts(small, _room(small, level.limits), _PROBES), _PROBES)
         if min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
             return
     if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:

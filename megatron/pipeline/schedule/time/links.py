@@ -45,16 +45,14 @@ class Rows(NamedTuple):
         works: the passes that these stand for; None where a rank waits for its lane, and before a braid, where it waits for the
             gradient.
         links: by row, chunk and key.
-        size: how many numbers there are for what passes make for each other.
-        ready: the numbers of what is there from the start.
+        made_at: by number of what passes make for each other, when it is there: from the start (0), or not yet (None).
         lanes: the rows behind those of the ranks.
     """
 
     passes: Sequence[Sequence[Pass]]
     works: Sequence[Sequence[Pass | None]]
     links: list[list[dict[Any, Link]]]
-    size: int
-    ready: list[int]
+    made_at: list[Any]
     lanes: list[LaneRow]
 
 
@@ -101,17 +99,11 @@ def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -
     """
     lanes = lane_rows(schedule, costs) if costs and with_lanes else []
     table = _Table(schedule, costs, bool(lanes))
-    passes, works = [], []
-    for row in schedule.rows:
-        keys, own = _keyed(row, row.passes, row.awaited if lanes else {})
-        passes.append(keys)
-        works.append(own)
-    for lane in lanes:
-        keys, own = _keyed(schedule.rows[lane.rank], lane.passes, {})
-        passes.append(keys)
-        works.append(own)
+    keyed = [_keyed(row, row.passes, row.awaited if lanes else {}) for row in schedule.rows]
+    keyed += [_keyed(schedule.rows[lane.rank], lane.passes, {}) for lane in lanes]
+    passes, works = zip(*keyed, strict=True)
     links = [table.of_rank(rank) for rank in range(schedule.ranks)] + [table.of_lane(lane) for lane in lanes]
-    return Rows(passes, works, links, table.size, table.ready, lanes)
+    return Rows(passes, works, links, table.made_at, lanes)
 
 
 def _keyed(
@@ -172,8 +164,8 @@ class _Table:
         self._schedule, self._costs, self._has_lanes = schedule, costs, has_lanes
         self._stages, self._slices = schedule.placement.stages, schedule.slices
         self._begins: dict[Hashable, int] = {}
-        self._nothing, self._unused, self.size = 0, self._slices, 2 * self._slices
-        self.ready = list(range(self._slices))
+        self._nothing, self._unused = 0, self._slices
+        self.made_at: list[Any] = [0] * self._slices + [None] * self._slices
 
     def of_rank(self, rank: int) -> list[dict[Any, Link]]:
         """By chunk and key, the links of a rank's row: of all kinds, for those who build one, and of the parts that it has."""
@@ -246,7 +238,6 @@ class _Table:
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
         """Where the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the start."""
         if (name, stage) not in self._begins:
-            self.ready += range(self.size, self.size + ahead)
-            self._begins[name, stage] = self.size + ahead
-            self.size += ahead + self._slices
+            self._begins[name, stage] = len(self.made_at) + ahead
+            self.made_at += [0] * ahead + [None] * self._slices
         return self._begins[name, stage]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Lengths, Timed, Timeline
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.lanes import switches
 from megatron.pipeline.schedule.time.links import rows_of
-from megatron.pipeline.schedule.time.replay import replay, results_at_start
+from megatron.pipeline.schedule.time.replay import replay
 
 __all__ = ["activation_peaks", "simulate"]
 
@@ -40,24 +39,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(tuple(map(_passes, timed) if any(row.is_braided for row in schedule.rows) else timed))
 
 
-def lengths(schedule: Schedule, costs: Costs) -> Lengths:
-    """Those of ``simulate``; where passes run alone, without making an object for each of them.
-
-    Raises:
-        ValueError: as ``simulate``.
-    """
-    if schedule.has_lanes or any(row.is_braided for row in schedule.rows):
-        timeline = simulate(schedule, costs)
-        ends = math.fsum(timed.end for row in timeline.ranks for timed in row)
-        return Lengths(timeline.span, timeline.makespan, ends)
-    costs.check_placement(schedule.placement)
-    rows = replay(schedule, rows_of(schedule, costs.sliced(schedule.splits)))
-    both = [(starts[0], ends[-1]) for starts, ends in zip(rows.starts, rows.ends, strict=True) if ends]
-    span = max((end - start for start, end in both), default=0.0)
-    makespan = max(end for _, end in both) - min(start for start, _ in both) if both else 0.0
-    return Lengths(span, makespan, math.fsum(itertools.chain(*rows.ends)))
-
-
 def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
     # tuple.__new__ is what Timed(work, start, end) calls, and saves a call in Python for each of some hundred thousand passes.
     return tuple(map(tuple.__new__, repeat(Timed), zip(works, starts, ends, strict=True)))
@@ -75,7 +56,7 @@ def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
     seconds = [*[None] * ranks, *(lane.seconds for lane in rows.lanes)]
     starts, ends = replay(schedule, rows, seconds)[1:]
     if schedule.has_copies and costs.copies.disturb_each_other:
-        clock = Clock(ranks, rows, results_at_start(rows), seconds, switches(ranks, costs.copies))
+        clock = Clock(ranks, rows, seconds, switches(ranks, costs.copies))
         clock.follow(rows.passes)
         starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
     timed = list(map(_timed, rows.works, starts, ends))

@@ -18,7 +18,7 @@ from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass,
 from megatron.pipeline.schedule.core.schedule import MOST_WAITING, Schedule
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.links import rows_of
-from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, results_at_start
+from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
@@ -116,8 +116,7 @@ class _Insertion:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule, costs
-        rows = rows_of(schedule, costs)
-        self._clock = Clock(schedule.ranks, rows, results_at_start(rows))
+        self._clock = Clock(schedule.ranks, rows_of(schedule, costs))
         self._remaining = [deque(passes) for passes in schedule.passes]  # passes of stages
         self._counts = [dict.fromkeys(VOCABULARY_KINDS, 0) for _ in schedule.passes]  # passes that ran, by rank
         self._trains = any(not work.kind.is_forward for work in schedule.passes[0])
