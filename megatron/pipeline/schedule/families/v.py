@@ -21,6 +21,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import v, wave
@@ -34,9 +35,7 @@ def plan(problem: Problem, fixed: bool = False) -> Order:
     return search(problem, _known, fixed)
 
 
-def plan_fixed(problem: Problem) -> Order:
-    """For a name that stands for an amount of memory: there are no plans for other limits."""
-    return plan(problem, fixed=True)
+plan_fixed = partial(plan, fixed=True)  # for a name that stands for an amount of memory: there are no plans for other limits
 
 
 def plan_fused(problem: Problem) -> Order:

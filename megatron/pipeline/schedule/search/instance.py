@@ -96,6 +96,17 @@ class Instance:
         return Instance(self.problem, not self.backwards)
 
     @property
+    def is_v(self) -> bool:
+        """Whether rank r has the stages r and 2p-1-r of one model."""
+        ranks = range(len(self.lengths))
+        return self.problem.placement.replicas == 1 and self.home.tolist() == [*ranks, *reversed(ranks)]
+
+    @property
+    def size(self) -> int:
+        """How many passes there are."""
+        return int(self.lengths.sum())
+
+    @property
     def shape(self) -> tuple[int, int, int]:
         """Of arrays over all passes: kinds, stages, microbatches."""
         return KINDS, len(self.home), int(self.counts.max())

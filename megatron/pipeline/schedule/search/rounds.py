@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.search.engine import SLACK, Arrays
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 from megatron.pipeline.schedule.search.rounds_engine import State, line_in_rounds, v_in_rounds
@@ -70,8 +71,7 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
 
 def can_be_in_rounds(instance: Instance) -> bool:
     """Whether there are rounds for a problem."""
-    shape, ranks = instance.home.tolist(), list(range(len(instance.lengths)))
-    placed = shape in (ranks, [*ranks, *reversed(ranks)]) and instance.problem.placement.replicas == 1
+    placed = instance.is_v or instance.problem.placement == linear(len(instance.lengths))
     return placed and not instance.backwards and bool((instance.before[MID] == -2).all())
 
 

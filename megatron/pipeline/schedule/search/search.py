@@ -72,7 +72,7 @@ def search(problem: Problem, known: Known, fixed: bool = False) -> Order:
         return _read(unlimited, known)[0].passes(plan)
     short = _cut_down(unlimited)
     whole, plans = _read(unlimited, known)
-    long = short is not unlimited or int(whole.lengths.sum()) > _HUGE
+    long = short is not unlimited or whole.size > _HUGE
     best = min(_fitting(whole, plans, next(_levels(whole, problem.limits, long, fixed))[0]), key=_value, default=None)
     at_length = _Long(whole)
     for limits, thorough in _levels(whole, problem.limits, long, fixed):
@@ -111,7 +111,7 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
     if problem.jitter or (long and fixed) or not chunk:
         yield most, True
         return
-    in_rounds = int(instance.lengths.sum()) > _MEDIUM and can_be_in_rounds(instance)
+    in_rounds = instance.size > _MEDIUM and can_be_in_rounds(instance)
     steps = _STEPS_OF_LONG if long and not in_rounds else _STEPS
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
@@ -178,12 +178,13 @@ class _Level:
 
     def candidates(self, best: Plan | None, thorough: bool) -> Iterator[Plan]:
         """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
-        if self._rounds_first:
+        rounds_first = self.instance.size > _MANY  # they are the faster way to a good plan where there are many passes
+        if rounds_first:
             yield from self.in_rounds
         longest = best.value * _DOMINATED if best else np.inf
         if (thorough or not self.in_rounds) and self.begin and self.begin[0].value <= longest:
             yield from self.plans
-        if not self._rounds_first:
+        if not rounds_first:
             yield from self.in_rounds
 
     @cached_property
@@ -208,17 +209,12 @@ class _Level:
     def budget(self) -> int:
         """The number of plans to be made."""
         passes = _PASSES_OF_LONG if self.long else _PASSES
-        return int(min(_MOST, max(_FEWEST, passes / self.instance.lengths.sum())))
+        return int(min(_MOST, max(_FEWEST, passes / self.instance.size)))
 
     @property
     def _tries(self) -> int:
         """The number of plans to be made from each of those to begin with."""
         return self.budget // 2 // _STARTS
-
-    @property
-    def _rounds_first(self) -> bool:
-        """Rounds are the faster way to a good plan where there are many passes."""
-        return int(self.instance.lengths.sum()) > _MANY
 
     @cached_property
     def _goal(self) -> float:
@@ -239,26 +235,26 @@ class _Long:
     """The search of a long problem: at full length where plans can be made in rounds, else from plans for fewer microbatches."""
 
     def __init__(self, whole: Instance) -> None:
-        self._whole, self._passes = whole, int(whole.lengths.sum())
+        self._whole = whole
         self._in_rounds = False  # whether a level had plans made in rounds; levels below are searched for better ones only
 
     def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float, thorough: bool) -> Iterator[Plan]:
         """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
         whole, room = self._whole, _room(self._whole, limits)
         quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
-        if self._passes <= _HUGE:
+        if self._whole.size <= _HUGE:
             quick = [plan for plan in quick if plan.value <= goal * _NEAR]
         longest = min((plan.span for plan in (*quick, *([best] if best else []))), default=np.inf)
         made = list(rounds(whole, room, longest * _DOMINATED, few=True))
         self._in_rounds = self._in_rounds or bool(made)
-        if not (quick or made) and self._passes > _HUGE:
+        if not (quick or made) and self._whole.size > _HUGE:
             quick = [*starts(whole, room, _PROBES)]
         for plan in sorted([*quick, *made], key=_value)[:1]:
             if best is None or plan.value <= best.value * _DOMINATED:
                 squeezed = squeeze(whole, plan, room)
                 best = squeezed if best is None else min(best, squeezed, key=_value)
                 yield squeezed
-        if self._passes <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
+        if self._whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
 
 

@@ -29,7 +29,7 @@ def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
     simple = instance.construct(Seed(greedy(instance)), limits)
     if simple is not None:
         yield simple
-    if _is_v(instance):
+    if instance.is_v:
         plan = instance.sorted(_packed(instance))
         if plan is not None and instance.within(plan, limits):
             yield plan
@@ -96,11 +96,6 @@ def block(instance: Instance, steps: tuple[float, ...], pause: float, lag: float
         turn = stage == 0 or instance.home[stage - 1] == instance.home[stage]
         now += step if turn else max(step, steps[2 if 2 * stage >= stages else 3] * unit)
     return offsets
-
-
-def _is_v(instance: Instance) -> bool:
-    ranks = range(len(instance.lengths))
-    return instance.problem.placement.replicas == 1 and instance.home.tolist() == [*ranks, *reversed(ranks)]
 
 
 def _packed(instance: Instance) -> Array:

@@ -109,7 +109,10 @@ def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -
 def _keyed(
     row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Sequence[Pass]]
 ) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
-    """The passes of a row with their keys, and as they are (None for a wait that stands before a pass)."""
+    """The passes of a row with their keys, and as they are (None for a wait that stands before a pass).
+
+    The key of a wait for a lane is ("wait", key of the pass on it); that of the wait before a braid is ("gradient", its kind).
+    """
     if not awaited and not row.is_divided and not row.is_braided:
         return passes, passes
     braided = dict(row.braids())
@@ -118,10 +121,12 @@ def _keyed(
     works: list[Pass | None] = []
     for work in passes:
         for other in awaited.get(work, ()):
-            keys.append(Pass(_waiting(_key(row, other)), *other[1:]))
+            key: Any = "wait", _key(row, other)
+            keys.append(Pass(key, *other[1:]))
             works.append(None)
         if (backward := braided.get(work)) is not None:
-            keys += [Pass(_gradient_of(backward.kind), *backward[1:]), Pass(_half(work, backward), *work[1:])]
+            key = "gradient", backward.kind
+            keys += [Pass(key, *backward[1:]), Pass(_half(work, backward), *work[1:])]
             works += [None, work]
             continue
         if (forward := forwards.get(work)) is not None:
@@ -133,11 +138,6 @@ def _keyed(
     return keys, works
 
 
-def _gradient_of(kind: Kind) -> Any:
-    """By what the link of the wait is found that stands before a braid."""
-    return "gradient", kind
-
-
 def _half(work: Pass, other: Pass) -> Any:
     """By what the link of one half of a braid is found: its kind, and the kind and chunk of the other half."""
     return work.kind, other.kind, other.chunk
@@ -146,11 +146,6 @@ def _half(work: Pass, other: Pass) -> Any:
 def _key(row: RankPasses, work: Pass) -> Any:
     """By what the link of a pass is found: its kind, and which of its parts it is."""
     return (work.kind, work.part, row.parts(work)) if row.is_divided else work.kind
-
-
-def _waiting(key: Any) -> Any:
-    """By what the link of a wait for a pass is found."""
-    return "wait", key
 
 
 class _Table:
@@ -174,14 +169,14 @@ class _Table:
         links: list[dict[Any, Link]] = []
         for chunk in range(len(self._stages[rank])):
             links.append({kind: self._link(kind, rank, chunk) for kind in kinds})
-            links[-1] |= {_waiting(kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
+            links[-1] |= {("wait", kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
         for forward, backward in row.braids():
             self._add_braid(links, rank, forward, backward)
         for work in row.passes if row.is_divided else ():
             key, own = _key(row, work), links[work.chunk]
             if key not in own:
                 own[key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
-                own[_waiting(key)] = self._wait(work.kind, rank, work.chunk, work.part)
+                own["wait", key] = self._wait(work.kind, rank, work.chunk, work.part)
         return links
 
     def _add_braid(self, links: list[dict[Any, Link]], rank: int, forward: Pass, backward: Pass) -> None:
@@ -195,7 +190,7 @@ class _Table:
             stages = self._stages[rank]
             seconds = self._costs.braid(stages[forward.chunk], backward.kind, stages[backward.chunk])
         whole = links[backward.chunk][backward.kind]
-        links[backward.chunk][_gradient_of(backward.kind)] = whole._replace(made=self._unused, seconds=0, is_part=False)
+        links[backward.chunk]["gradient", backward.kind] = whole._replace(made=self._unused, seconds=0, is_part=False)
         links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=seconds[0])
         links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=0, seconds=seconds[1])
 

@@ -73,7 +73,7 @@ class Orders:
         ]
         self._hops = hops_of(schedule.placement, costs.hop)
         self._before = np.full(self._hops.shape, -1)  # what precedes a pass on its own rank is never late
-        self._shape = *self._hops.shape, schedule.slices
+        self._ends, self._seconds = np.empty((2, *self._hops.shape, schedule.slices))
         self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
 
     def lengths(self, schedule: Schedule) -> Lengths:
@@ -84,7 +84,7 @@ class Orders:
         """
         lengths = np.array([len(row) for row in schedule.passes])
         order = np.zeros((len(lengths), lengths.max(), 3), np.int32)
-        ends, seconds = np.zeros((2, *self._shape))
+        ends, seconds = self._ends, self._seconds  # what another schedule has left there is not read
         for rank, row in enumerate(schedule.passes):
             order[rank, : len(row)], taken = self._row(rank, row)
             seconds[tuple(order[rank, : len(row)].T)] = taken

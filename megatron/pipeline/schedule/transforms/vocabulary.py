@@ -27,15 +27,8 @@ def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
     One for each barrier. Interlaced, where all ranks stop for the vocabulary of each microbatch, needs half as many as there
     are ranks (nnScaler's schedule; Yeung et al., section 6: 1.5 times the activations of 1F1B).
     """
-    match vocabulary:
-        case None:
-            return 0
-        case Vocabulary.ONE_BARRIER:
-            return 1
-        case Vocabulary.TWO_BARRIERS:
-            return 2
-        case Vocabulary.INTERLACED:
-            return math.ceil(ranks / 2)
+    barriers = {Vocabulary.ONE_BARRIER: 1, Vocabulary.TWO_BARRIERS: 2, Vocabulary.INTERLACED: math.ceil(ranks / 2)}
+    return barriers[vocabulary] if vocabulary else 0
 
 
 def postpone(schedule: Schedule, by: int) -> Schedule:
