@@ -45,7 +45,6 @@ def least_peak(
     mode: Offload = Offload.FULL,
     host_limit: float | None = None,
     seconds: float = 10.0,
-    workers: int = 1,
 ) -> LeastPeak:
     """The lowest peak of one rank over all selections of activations to offload and all times of their copies.
 
@@ -58,7 +57,6 @@ def least_peak(
         schedule: without copies.
         mode, host_limit: as in ``offload``.
         seconds: how long to search, in wall-clock seconds.
-        workers: threads; with one, the search takes the same way every time.
 
     Raises:
         ValueError: the rank has too many microbatches to search, or as ``offload``.
@@ -78,7 +76,7 @@ def least_peak(
         model.move_no_more_than(float(row.sizes.sum()) / 2)
     if host_limit is not None:
         model.keep_no_more_away_than(host_limit)
-    found, bound = model.solve(seconds, workers)
+    found, bound = model.solve(seconds)
     value = min(known, found)
     if bound >= value - 1 / model.memory:
         bound = value
@@ -161,13 +159,13 @@ class _Model:
         sizes = [_down(size, self.memory) for size in self._row.sizes.tolist()]
         self._model.add(sum(sizes[at] * self._chosen[at] for at in some) <= _up(most, self.memory))
 
-    def solve(self, seconds: float, workers: int) -> tuple[float, float]:
+    def solve(self, seconds: float) -> tuple[float, float]:
         """The lowest peak found (infinite if none was) and a lower bound."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = workers
+        solver.parameters.num_workers = 1  # so that the search takes the same way every time
         solver.parameters.random_seed = 0
         status = solver.solve(self._model).name  # type: ignore[attr-defined]
         found = solver.value(self._peak) / self.memory if status in ("OPTIMAL", "FEASIBLE") else math.inf

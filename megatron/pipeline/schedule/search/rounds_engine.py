@@ -44,22 +44,17 @@ class State(NamedTuple):
     @staticmethod
     def of(instance: Instance, spare: Array) -> State:
         ranks, most = len(instance.lengths), int(instance.lengths.max())
-        kept = np.zeros(ranks)
+        free, held, idle, kept = np.zeros((4, ranks))
         np.maximum.at(kept, instance.home, instance.allocated[UP])
         return State(
-            np.full(instance.shape, -1.0),
-            np.full((ranks, most, 3), -1, np.int32),
-            np.zeros(ranks, np.int64),
-            np.zeros(instance.shape[:2], np.int64),
-            np.zeros(ranks),
-            np.zeros(ranks),
-            np.zeros(ranks),
-            np.zeros(1),
-            kept,
-            spare,
-            np.zeros((ranks, most), np.int64),
-            np.zeros((ranks, 2), np.int64),
-        )
+            ends=np.full(instance.shape, -1.0),
+            order=np.full((ranks, most, 3), -1, np.int32),
+            length=np.zeros(ranks, np.int64),
+            done=np.zeros(instance.shape[:2], np.int64),
+            free=free, held=held, idle=idle, most=np.zeros(1), kept=kept, spare=spare,
+            waiting=np.zeros((ranks, most), np.int64),
+            due=np.zeros((ranks, 2), np.int64),
+        )  # fmt: skip
 
 
 @compiled

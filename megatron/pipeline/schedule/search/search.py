@@ -280,7 +280,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
     yield from (squeeze(whole, plan, room) for plan in begin)
 
 
-def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float = np.inf) -> list[Plan]:
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float) -> list[Plan]:
     """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
 
     Args:

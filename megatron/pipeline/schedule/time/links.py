@@ -7,6 +7,7 @@ time: it stands for the moment at which the lane may start it, or at which the r
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -68,26 +69,20 @@ class LaneRow(NamedTuple):
 def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
     """All lanes that a schedule uses: of copies both directions of every rank, then rank by rank the others."""
     others = {kind.row.lane for row in schedule.rows for kind in row.kinds if kind.row.lane and not kind.is_copy}
+    taken = cache(costs.seconds)
+
+    def of(rank: int, lane: Lane) -> LaneRow:
+        row, stages = schedule.rows[rank], schedule.placement.stages[rank]
+        passes = row.lanes.get(lane, [])
+        seconds = [taken(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
+        return LaneRow(rank, lane, passes, seconds)
+
     return [
-        _lane_row(schedule, costs, rank, lane)
+        of(rank, lane)
         for lanes in (COPY_LANES if schedule.has_copies else (), sorted(others))
         for rank in range(schedule.ranks)
         for lane in lanes
     ]
-
-
-def _lane_row(schedule: Schedule, costs: Costs, rank: int, lane: Lane) -> LaneRow:
-    row, stages = schedule.rows[rank], schedule.placement.stages[rank]
-    passes = row.lanes.get(lane, [])
-    taken = {
-        (kind, chunk, again): costs.seconds(kind, stage, again)
-        for kind in row.kinds
-        if kind.row.lane is lane
-        for chunk, stage in enumerate(stages)
-        for again in (False, True)
-    }
-    seconds = [taken[work.kind, work.chunk, row.has(Kind.R, work)] / row.parts(work) for work in passes]
-    return LaneRow(rank, lane, passes, seconds)
 
 
 def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -> Rows:

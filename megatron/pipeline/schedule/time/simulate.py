@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
 from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -93,16 +94,11 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
     costs.check_placement(schedule.placement)
     costs = costs.sliced(schedule.splits)
+    allocated = cache(costs.allocated)
     changes: list[list[float]] = []
     for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
-        table = {
-            (kind, chunk, recomputed): costs.allocated(kind, stage, recomputed)
-            for chunk, stage in enumerate(stages)
-            for kind in row.kinds
-            for recomputed in (False, True)
-        }
         again = {(microbatch, chunk) for kind, microbatch, chunk, _ in row.passes if kind is R} if R in row.kinds else ()
-        own = [table[kind, chunk, (microbatch, chunk) in again] for kind, microbatch, chunk, _ in row.passes]
+        own = [allocated(kind, stages[chunk], (microbatch, chunk) in again) for kind, microbatch, chunk, _ in row.passes]
         changes.append(
             [change / row.parts(work) for work, change in zip(row.passes, own, strict=True)] if row.is_divided else own
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain
 
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
@@ -52,9 +52,8 @@ def _from_both_ends(schedule: Schedule, problem: Problem) -> list[tuple[int, Pas
         if work.kind.row.braided
     ]
     timed.sort(key=lambda one: one[:2])
-    middle = len(timed) // 2
-    both = zip_longest(timed[:middle], reversed(timed[middle:]))
-    return [(rank, work) for pair in both for _, rank, work in filter(None, pair)]
+    from_ends = sorted(range(len(timed)), key=lambda place: min(place, len(timed) - 1 - place))
+    return [timed[place][1:] for place in from_ends]
 
 
 def _apart(schedule: Schedule, rank: int, braided: Pass) -> Schedule:
