@@ -46,10 +46,9 @@ class Arrays(NamedTuple):
 
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    arrays: Any, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool,
-    ends: Array, order: Array,
-) -> bool:  # fmt: skip
-    """Fill ``ends`` and ``order`` by list scheduling; returns whether every pass was placed.
+    arrays: Any, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, order: Array
+) -> bool:
+    """Fill ``order`` by list scheduling; returns whether every pass was placed.
 
     At every decision the rank that is free first considers the passes whose inputs arrive within ``window``, and takes the
     one with the smallest target. While it waits for that pass, it runs others that end in time.
@@ -66,12 +65,11 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         window: seconds.
         in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
             earlier one.
-        ends: float[5, S, M], filled; -1 for passes that were not placed.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
     """
     home, hops, counts, replica, replicas, seconds, before, allocated, lengths, lines, first = arrays
     ranks, stages = limits.shape[0], home.shape[0]
-    ends[:] = -1.0
+    ends = np.full(targets.shape, -1.0)
     done = np.zeros(before.shape, np.int64)
     length = np.zeros(ranks, np.int64)
     free = np.zeros(ranks)  # when the rank's last pass ends

@@ -117,9 +117,7 @@ class Instance:
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
-        placed = engine.construct(
-            self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, np.empty(self.shape), order
-        )
+        placed = engine.construct(self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, order)
         return self.replay(order) if placed else None
 
     def replay(self, order: Array) -> Plan | None:

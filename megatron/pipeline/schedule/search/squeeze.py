@@ -31,18 +31,13 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
-    order, ends = plan.order.copy(), plan.ends.copy()
-    _squeeze(instance.arrays, limits, order, ends, np.argsort(_flat_starts(instance, plan), kind="stable"))
+    order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds[:, :, None]
+    exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
+    by_start = np.argsort(np.where(exists, starts, np.inf), axis=None, kind="stable")
+    _squeeze(instance.arrays, limits, order, ends, by_start)
     squeezed = instance.replay(order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
     return squeezed if squeezed is not None and squeezed.value <= plan.value else plan
-
-
-def _flat_starts(instance: Instance, plan: Plan) -> Array:
-    """The starts of all passes as a flat array; infinite where a stage has no such pass."""
-    starts = plan.ends - instance.seconds[:, :, None]
-    exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
-    return np.where(exists, starts, np.inf).ravel()
 
 
 @compiled
