@@ -24,12 +24,19 @@ from megatron.pipeline.schedule.lower.program import Compute, Flow, Message, Sen
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.rules.verify_programs import verify_programs
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
-from megatron.pipeline.schedule.transforms.braid import braid, unbraided
+from megatron.pipeline.schedule.transforms.braid import braid
 
 
 def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:
     passes = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     return Schedule("mine", linear(len(rows)), microbatches, passes)
+
+
+def unbraided(schedule: Schedule) -> Schedule:
+    """The same order of passes, each alone."""
+    alone = {braided: kind for kind, braided in BRAIDED.items()}
+    rows = (tuple(work._replace(kind=alone.get(work.kind, work.kind)) for work in row) for row in schedule.passes)
+    return replace(schedule, passes=tuple(rows))
 
 
 ONE = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0")

@@ -10,6 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from schedule_strategies import costs_of, parse, schedules
 
 from megatron.pipeline import planning
@@ -62,7 +63,7 @@ def test_without_jitter_it_is_the_simulation(data: st.DataObject) -> None:
     timeline, found = simulate(schedule, costs), expected(schedule, costs, 0, draws=3)
     assert found.spans.tolist() == [timeline.span] * 3
     assert found.makespans.tolist() == [timeline.makespan] * 3
-    assert (found.span, found.span_95, found.makespan, found.makespan_95) == (timeline.span,) * 2 + (timeline.makespan,) * 2
+    assert (found.span, found.makespan) == (timeline.span, timeline.makespan)
 
 
 @examples(40)
@@ -94,6 +95,11 @@ def test_recomputed_fused_sliced_and_replicated_passes() -> None:
         compare_with_one_draw(planning.plan(name, 4, 8), uniform(home, 1, 2, 1, 0.5), 0.3)
 
 
+def late(draws: NDArray[np.float64]) -> float:
+    """The 95th percentile."""
+    return float(np.quantile(draws, 0.95))
+
+
 @pytest.mark.parametrize(("name", "m"), [("1f1b", 12), ("zb-h2", 12), ("interleaved", 8), ("seq-1f1b", 6), ("gis", 8)])
 def test_jitter_costs_time(name: str, m: int) -> None:
     costs = uniform(families.placement(name, 4), 1, 1.2, 0.8, 0.05)
@@ -101,8 +107,10 @@ def test_jitter_costs_time(name: str, m: int) -> None:
     found = [expected(schedule, costs, jitter, draws=1000) for jitter in (0, 0.1, 0.3, 1)]
     for less, more in pairwise(found):
         assert less.span < more.span and less.makespan < more.makespan
-        assert less.span_95 < more.span_95 and less.makespan_95 < more.makespan_95
-    assert all(one.span < one.span_95 and one.makespan < one.makespan_95 and one.span <= one.makespan for one in found[1:])
+        assert late(less.spans) < late(more.spans) and late(less.makespans) < late(more.makespans)
+    assert all(
+        one.span < late(one.spans) and one.makespan < late(one.makespans) and one.span <= one.makespan for one in found[1:]
+    )
 
 
 def test_one_rank_takes_on_average_what_the_costs_say() -> None:

@@ -38,7 +38,7 @@ def on_the_way(queues: Sequence[Sequence[tuple[float, float]]], costs: CopyCosts
     made_at = [None] * most + [ready for queue in queues for ready, _ in [*queue, *[(0, 0)] * (most - len(queue))]]
     links = [[{Kind.H2D: Link(0, number, 0, 0)}] for number in [*[0] * ranks, *first]]
     seconds = [None] * ranks + [[alone for _, alone in queue] for queue in queues]
-    clock = Clock(ranks, Rows(passes, passes, links, len(made_at), [], []), made_at, seconds, switches(ranks, costs))
+    clock = Clock(ranks, Rows(passes, passes, links, made_at, []), seconds, switches(ranks, costs))
     clock.follow(passes)
     return [
         list(zip(starts.values(), ends.values(), strict=True))

@@ -98,7 +98,7 @@ class Network:
             self._add_row(rank)
         rows = [[Pass(slot, 0) for slot in range(len(links))] for links in self._links]  # type: ignore[arg-type]  # keys
         tables = [[dict(enumerate(links))] for links in self._links]
-        table = Rows(rows, rows, tables, len(self._numbers), [0], [])
+        table = Rows(rows, rows, tables, [0] + [None] * (len(self._numbers) - 1), [])
         self.run: Replay
         self.run, blocked = advance(table, traffic.ranks)
         self.blocked = bool(blocked)

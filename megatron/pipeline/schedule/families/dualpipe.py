@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
-from megatron.pipeline.schedule.core.placement import bidirectional, v
+from megatron.pipeline.schedule.core.placement import bidirectional, wave
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families.family import Family
 
@@ -84,5 +84,5 @@ def _eight_steps(ranks: int, rank: int, counts: tuple[int, int]) -> Iterator[Pas
             yield following
 
 
-FAMILY_V = Family("dualpipe-v", lambda ranks, chunks: v(ranks), plan_v, chunks=2)
+FAMILY_V = Family("dualpipe-v", wave, plan_v, chunks=2)
 FAMILY = Family("dualpipe", lambda ranks, chunks: bidirectional(ranks), plan, chunks=2, least_ranks=2, even_ranks=True)

@@ -27,7 +27,6 @@ from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.families.interleaved import chunk_by_chunk
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.links import rows_of
-from megatron.pipeline.schedule.time.replay import results_at_start
 from megatron.pipeline.schedule.time.simulate import simulate
 
 F, R, B, W, BW = Kind.F, Kind.R, Kind.B, Kind.W, Kind.BW
@@ -89,8 +88,7 @@ class _Choices:
         self.ran = {F: [0] * ranks, B: [0] * ranks}
         self.due: list[deque[Pass]] = [deque() for _ in range(ranks)]
         schedule = Schedule("gis", self.placement, problem.microbatches, ((),) * ranks)
-        rows = rows_of(schedule, problem.costs)
-        self.clock = Clock(ranks, rows, results_at_start(rows))
+        self.clock = Clock(ranks, rows_of(schedule, problem.costs))
 
     def order(self) -> Order:
         self.clock.run(self._choose)

@@ -13,7 +13,7 @@ microbatch each. S = 1 is 1F1B.
 from __future__ import annotations
 
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
-from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families.family import Family
 
@@ -36,4 +36,4 @@ def _order(in_flight: int, microbatches: int, splits: int) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-FAMILY = Family("seq-1f1b", lambda ranks, chunks: linear(ranks), plan, splits=2, fused=True)
+FAMILY = Family("seq-1f1b", interleaved, plan, splits=2, fused=True)

@@ -21,6 +21,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import v, wave
@@ -34,9 +35,7 @@ def plan(problem: Problem, fixed: bool = False) -> Order:
     return search(problem, _known, fixed)
 
 
-def plan_fixed(problem: Problem) -> Order:
-    """For a name that stands for an amount of memory: there are no plans for other limits."""
-    return plan(problem, fixed=True)
+plan_fixed = partial(plan, fixed=True)  # for a name that stands for an amount of memory: there are no plans for other limits
 
 
 def plan_fused(problem: Problem) -> Order:
@@ -72,9 +71,9 @@ def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
 
 
 FAMILIES = (
-    Family("1f1b-v", lambda ranks, _: v(ranks), plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed", fused=True),
-    Family("zb-v", lambda ranks, _: v(ranks), plan, chunks=2, memory=float, memory_is="least"),
-    Family("v-half", lambda ranks, _: v(ranks), plan_fixed, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
-    Family("v-min", lambda ranks, _: v(ranks), plan_fixed, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
+    Family("1f1b-v", wave, plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed", fused=True),
+    Family("zb-v", wave, plan, chunks=2, memory=float, memory_is="least"),
+    Family("v-half", wave, plan_fixed, chunks=2, memory=lambda p: (p + 2) // 2, memory_is="fixed"),
+    Family("v-min", wave, plan_fixed, chunks=2, memory=lambda p: (p + 4) // 3, memory_is="fixed"),
     Family("v-auto", wave, plan, chunks=2, any_chunks=True, least_chunks=2, memory=float, memory_is="default", suggested=True),
 )

@@ -42,7 +42,7 @@ class Optimum:
     proven: bool
 
 
-def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = None, workers: int = 1) -> Optimum:
+def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = None) -> Optimum:
     """The schedule with the least span or makespan, whichever the problem wants.
 
     All schedules are searched that run R and BW on the stages that the problem says, and B and W elsewhere, or BW where
@@ -57,7 +57,6 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     Args:
         seconds: how long to search, in wall-clock seconds.
         hint: a schedule of the same problem to start from; it is returned where nothing better is found.
-        workers: threads; with one, the search takes the same way every time.
 
     Raises:
         ValueError: there are too many passes to search, the limits are too small for one microbatch, the hint is of
@@ -66,12 +65,17 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     least = lower_bound(problem)
     if math.isinf(least):
         raise ValueError(f"not even one microbatch fits into the limits {problem.limits}; raise them")
-    model = (_with_braids() if problem.overlap else Model)(problem)
+    if problem.overlap:
+        from megatron.pipeline.schedule.optimum.exact_braids import ModelWithBraids  # which extends the model here
+
+        model: Model = ModelWithBraids(problem)
+    else:
+        model = Model(problem)
     if hint is not None:
         if (hint.placement, hint.microbatches, hint.splits) != (problem.placement, problem.microbatches, problem.splits):
             raise ValueError("the schedule to start from is of another placement, or of other numbers of microbatches or slices")
         model.start_from(hint)
-    solver, status = model.solve(seconds, workers)
+    solver, status = model.solve(seconds)
     bound = max(float(model.unit * Fraction(math.ceil(solver.best_objective_bound - 1e-6))), least)
     found = [] if hint is None else [hint]
     if status in ("OPTIMAL", "FEASIBLE"):
@@ -265,12 +269,12 @@ class Model:
                 if key in self._starts:
                     self._model.add_hint(self._starts[key], int(start))
 
-    def solve(self, seconds: float, workers: int) -> tuple[CpSolver, str]:
+    def solve(self, seconds: float) -> tuple[CpSolver, str]:
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = seconds
-        solver.parameters.num_workers = workers
+        solver.parameters.num_workers = 1  # so that the search takes the same way every time
         solver.parameters.random_seed = 0
         return solver, solver.solve(self._model).name
 
@@ -293,12 +297,6 @@ class Model:
             row = (item[-1] for item in timed)
             rows.append(tuple(w._replace(kind=Kind.BW) if w in fused else w for w in row if w not in weights))
         return replace(self._empty, passes=tuple(rows))
-
-
-def _with_braids() -> type[Model]:
-    from megatron.pipeline.schedule.optimum.exact_braids import ModelWithBraids  # which extends the model here
-
-    return ModelWithBraids
 
 
 def _whole_seconds(costs: Costs) -> tuple[Fraction, Costs]:

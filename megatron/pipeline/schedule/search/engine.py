@@ -1,49 +1,54 @@
 """Compiled list scheduling: the rank that is free first takes the pass of highest priority that fits into its memory.
 
-The rules know five kinds of passes, in the order in which a microbatch meets them on a stage:
-
-    PRE -> DOWN -> MID -> UP -> POST
-
-DOWN travels from the first stage to the last and UP back; the others stay on their stage. A problem read forwards in time
-has F as DOWN, R as MID, B (or BW) as UP and W as POST. Read backwards it has W as PRE, B (or BW) as DOWN, R as MID and F as
-UP: so the code that plans the start of an iteration also plans its end.
-
-All functions here work on the arrays of one problem, with P ranks and S stages, in this order (``Instance.arrays``):
-
-    home                int[S], the rank of every stage
-    hops_down, hops_up  float[S], seconds from the stage before (behind) to this one; -1 where a model begins (ends)
-    counts              int[S], how many microbatches go through a stage
-    replica             int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica
-    replicas            how many models there are
-    seconds             float[5, S]
-    before              int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes
-    allocated           float[5, S], by a pass when it starts (positive) or ends (negative)
-    lengths             int[P], how many passes a rank has
+Its five kinds of passes are those of ``time/orders.py``, which has the compiled replay of the orders that are made here.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.pipeline.schedule.core.compiled import compiled
+from megatron.pipeline.schedule.time.orders import DOWN, POST, UP, Array
 
-Array: TypeAlias = NDArray[Any]
-
-
-PRE, DOWN, MID, UP, POST = range(5)
-KINDS = 5
 SLACK = 1e-9  # relative: rounding errors of sums are below this
+
+
+class Arrays(NamedTuple):
+    """One problem, with P ranks and S stages.
+
+    Attributes:
+        home: int[S], the rank of every stage.
+        hops: float[5, S], see ``orders.hops_of``.
+        counts: int[S], how many microbatches go through a stage.
+        replica: int[S], the model that a stage belongs to; its microbatch k is number k * replicas + replica.
+        replicas: how many models there are.
+        seconds: float[5, S].
+        before: int[5, S], the kind that precedes on the stage, -1 for none, -2 where the stage has no such passes.
+        allocated: float[5, S], by a pass when it starts (positive) or ends (negative).
+        lengths: int[P], how many passes a rank has.
+        lines, first: the (kind, stage) of every rank's passes: those of a rank are ``lines[first[rank] : first[rank + 1]]``.
+    """
+
+    home: Array
+    hops: Array
+    counts: Array
+    replica: Array
+    replicas: int
+    seconds: Array
+    before: Array
+    allocated: Array
+    lengths: Array
+    lines: Array
+    first: Array
 
 
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    arrays: tuple[Any, ...], limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool,
-    ends: Array, order: Array,
-) -> bool:  # fmt: skip
-    """Fill ``ends`` and ``order`` by list scheduling; returns whether every pass was placed.
+    arrays: Any, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, order: Array
+) -> bool:
+    """Fill ``order`` by list scheduling; returns whether every pass was placed.
 
     At every decision the rank that is free first considers the passes whose inputs arrive within ``window``, and takes the
     one with the smallest target. While it waits for that pass, it runs others that end in time.
@@ -53,30 +58,25 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
     microbatch of the pipeline can always go on.
 
     Args:
-        arrays: of the problem, as at the top of this file.
+        arrays: of the problem, ``Arrays``.
         limits: float[P].
         targets: float[5, S, M], priorities.
         caps, quotas: int[S], how many microbatches a stage may have between DOWN and UP, and between DOWN and its last pass.
         window: seconds.
         in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
             earlier one.
-        ends: float[5, S, M], filled; -1 for passes that were not placed.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
     """
-    home, hops_down, hops_up, counts, replica, replicas, seconds, before, allocated, _ = arrays
+    home, hops, counts, replica, replicas, seconds, before, allocated, lengths, lines, first = arrays
     ranks, stages = limits.shape[0], home.shape[0]
-    ends[:] = -1.0
-    done = np.zeros((KINDS, stages), np.int64)
+    ends = np.full(targets.shape, -1.0)
+    done = np.zeros(before.shape, np.int64)
     length = np.zeros(ranks, np.int64)
     free = np.zeros(ranks)  # when the rank's last pass ends
     clock = np.zeros(ranks)  # when it decides next
     held = np.zeros(ranks)
-    first, lines = _lines_by_rank(home, before, ranks)
-    remaining = 0  # passes
-    last = np.full(stages, UP)
-    for kind, stage in lines:
-        last[stage] = max(last[stage], kind)
-        remaining += counts[stage]
+    last = np.where(before[POST] != -2, POST, UP)  # of a microbatch on a stage
+    remaining = lengths.sum()
 
     while remaining > 0:
         rank = np.argmin(clock)
@@ -117,7 +117,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                     own = index * replicas + replica[stage] == oldest
                     if takes + kept > room or (reserved if own else takes + reserved) > room:
                         continue
-                ready = _arrival(kind, stage, index, hops_down, hops_up, before, ends)
+                ready = _arrival(kind, stage, index, hops, before, ends)
                 if ready < 0:
                     continue
                 soonest = min(soonest, ready)
@@ -148,48 +148,26 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         free[rank] = end
         clock[rank] = end
         remaining -= 1
-        waiting = -1  # the rank that may wait for the result
-        if chosen == DOWN and chosen_stage + 1 < stages and hops_down[chosen_stage + 1] >= 0:
-            waiting = home[chosen_stage + 1]
-        elif chosen == UP and chosen_stage > 0 and hops_up[chosen_stage - 1] >= 0:
-            waiting = home[chosen_stage - 1]
-        if waiting >= 0 and clock[waiting] > free[waiting]:
-            clock[waiting] = max(free[waiting], now)
+        neighbour = chosen_stage + (chosen == DOWN) - (chosen == UP)
+        if neighbour != chosen_stage and 0 <= neighbour < stages and hops[chosen, neighbour] >= 0:
+            waiting = home[neighbour]  # the rank that may wait for the result
+            if clock[waiting] > free[waiting]:
+                clock[waiting] = max(free[waiting], now)
     return True
 
 
 @compiled
-def _lines_by_rank(home: Array, before: Array, ranks: int) -> tuple[Array, Array]:
-    """The (kind, stage) pairs of every rank's passes: those of a rank are ``lines[first[rank]:first[rank + 1]]``."""
-    first = np.zeros(ranks + 1, np.int64)
-    lines = np.zeros((before.size, 2), np.int64)
-    number = 0
-    for rank in range(ranks):
-        for stage in np.flatnonzero(home == rank):
-            for kind in range(KINDS):
-                if before[kind, stage] != -2:
-                    lines[number] = kind, stage
-                    number += 1
-        first[rank + 1] = number
-    return first, lines[:number]
-
-
-@compiled
-def _arrival(kind: int, stage: int, index: int, hops_down: Array, hops_up: Array, before: Array, ends: Array) -> float:
+def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends: Array) -> float:
     """When the inputs of a pass have arrived; -1 if a pass that makes one has no time yet (-1 in ``ends``)."""
     ready = 0.0
-    previous = before[kind, stage]
-    if previous >= 0:
-        ready = ends[previous, stage, index]
+    if before[kind, stage] >= 0:
+        ready = ends[before[kind, stage], stage, index]
         if ready < 0:
             return -1.0
-    if kind == DOWN and hops_down[stage] >= 0:
-        made, hop = ends[DOWN, stage - 1, index], hops_down[stage]
-    elif kind == UP and hops_up[stage] >= 0:
-        made, hop = ends[UP, stage + 1, index], hops_up[stage]
-    else:
+    if hops[kind, stage] < 0:
         return ready
-    return max(ready, made + hop) if made >= 0 else -1.0
+    made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
+    return max(ready, made + hops[kind, stage]) if made >= 0 else -1.0
 
 
 @compiled
@@ -209,53 +187,3 @@ def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocate
         if belongs and allocated[kind, stage] > 0 and done[kind, stage] <= edge:
             reserved += allocated[kind, stage]
     return oldest, reserved
-
-
-@compiled
-def replay(arrays: tuple[Any, ...], order: Array, factors: Array, ends: Array) -> tuple[float, float]:
-    """Fill ``ends`` with the earliest times at which the passes of an order end; returns (span, makespan), or -1 if stuck.
-
-    ``factors``, float[5, S, M] or float[1, 1, 1] for all passes, multiply the seconds.
-    """
-    _, hops_down, hops_up, _, _, _, seconds, before, _, lengths = arrays
-    same = factors.size == 1
-    firsts = np.zeros(lengths.shape[0])
-    ranks = lengths.shape[0]
-    ends[:] = -1.0
-    position = np.zeros(ranks, np.int64)
-    free = np.zeros(ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(ranks):
-            while position[rank] < lengths[rank]:
-                kind, stage, index = order[rank, position[rank]]
-                # ``_arrival``, written out: calls count references to the arrays, with which this loop takes 6 times as long.
-                start = free[rank]
-                if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
-                    break
-                if kind == DOWN and hops_down[stage] >= 0:
-                    arrival = ends[DOWN, stage - 1, index]
-                    if arrival < 0:
-                        break
-                    start = max(start, arrival + hops_down[stage])
-                elif kind == UP and hops_up[stage] >= 0:
-                    arrival = ends[UP, stage + 1, index]
-                    if arrival < 0:
-                        break
-                    start = max(start, arrival + hops_up[stage])
-                if position[rank] == 0:
-                    firsts[rank] = start
-                factor = factors[0, 0, 0] if same else factors[kind, stage, index]
-                free[rank] = start + seconds[kind, stage] * factor
-                ends[kind, stage, index] = free[rank]
-                position[rank] += 1
-                moved = True
-    span = 0.0
-    makespan = 0.0
-    for rank in range(ranks):
-        if position[rank] < lengths[rank]:
-            return -1.0, -1.0
-        span = max(span, free[rank] - firsts[rank])
-        makespan = max(makespan, free[rank])
-    return span, makespan

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Where, stage_kinds
+from megatron.pipeline.schedule.core.kinds import stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.search import engine
-from megatron.pipeline.schedule.search.engine import DOWN, KINDS, MID, POST, UP, Array
 from megatron.pipeline.schedule.time.jitter import factors
+from megatron.pipeline.schedule.time.orders import KINDS, POST, UP, Array, hops_of, replay, slots
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,15 @@ class Instance:
     """The arrays of a problem, read forwards or backwards in time; see ``engine`` for their meaning.
 
     Attributes:
-        arrays: all of them, in the order in which ``engine`` lists them.
+        arrays: all of them, as the compiled loops take them.
     """
 
     def __init__(self, problem: Problem, backwards: bool = False) -> None:
         self.problem, self.backwards = problem, backwards
-        placement, hop = problem.placement, float(problem.costs.hop)
-        stages = range(placement.last_stage + 1)
+        placement, stages = problem.placement, range(problem.placement.last_stage + 1)
         self.home = home = np.array([placement.home(stage)[0] for stage in stages])
         self.replica = np.array([placement.replica(stage) for stage in stages])
-        down = [-1.0 if placement.is_first(stage) else 0.0 if home[stage] == home[stage - 1] else hop for stage in stages]
-        up = [-1.0 if placement.is_last(stage) else down[stage + 1] for stage in stages]
-        self.hops_down, self.hops_up = np.array(down), np.array(up)
+        self.hops = hops_of(placement, problem.costs.hop)
         self.counts = np.array([len(range(first, problem.microbatches, placement.replicas)) for first in self.replica.tolist()])
         self.seconds, self.allocated = np.zeros((2, KINDS, len(stages)))
         self.before = np.full((KINDS, len(stages)), -2)
@@ -77,22 +74,37 @@ class Instance:
             kinds = stage_kinds(recomputed, stage in problem.fused)
             last = -1
             for kind in reversed(kinds) if backwards else kinds:
-                slot = _slots(backwards)[kind]
+                slot = slots(backwards)[kind]
                 self.seconds[slot, stage] = cost.seconds(kind)
                 self.allocated[slot, stage] = cost.allocated(kind, recomputed) * (-1 if backwards else 1)
                 self.before[slot, stage] = last
                 last = slot
         self.lengths = np.zeros(placement.ranks, np.int64)
         np.add.at(self.lengths, home, (self.before != -2).sum(axis=0) * self.counts)
-        self.arrays = (
-            home, self.hops_down, self.hops_up, self.counts, self.replica, placement.replicas, self.seconds, self.before,
-            self.allocated, self.lengths,
+        stage_of, kind_of = np.nonzero((self.before != -2).T)
+        by_rank = np.argsort(home[stage_of], kind="stable")
+        lines = np.stack((kind_of, stage_of), axis=1)[by_rank]
+        first = np.searchsorted(home[stage_of][by_rank], np.arange(placement.ranks + 1))
+        self.arrays = engine.Arrays(
+            home, self.hops, self.counts, self.replica, placement.replicas, self.seconds, self.before, self.allocated,
+            self.lengths, lines, first,
         )  # fmt: skip
 
     @cached_property
     def reversed(self) -> Instance:
         """The same problem, read in the other direction of time."""
         return Instance(self.problem, not self.backwards)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether rank r has the stages r and 2p-1-r of one model."""
+        ranks = range(len(self.lengths))
+        return self.problem.placement.replicas == 1 and self.home.tolist() == [*ranks, *reversed(ranks)]
+
+    @property
+    def size(self) -> int:
+        """How many passes there are."""
+        return int(self.lengths.sum())
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -105,36 +117,34 @@ class Instance:
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
-        placed = engine.construct(
-            self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, np.empty(self.shape), order
-        )
+        placed = engine.construct(self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, order)
         return self.replay(order) if placed else None
 
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
         ends = np.empty(self.shape)
-        span, makespan = engine.replay(self.arrays, order, np.ones((1, 1, 1)), ends)
+        *draws, (span, makespan) = [
+            replay(order, self.lengths, seconds, self.hops, self.before, ends) for seconds in self._durations
+        ]
         if span < 0:
             return None
         goal = 0 if self.problem.objective is Objective.SPAN else 1
-        value = (span, makespan)[goal]
-        if self._draws:
-            draws = [engine.replay(self.arrays, order, factors, np.empty(self.shape)) for factors in self._draws]
-            value = float(np.mean(draws, axis=0)[goal])
+        value = float(np.mean(draws, axis=0)[goal]) if draws else (span, makespan)[goal]
         return Plan(value, span, makespan, order, ends)
 
     @cached_property
-    def _draws(self) -> list[Array]:
-        """Random factors of all durations, the same for every order, to estimate the mean under jitter."""
+    def _durations(self) -> list[Array]:
+        """Random seconds of all passes, the same for every order, to estimate the mean under jitter; the last are not random."""
+        durations = [np.repeat(self.seconds[:, :, None], self.shape[2], axis=2)]
         if not self.problem.jitter or self.backwards:
-            return []
+            return durations
         draws = np.ones((_DRAWS, *self.shape))
-        for kind, slot in _slots(self.backwards).items():
+        for kind, slot in slots().items():
             for stage in np.flatnonzero(self.before[slot] != -2):
                 if (kind is Kind.BW) == (stage in self.problem.fused) or slot != UP:
                     drawn = factors(kind, int(stage), self.shape[2], self.problem.jitter, _DRAWS, seed=1)
                     draws[:, slot, stage] = drawn.T
-        return list(draws)
+        return [*(draws * durations[0]), *durations]
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""
@@ -157,14 +167,14 @@ class Instance:
 
     def read(self, passes: Order) -> Plan | None:
         """A plan from passes; None if they cannot finish, or are not the passes of the problem."""
-        slots, placement = _slots(self.backwards), self.problem.placement
+        slot_of, placement = slots(self.backwards), self.problem.placement
         order = np.full((len(passes), int(self.lengths.max()), 3), -1, np.int32)
         for rank, row in enumerate(passes):
             if len(row) != self.lengths[rank]:
                 return None
             stages = placement.stages[rank]
             order[rank, : len(row)] = [
-                (slots[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk, _ in row
+                (slot_of[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk, _ in row
             ]
         return self.replay(order)
 
@@ -182,7 +192,7 @@ class Instance:
         """The passes of every rank."""
         placement = self.problem.placement
         chunks = [placement.home(stage)[1] for stage in range(placement.last_stage + 1)]
-        names = {slot: kind for kind, slot in _slots(self.backwards).items() if kind is not Kind.BW}
+        names = {slot: kind for kind, slot in slots(self.backwards).items() if kind is not Kind.BW}
         rows = []
         for rank, length in enumerate(self.lengths):
             row = []
@@ -191,13 +201,3 @@ class Instance:
                 row.append(Pass(kind, index * placement.replicas + int(self.replica[stage]), chunks[stage]))
             rows.append(tuple(row))
         return tuple(rows)
-
-
-def _slots(backwards: bool) -> dict[Kind, int]:
-    """The engine's kind of each kind of a stage: DOWN or UP where it needs another stage, else MID or POST by its place."""
-    slots: dict[Kind, int] = {}
-    for kind in STAGE_KINDS:
-        needed = {need.where for need in kind.row.needs}
-        stays = POST if UP in slots.values() else MID
-        slots[kind] = DOWN if Where.PREVIOUS in needed else UP if Where.NEXT in needed else stays
-    return {kind: POST - slot if backwards else slot for kind, slot in slots.items()}

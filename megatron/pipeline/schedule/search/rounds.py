@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron.pipeline.schedule.search.engine import MID, SLACK, Array
+from megatron.pipeline.schedule.core.placement import linear
+from megatron.pipeline.schedule.search.engine import SLACK, Arrays
 from megatron.pipeline.schedule.search.instance import Instance, Plan
 from megatron.pipeline.schedule.search.rounds_engine import State, line_in_rounds, v_in_rounds
+from megatron.pipeline.schedule.time.orders import MID, Array
 
 _NEAR = 1.01  # a plan up to this many times as long as the best may be shorter than that once it is squeezed
 _REPEATS = 8  # how often a construction on a V is repeated with what ranks were idle in the one before
@@ -59,9 +61,9 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
         constructions.append((np.repeat(np.median(instance.seconds, axis=1, keepdims=True), stages, axis=1), False))
     every = itertools.product((1.0,) if few else (1.0, 0.0), (True, False), (True, False), (True, False) if line else (False,))
     for (seconds, real), (afford, eager, behind, dense) in itertools.product(constructions, every):
-        arrays = (*instance.arrays[:6], seconds, *instance.arrays[7:])
+        arrays = instance.arrays._replace(seconds=seconds)
         spare = longest * (1 + SLACK) - work if real else np.full(len(work), np.inf)
-        plan = (_line if line else _v)(instance, arrays, limits, Choices(eager, behind, dense, afford), spare)
+        plan = _construct(instance, arrays, limits, Choices(eager, behind, dense, afford), spare)
         if plan is not None:
             longest = min(longest, plan.span * _NEAR)
             yield plan
@@ -69,23 +71,17 @@ def rounds(instance: Instance, limits: Array, longest: float = np.inf, few: bool
 
 def can_be_in_rounds(instance: Instance) -> bool:
     """Whether there are rounds for a problem."""
-    shape, ranks = instance.home.tolist(), list(range(len(instance.lengths)))
-    placed = shape in (ranks, [*ranks, *reversed(ranks)]) and instance.problem.placement.replicas == 1
+    placed = instance.is_v or instance.problem.placement == linear(len(instance.lengths))
     return placed and not instance.backwards and bool((instance.before[MID] == -2).all())
 
 
-def _line(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices, spare: Array) -> Plan | None:
-    state = State.of(instance, spare)
-    done = line_in_rounds(arrays, limits, choices, state)
-    return instance.replay(state.order) if done else None
-
-
-def _v(instance: Instance, arrays: tuple[Any, ...], limits: Array, choices: Choices, spare: Array) -> Plan | None:
-    """Repeated with what each rank was idle, as long as that makes the longest idle time shorter."""
+def _construct(instance: Instance, arrays: Arrays, limits: Array, choices: Choices, spare: Array) -> Plan | None:
+    """On a V repeated with what each rank was idle, as long as that makes the longest idle time shorter."""
     best, before = None, np.zeros(len(limits) + 1)
-    for _ in range(_REPEATS):
+    in_rounds, repeats = (line_in_rounds, 1) if len(instance.home) == len(limits) else (v_in_rounds, _REPEATS)
+    for _ in range(repeats):
         state = State.of(instance, spare)
-        if not v_in_rounds(arrays, limits, choices, before, state) or (best is not None and state.most[0] >= before[-1]):
+        if not in_rounds(arrays, limits, choices, before, state) or (best is not None and state.most[0] >= before[-1]):
             break
         best, before = state.order, np.append(state.idle, state.most)
         spare = np.minimum(spare, before[-1])

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.pipeline.schedule.core.compiled import compiled
-from megatron.pipeline.schedule.search.engine import DOWN, POST, SLACK, UP, Array
+from megatron.pipeline.schedule.search.engine import SLACK
 from megatron.pipeline.schedule.search.instance import Instance
+from megatron.pipeline.schedule.time.orders import DOWN, POST, UP, Array
 
 
 class State(NamedTuple):
@@ -43,59 +44,44 @@ class State(NamedTuple):
     @staticmethod
     def of(instance: Instance, spare: Array) -> State:
         ranks, most = len(instance.lengths), int(instance.lengths.max())
-        kept = np.zeros(ranks)
+        free, held, idle, kept = np.zeros((4, ranks))
         np.maximum.at(kept, instance.home, instance.allocated[UP])
         return State(
-            np.full(instance.shape, -1.0),
-            np.full((ranks, most, 3), -1, np.int32),
-            np.zeros(ranks, np.int64),
-            np.zeros(instance.shape[:2], np.int64),
-            np.zeros(ranks),
-            np.zeros(ranks),
-            np.zeros(ranks),
-            np.zeros(1),
-            kept,
-            spare,
-            np.zeros((ranks, most), np.int64),
-            np.zeros((ranks, 2), np.int64),
-        )
+            ends=np.full(instance.shape, -1.0),
+            order=np.full((ranks, most, 3), -1, np.int32),
+            length=np.zeros(ranks, np.int64),
+            done=np.zeros(instance.shape[:2], np.int64),
+            free=free, held=held, idle=idle, most=np.zeros(1), kept=kept, spare=spare,
+            waiting=np.zeros((ranks, most), np.int64),
+            due=np.zeros((ranks, 2), np.int64),
+        )  # fmt: skip
 
 
 @compiled
-def _arrives(arrays: tuple[Any, ...], state: Any, kind: int, stage: int) -> float:
+def _arrives(arrays: Any, state: Any, kind: int, stage: int) -> float:
     """When the input of the next F or B of a stage arrives from another rank; 0 if it needs none, -1 if it is not made yet."""
-    hops_down, hops_up = arrays[1], arrays[2]
-    index = state.done[kind, stage]
-    if kind == DOWN and hops_down[stage] >= 0:
-        made, hop = state.ends[DOWN, stage - 1, index], hops_down[stage]
-    elif kind == UP and hops_up[stage] >= 0:
-        made, hop = state.ends[UP, stage + 1, index], hops_up[stage]
-    else:
+    hop = arrays.hops[kind, stage]
+    if hop < 0:
         return 0.0
+    made = state.ends[kind, stage - 1 if kind == DOWN else stage + 1, state.done[kind, stage]]
     return made + hop if made >= 0 else -1.0
 
 
 @compiled
-def _takes(arrays: tuple[Any, ...], state: Any, kind: int, stage: int) -> float:
+def _takes(arrays: Any, state: Any, kind: int, stage: int) -> float:
     """The memory without which the next pass of a stage does not run."""
-    allocated = arrays[8][kind, stage]
-    return float(allocated + state.kept[arrays[0][stage]] if kind == DOWN else allocated)
+    allocated = arrays.allocated[kind, stage]
+    return float(allocated + state.kept[arrays.home[stage]] if kind == DOWN else allocated)
 
 
 @compiled
-def _run(arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: int) -> bool:
+def _run(arrays: Any, limits: Array, state: Any, kind: int, stage: int) -> bool:
     """Place the next pass of a kind on a stage; False if it cannot run, or does not fit into memory."""
-    home, seconds, before, allocated = arrays[0], arrays[6], arrays[7], arrays[8]
-    rank, index = home[stage], state.done[kind, stage]
+    rank, index = arrays.home[stage], state.done[kind, stage]
     if index >= state.ends.shape[2] or state.held[rank] + _takes(arrays, state, kind, stage) > limits[rank] * (1 + SLACK):
         return False
-    ready = _arrives(arrays, state, kind, stage)
-    if before[kind, stage] >= 0:
-        made = state.ends[before[kind, stage], stage, index]
-        ready = min(made, max(ready, made)) if made < 0 else ready
-        if made < 0:
-            return False
-    if ready < 0:
+    previous, ready = arrays.before[kind, stage], _arrives(arrays, state, kind, stage)
+    if ready < 0 or (previous >= 0 and state.ends[previous, stage, index] < 0):
         return False
     place = state.length[rank]
     begin = max(state.free[rank], ready)
@@ -104,19 +90,19 @@ def _run(arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: i
         state.most[0] = max(state.most[0], state.idle[rank])
         if state.idle[rank] > state.spare[rank]:
             return False
-    state.free[rank] = state.ends[kind, stage, index] = begin + seconds[kind, stage]
+    state.free[rank] = state.ends[kind, stage, index] = begin + arrays.seconds[kind, stage]
     state.order[rank, place, 0], state.order[rank, place, 1], state.order[rank, place, 2] = kind, stage, index
     state.length[rank] += 1
     state.done[kind, stage] += 1
-    state.held[rank] += allocated[kind, stage]
-    if kind == UP and before[POST, stage] != -2:
+    state.held[rank] += arrays.allocated[kind, stage]
+    if kind == UP and arrays.before[POST, stage] != -2:
         state.waiting[rank, state.due[rank, 1]] = stage
         state.due[rank, 1] += 1
     return True
 
 
 @compiled
-def _weight(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int) -> bool:
+def _weight(arrays: Any, limits: Array, state: Any, rank: int) -> bool:
     """Run the W of a rank that is due longest; False if none is."""
     if state.due[rank, 0] == state.due[rank, 1]:
         return False
@@ -126,44 +112,44 @@ def _weight(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int) -> bo
 
 
 @compiled
-def _make_room(arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: int) -> bool:
-    """Run W until the next pass of a stage fits into memory; False if that is not enough."""
-    rank, takes = arrays[0][stage], _takes(arrays, state, kind, stage)
+def _run_after_weights(
+    arrays: Any, limits: Array, choices: Any, before: Array, state: Any, kind: int, stage: int, delay: bool, always: bool
+) -> bool:
+    """Place the next F or B of a stage, behind the W that make room for it or run while it waits; False if it cannot run.
+
+    Args:
+        before: float[P + 1], how long each rank was idle in the construction before this one, and the longest of these.
+        delay: whether one W more may delay the pass where the wait is longer than the rank can afford to be idle.
+        always: the same where it is not.
+    """
+    rank, takes = arrays.home[stage], _takes(arrays, state, kind, stage)
     while state.held[rank] + takes > limits[rank] * (1 + SLACK):
         if not _weight(arrays, limits, state, rank):
             return False
-    return True
+    if arrays.hops[kind, stage] >= 0:
+        arrives = _arrives(arrays, state, kind, stage)
+        while state.due[rank, 0] < state.due[rank, 1]:
+            due = state.waiting[rank, state.due[rank, 0]]
+            if arrives < state.free[rank] + arrays.seconds[POST, due]:
+                break
+            _weight(arrays, limits, state, rank)
+        slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
+        wait = arrives - state.free[rank]
+        if wait > 0 and (delay if wait > slack else always):
+            _weight(arrays, limits, state, rank)
+    return bool(_run(arrays, limits, state, kind, stage))
 
 
 @compiled
-def _use_wait(
-    arrays: tuple[Any, ...], limits: Array, state: Any, kind: int, stage: int, slack: float, delay: bool, always: bool
-) -> None:
-    """Run W while the next pass of a stage waits for its input.
+def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
+    arrays: Any, limits: Array, choices: Any, before: Array, state: Any
+) -> bool:
+    """Fill the state for one stage on every rank; returns whether all passes were placed.
 
     Args:
-        slack: how long the rank can afford to be idle.
-        delay: whether one W more may delay the pass where the wait is longer than that.
-        always: the same where it is not.
+        before: float[P + 1], zeros.
     """
-    seconds, rank = arrays[6], arrays[0][stage]
-    arrival = _arrives(arrays, state, kind, stage)
-    while state.due[rank, 0] < state.due[rank, 1]:
-        due = state.waiting[rank, state.due[rank, 0]]
-        if arrival < state.free[rank] + seconds[POST, due]:
-            break
-        _weight(arrays, limits, state, rank)
-    wait = arrival - state.free[rank]
-    if wait > 0 and (delay if wait > slack else always):
-        _weight(arrays, limits, state, rank)
-
-
-@compiled
-def line_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
-    arrays: tuple[Any, ...], limits: Array, choices: Any, state: Any
-) -> bool:
-    """Fill the state for one stage on every rank; returns whether all passes were placed."""
-    hops_down, hops_up, seconds, allocated = arrays[1], arrays[2], arrays[6], arrays[8]
+    hops, seconds, allocated = arrays.hops, arrays.seconds, arrays.allocated
     ranks, many = limits.shape[0], state.ends.shape[2]
     for rank in range(ranks):
         if not _run(arrays, limits, state, DOWN, rank):
@@ -172,14 +158,14 @@ def line_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
     more = np.zeros(ranks, np.int64)
     made = state.free[ranks - 1] + seconds[UP, ranks - 1]
     for rank in range(ranks - 2, -1, -1):
-        clock, held, arrival = state.free[rank], state.held[rank], made + hops_up[rank]
+        clock, held, arrives = state.free[rank], state.held[rank], made + hops[UP, rank]
         while 1 + more[rank] < many and held + _takes(arrays, state, DOWN, rank) <= limits[rank] * (1 + SLACK):
-            if clock >= arrival or (not choices.eager and clock + seconds[DOWN, rank] > arrival):
+            if clock >= arrives or (not choices.eager and clock + seconds[DOWN, rank] > arrives):
                 break
             held += allocated[DOWN, rank]
             clock += seconds[DOWN, rank]
             more[rank] += 1
-        made = max(clock, arrival) + seconds[UP, rank]
+        made = max(clock, arrives) + seconds[UP, rank]
     for rank in range(1, ranks):
         while more[rank] > 0 and more[rank] >= more[rank - 1] and 1 + more[rank] < many:
             more[rank] -= 1
@@ -200,34 +186,22 @@ def line_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
         for rank in range(ranks - 1, -1, -1):
             wanted[rank] &= wanted[rank + 1]
         for rank in range(ranks):
-            if not wanted[rank]:
-                continue
-            if not _make_room(arrays, limits, state, DOWN, rank):
-                return False
-            if hops_down[rank] >= 0:
-                slack = choices.afford * (state.most[0] - state.idle[rank])
-                _use_wait(arrays, limits, state, DOWN, rank, slack, True, choices.dense)
-            if not _run(arrays, limits, state, DOWN, rank):
+            if wanted[rank] and not _run_after_weights(arrays, limits, choices, before, state, DOWN, rank, True, choices.dense):
                 return False
         for rank in range(ranks - 1, -1, -1):
-            if not _make_room(arrays, limits, state, UP, rank):
-                return False
-            if hops_up[rank] >= 0:
-                slack = choices.afford * (state.most[0] - state.idle[rank])
-                _use_wait(arrays, limits, state, UP, rank, slack, True, choices.dense)
             if rank == 0 and state.done[DOWN, 0] == many:  # nothing waits for its B
                 while _weight(arrays, limits, state, 0):
                     pass
-            if not _run(arrays, limits, state, UP, rank):
+            if not _run_after_weights(arrays, limits, choices, before, state, UP, rank, True, choices.dense):
                 return False
     return _drain(arrays, limits, state)
 
 
 @compiled
-def _has_time(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int, afford: float) -> bool:
+def _has_time(arrays: Any, limits: Array, state: Any, rank: int, afford: float) -> bool:
     """Whether a rank that is far ahead of the next one should run an F before the gradient of its next B can come."""
-    hops_up, seconds, allocated = arrays[2], arrays[6], arrays[8]
-    comes = state.free[rank + 1] + seconds[DOWN, rank + 1] + seconds[UP, rank + 1] + hops_up[rank]
+    seconds, allocated = arrays.seconds, arrays.allocated
+    comes = state.free[rank + 1] + seconds[DOWN, rank + 1] + seconds[UP, rank + 1] + arrays.hops[UP, rank]
     if state.free[rank] >= comes:
         return False
     weights, held = 0, state.held[rank] + _takes(arrays, state, DOWN, rank)
@@ -242,14 +216,14 @@ def _has_time(arrays: tuple[Any, ...], limits: Array, state: Any, rank: int, aff
 
 @compiled
 def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
-    arrays: tuple[Any, ...], limits: Array, choices: Any, before: Array, state: Any
+    arrays: Any, limits: Array, choices: Any, before: Array, state: Any
 ) -> bool:
     """Fill the state for a V: rank r has the stages r and 2p-1-r; returns whether all passes were placed.
 
     Args:
         before: float[P + 1], how long each rank was idle in the construction before this one, and the longest of these.
     """
-    hops_down, seconds, allocated = arrays[1], arrays[6], arrays[8]
+    hops, seconds, allocated = arrays.hops, arrays.seconds, arrays.allocated
     ranks, many = limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
     for stage in range(ranks + 1):
@@ -257,9 +231,9 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
             return False
     # While the first microbatch climbs the V, more of them follow, as long as time and what is needed below leave room.
     for rank in range(ranks - 2, -1, -1):
-        arrival = state.ends[DOWN, last - rank - 1, 0] + hops_down[last - rank]
+        arrives = state.ends[DOWN, last - rank - 1, 0] + hops[DOWN, last - rank]
         least = (allocated[DOWN, rank] + allocated[DOWN, last - rank]) * (rank + 1) + state.kept[rank]
-        while state.held[rank] + least <= limits[rank] * (1 + SLACK) and state.free[rank] + seconds[DOWN, rank] <= arrival:
+        while state.held[rank] + least <= limits[rank] * (1 + SLACK) and state.free[rank] + seconds[DOWN, rank] <= arrives:
             if state.done[DOWN, rank] >= many:
                 break
             for stage in range(rank + 1):
@@ -294,7 +268,7 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
 
 
 @compiled
-def _backwards_on_v(arrays: tuple[Any, ...], limits: Array, choices: Any, before: Array, state: Any) -> bool:
+def _backwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, state: Any) -> bool:
     """One B on every rank: of the second half of a microbatch's way back where its input is made, else of the first."""
     ranks, many = limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
@@ -308,17 +282,14 @@ def _backwards_on_v(arrays: tuple[Any, ...], limits: Array, choices: Any, before
         if second[rank] != (turn < ranks):
             continue
         stage = rank if second[rank] else last - rank
-        if not _make_room(arrays, limits, state, UP, stage):
-            return False
-        slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
-        _use_wait(arrays, limits, state, UP, stage, slack, bool(second[rank]) or choices.behind, False)
-        if not _run(arrays, limits, state, UP, stage):
+        delay = bool(second[rank]) or choices.behind
+        if not _run_after_weights(arrays, limits, choices, before, state, UP, stage, delay, False):
             return False
     return True
 
 
 @compiled
-def _forwards_on_v(arrays: tuple[Any, ...], limits: Array, choices: Any, before: Array, state: Any) -> bool:
+def _forwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, state: Any) -> bool:
     """One F on every rank: of the second chunk where its input is made, else of the first."""
     ranks, many = limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
@@ -333,19 +304,15 @@ def _forwards_on_v(arrays: tuple[Any, ...], limits: Array, choices: Any, before:
             stage = rank
         else:
             continue
-        if not _make_room(arrays, limits, state, DOWN, stage):
-            return False
-        slack = choices.afford * (max(state.most[0], before[-1] - before[rank]) - state.idle[rank])
-        _use_wait(arrays, limits, state, DOWN, stage, slack, choices.eager, False)
-        if not _run(arrays, limits, state, DOWN, stage):
+        if not _run_after_weights(arrays, limits, choices, before, state, DOWN, stage, choices.eager, False):
             return False
     return True
 
 
 @compiled
-def _drain(arrays: tuple[Any, ...], limits: Array, state: Any) -> bool:
+def _drain(arrays: Any, limits: Array, state: Any) -> bool:
     """Run the W that are still due; returns whether every pass is placed."""
     for rank in range(limits.shape[0]):
         while _weight(arrays, limits, state, rank):
             pass
-    return bool((state.length == arrays[9]).all())
+    return bool((state.length == arrays.lengths).all())

@@ -10,16 +10,18 @@ from operator import attrgetter
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
-from megatron.pipeline.schedule.search.engine import DOWN, SLACK
-from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
+from megatron.pipeline.schedule.search.engine import SLACK
+from megatron.pipeline.schedule.search.instance import Instance, Plan, Seed
 from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
+from megatron.pipeline.schedule.time.orders import DOWN, Array
 
 Known: TypeAlias = Callable[[Problem], Iterable[Order]]
 _value = attrgetter("value")
@@ -44,7 +46,7 @@ _DOMINATED = 1.01  # a level whose best start is this many times as long as anot
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
 
-def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = False) -> Order:
+def search(problem: Problem, known: Known, fixed: bool = False) -> Order:
     """The best order that the search finds; never worse than a known order that fits into the limits.
 
     A higher limit does not make the order longer: levels of memory below the limit are searched too, unless their lower bound
@@ -70,11 +72,11 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
         return _read(unlimited, known)[0].passes(plan)
     short = _cut_down(unlimited)
     whole, plans = _read(unlimited, known)
-    long = short is not unlimited or int(whole.lengths.sum()) > _HUGE
+    long = short is not unlimited or whole.size > _HUGE
     best = min(_fitting(whole, plans, next(_levels(whole, problem.limits, long, fixed))[0]), key=_value, default=None)
     at_length = _Long(whole)
     for limits, thorough in _levels(whole, problem.limits, long, fixed):
-        goal = 0.0 if problem.jitter else lower_bound(replace(problem, limits=tuple(limits.tolist()))) * (1 + SLACK)
+        goal = _goal(problem, tuple(limits.tolist()))
         if best is not None and goal >= best.value:
             break  # levels with less memory cannot be better either
         level = _level(short, known, tuple(limits.tolist()), long)
@@ -89,7 +91,7 @@ def search(problem: Problem, known: Known = lambda problem: (), fixed: bool = Fa
 
 def _first(instance: Instance, known: list[Plan], own: Sequence[float] | None) -> Plan | None:
     """The best of the few plans that are made first, squeezed."""
-    room = _room(instance, np.array(np.inf if own is None else own))
+    room = _room(instance, own)
     made = [*_fitting(instance, known, room), *rounds(instance, room, few=True)]
     made += itertools.islice(starts(instance, room, _PROBES), _PROBES)
     best = min(made, key=_value, default=None)
@@ -103,13 +105,13 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
     same, limits are rounded down to whole chunks, and those of a long problem to whole steps.
     """
     problem = instance.problem
-    most = _room(instance, np.array(np.inf if own is None else own))
+    most = _room(instance, own)
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
     if problem.jitter or (long and fixed) or not chunk:
         yield most, True
         return
-    in_rounds = int(instance.lengths.sum()) > _MEDIUM and can_be_in_rounds(instance)
+    in_rounds = instance.size > _MEDIUM and can_be_in_rounds(instance)
     steps = _STEPS_OF_LONG if long and not in_rounds else _STEPS
     step = chunk * max(1, problem.ranks * problem.placement.chunks_per_replica // steps)
     sizes = {size for stage in problem.costs.stages for size in (stage.activation, stage.retained, stage.checkpoint)}
@@ -131,16 +133,21 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
             yield np.minimum(most, level), is_thorough(level)
 
 
+def _goal(problem: Problem, limits: tuple[float, ...]) -> float:
+    """A value that no plan within the limits can improve on."""
+    return 0.0 if problem.jitter else lower_bound(replace(problem, limits=limits)) * (1 + SLACK)
+
+
 def _whole_units(amounts: Array, unit: float) -> Array:
     return np.floor(amounts / unit * (1 + SLACK)) * unit
 
 
-def _room(instance: Instance, limits: Array) -> Array:
-    """The memory that every rank can use: its limit, or what all microbatches hold at once if that is less."""
+def _room(instance: Instance, limits: ArrayLike | None) -> Array:
+    """The memory that every rank can use: its limit if it has one, or what all microbatches hold at once if that is less."""
     everything = np.zeros(len(instance.lengths))
     held = np.maximum(instance.allocated, 0).sum(axis=0)
     np.add.at(everything, instance.home, held * instance.counts)
-    return np.minimum(everything, limits)
+    return np.minimum(everything, np.inf if limits is None else limits)
 
 
 @lru_cache(maxsize=4)
@@ -171,19 +178,21 @@ class _Level:
 
     def candidates(self, best: Plan | None, thorough: bool) -> Iterator[Plan]:
         """Better and better plans; only a few where the best known plan shows that others would hardly be better."""
-        if self._rounds_first:
+        rounds_first = self.instance.size > _MANY  # they are the faster way to a good plan where there are many passes
+        if rounds_first:
             yield from self.in_rounds
         longest = best.value * _DOMINATED if best else np.inf
         if (thorough or not self.in_rounds) and self.begin and self.begin[0].value <= longest:
             yield from self.plans
-        if not self._rounds_first:
+        if not rounds_first:
             yield from self.in_rounds
 
     @cached_property
     def in_rounds(self) -> list[Plan]:
         """The best plan that is made in rounds, squeezed and improved, if there is one."""
-        plans = _squeezed_rounds(self.instance, self._room)
-        return [_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in plans]
+        instance, room = self.instance, self._room
+        shortest = sorted(rounds(instance, room), key=_value)[:1]
+        return [_improve(instance, squeeze(instance, plan, room), room, self._tries, self._goal) for plan in shortest]
 
     @cached_property
     def begin(self) -> list[Plan]:
@@ -200,27 +209,20 @@ class _Level:
     def budget(self) -> int:
         """The number of plans to be made."""
         passes = _PASSES_OF_LONG if self.long else _PASSES
-        return int(min(_MOST, max(_FEWEST, passes / self.instance.lengths.sum())))
+        return int(min(_MOST, max(_FEWEST, passes / self.instance.size)))
 
     @property
     def _tries(self) -> int:
         """The number of plans to be made from each of those to begin with."""
         return self.budget // 2 // _STARTS
 
-    @property
-    def _rounds_first(self) -> bool:
-        """Rounds are the faster way to a good plan where there are many passes."""
-        return int(self.instance.lengths.sum()) > _MANY
-
     @cached_property
     def _goal(self) -> float:
-        """A value that no plan can improve on."""
-        problem = self.instance.problem
-        return 0.0 if problem.jitter else lower_bound(replace(problem, limits=self.limits)) * (1 + SLACK)
+        return _goal(self.instance.problem, self.limits)
 
     @property
     def _room(self) -> Array:
-        return _room(self.instance, np.array(self.limits))
+        return _room(self.instance, self.limits)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -229,35 +231,30 @@ def _level(problem: Problem, known: Known, limits: tuple[float, ...], long: bool
     return _Level(*_read(problem, known), limits, long)
 
 
-def _squeezed_rounds(instance: Instance, limits: Array) -> list[Plan]:
-    """The best plan that is made in rounds, squeezed; none if there is none."""
-    return [squeeze(instance, plan, limits) for plan in sorted(rounds(instance, limits), key=_value)[:1]]
-
-
 class _Long:
     """The search of a long problem: at full length where plans can be made in rounds, else from plans for fewer microbatches."""
 
     def __init__(self, whole: Instance) -> None:
-        self._whole, self._passes = whole, int(whole.lengths.sum())
+        self._whole = whole
         self._in_rounds = False  # whether a level had plans made in rounds; levels below are searched for better ones only
 
     def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float, thorough: bool) -> Iterator[Plan]:
         """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
         whole, room = self._whole, _room(self._whole, limits)
         quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
-        if self._passes <= _HUGE:
+        if self._whole.size <= _HUGE:
             quick = [plan for plan in quick if plan.value <= goal * _NEAR]
         longest = min((plan.span for plan in (*quick, *([best] if best else []))), default=np.inf)
         made = list(rounds(whole, room, longest * _DOMINATED, few=True))
         self._in_rounds = self._in_rounds or bool(made)
-        if not (quick or made) and self._passes > _HUGE:
+        if not (quick or made) and self._whole.size > _HUGE:
             quick = [*starts(whole, room, _PROBES)]
         for plan in sorted([*quick, *made], key=_value)[:1]:
             if best is None or plan.value <= best.value * _DOMINATED:
                 squeezed = squeeze(whole, plan, room)
                 best = squeezed if best is None else min(best, squeezed, key=_value)
                 yield squeezed
-        if self._passes <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
+        if self._whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
 
 
@@ -267,7 +264,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
     more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
     dominated = best.value * _DOMINATED if best else np.inf
     if best is not None and not level.in_rounds:
-        glance = itertools.islice(starts(small, _room(small, np.array(level.limits)), _PROBES), _PROBES)
+        glance = itertools.islice(starts(small, _room(small, level.limits), _PROBES), _PROBES)
         if min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
             return
     if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:
@@ -283,7 +280,7 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
     yield from (squeeze(whole, plan, room) for plan in begin)
 
 
-def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float = np.inf) -> list[Plan]:
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float) -> list[Plan]:
     """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
 
     Args:

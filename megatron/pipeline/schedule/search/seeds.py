@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron.pipeline.schedule.search.engine import DOWN, MID, POST, UP
-from megatron.pipeline.schedule.search.instance import Array, Instance, Plan, Seed
+from megatron.pipeline.schedule.search.instance import Instance, Plan, Seed
+from megatron.pipeline.schedule.time.orders import DOWN, MID, POST, UP, Array
 
 # How far apart a pass and the same pass of the next stage are, in passes: forward on the first and second half of the
 # stages, backward on the second and first half. (1, 1, 1, 1) is V-Min's block, (2, 1, 2, 1) V-Half's, (4, 2, 4, 2) ZB-V's.
@@ -29,7 +29,7 @@ def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
     simple = instance.construct(Seed(greedy(instance)), limits)
     if simple is not None:
         yield simple
-    if _is_v(instance):
+    if instance.is_v:
         plan = instance.sorted(_packed(instance))
         if plan is not None and instance.within(plan, limits):
             yield plan
@@ -79,28 +79,23 @@ def block(instance: Instance, steps: tuple[float, ...], pause: float, lag: float
     offsets = np.zeros((5, stages))
     now = 0.0
     for stage in range(stages):
-        if instance.hops_down[stage] < 0:
+        if instance.hops[DOWN, stage] < 0:
             now = 0.0
         offsets[DOWN, stage] = now
-        step = instance.seconds[DOWN, stage] + max(0.0, instance.hops_up[stage])
+        step = instance.seconds[DOWN, stage] + max(0.0, instance.hops[UP, stage])
         turn = stage + 1 == stages or instance.home[stage + 1] == instance.home[stage]
         now += step if turn else max(step, steps[0 if 2 * stage < stages else 1] * unit)
     for stage in reversed(range(stages)):
-        if instance.hops_up[stage] < 0:
+        if instance.hops[UP, stage] < 0:
             now = offsets[DOWN, stage] + instance.seconds[DOWN, stage] + pause
         now += instance.seconds[MID, stage]
         offsets[UP, stage] = now
         offsets[MID, stage] = now - instance.seconds[MID, stage]
         offsets[POST, stage] = now + instance.seconds[UP, stage] + lag
-        step = instance.seconds[UP, stage] + max(0.0, instance.hops_down[stage])
+        step = instance.seconds[UP, stage] + max(0.0, instance.hops[DOWN, stage])
         turn = stage == 0 or instance.home[stage - 1] == instance.home[stage]
         now += step if turn else max(step, steps[2 if 2 * stage >= stages else 3] * unit)
     return offsets
-
-
-def _is_v(instance: Instance) -> bool:
-    ranks = range(len(instance.lengths))
-    return instance.problem.placement.replicas == 1 and instance.home.tolist() == [*ranks, *reversed(ranks)]
 
 
 def _packed(instance: Instance) -> Array:

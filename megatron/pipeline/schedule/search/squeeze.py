@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from megatron.pipeline.schedule.core.compiled import compiled
-from megatron.pipeline.schedule.search.engine import DOWN, SLACK, UP, Array
+from megatron.pipeline.schedule.search.engine import SLACK
 from megatron.pipeline.schedule.search.instance import Instance, Plan
+from megatron.pipeline.schedule.time.orders import DOWN, Array
 
 
 def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
@@ -30,26 +31,21 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
-    order, ends = plan.order.copy(), plan.ends.copy()
-    _squeeze(instance.arrays, limits, order, ends, np.argsort(_flat_starts(instance, plan), kind="stable"))
+    order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds[:, :, None]
+    exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
+    by_start = np.argsort(np.where(exists, starts, np.inf), axis=None, kind="stable")
+    _squeeze(instance.arrays, limits, order, ends, by_start)
     squeezed = instance.replay(order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
     return squeezed if squeezed is not None and squeezed.value <= plan.value else plan
 
 
-def _flat_starts(instance: Instance, plan: Plan) -> Array:
-    """The starts of all passes as a flat array; infinite where a stage has no such pass."""
-    starts = plan.ends - instance.seconds[:, :, None]
-    exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
-    return np.where(exists, starts, np.inf).ravel()
-
-
 @compiled
 def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
-    arrays: tuple[Any, ...], limits: Array, order: Array, ends: Array, by_start: Array
+    arrays: Any, limits: Array, order: Array, ends: Array, by_start: Array
 ) -> None:
     """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts."""
-    home, hops_down, hops_up, _, _, _, seconds, before, allocated, lengths = arrays
+    home, hops, _, _, _, seconds, before, allocated, lengths, _, _ = arrays
     stages, many = ends.shape[1], ends.shape[2]
     held = np.zeros(order.shape[:2])  # memory of every rank after each of its passes
     idle = np.zeros(order.shape[:2])  # idle seconds of every rank up to the start of each of its passes
@@ -59,15 +55,11 @@ def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
         kind, stage, index = number // (stages * many), number // many % stages, number % many
         rank, takes, row = home[stage], allocated[kind, stage], order[home[stage]]
         start = ends[kind, stage, index] - seconds[kind, stage]
-        ready = 0.0
+        ready = ends[kind, stage, index - 1] if index > 0 else 0.0
         if before[kind, stage] >= 0:
-            ready = ends[before[kind, stage], stage, index]
-        if kind == DOWN and hops_down[stage] >= 0:
-            ready = max(ready, ends[DOWN, stage - 1, index] + hops_down[stage])
-        elif kind == UP and hops_up[stage] >= 0:
-            ready = max(ready, ends[UP, stage + 1, index] + hops_up[stage])
-        if index > 0:
-            ready = max(ready, ends[kind, stage, index - 1])
+            ready = max(ready, ends[before[kind, stage], stage, index])
+        if hops[kind, stage] >= 0:
+            ready = max(ready, ends[kind, stage - 1 if kind == DOWN else stage + 1, index] + hops[kind, stage])
         slack = SLACK * (1 + start)
         if ready >= start - slack:
             continue

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.time.lanes import Switch
@@ -29,15 +28,13 @@ class Clock:
         self,
         ranks: int,
         rows: Rows,
-        made_at: list[Any],
         seconds_of: Sequence[Sequence[float] | None] | None = None,
         switches: Mapping[int, Switch] | None = None,
     ) -> None:
         """
         Args:
             ranks: how many of the rows are ranks; rows of copies follow.
-            rows: only their links are used.
-            made_at: when every result was made, by its number; None for those that passes have yet to make.
+            rows: their links are used, and what is there from the start.
             seconds_of: durations by slot, of the rows whose passes do not take what their links say.
             switches: by row, of rows whose passes take longer while others behind their switch run.
         """
@@ -46,7 +43,7 @@ class Clock:
         self.free: list[float] = [0] * count
         self.starts: list[dict[Pass, float]] = [{} for _ in range(count)]
         self.ends: list[dict[Pass, float]] = [{} for _ in range(count)]
-        self._ranks, self._links, self._made_at = ranks, rows.links, made_at
+        self._ranks, self._links, self._made_at = ranks, rows.links, list(rows.made_at)
         self._seconds_of, self._switches = seconds_of, switches or {}
         self._parts: dict[int, list[float]] = {}  # by number of a result that every rank has a part in: when parts were made
         self._blocked: dict[int, set[tuple[int, float]]] = {}  # by number of a result: (row that waits, seconds it travels there)

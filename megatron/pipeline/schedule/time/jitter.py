@@ -44,16 +44,6 @@ class Expected:
         """The mean: the average iteration, if iterations do not interlock."""
         return float(self.makespans.mean())
 
-    @property
-    def span_95(self) -> float:
-        """The 95th percentile of the spans."""
-        return float(np.quantile(self.spans, 0.95))
-
-    @property
-    def makespan_95(self) -> float:
-        """The 95th percentile of the makespans."""
-        return float(np.quantile(self.makespans, 0.95))
-
 
 def expected(schedule: Schedule, costs: Costs, jitter: float, draws: int = 100, seed: int = 0) -> Expected:
     """Simulate a schedule many times, with the duration of every pass multiplied by a random factor of its own.

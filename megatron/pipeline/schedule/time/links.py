@@ -7,6 +7,7 @@ time: it stands for the moment at which the lane may start it, or at which the r
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.costs import Costs
@@ -45,16 +46,14 @@ class Rows(NamedTuple):
         works: the passes that these stand for; None where a rank waits for its lane, and before a braid, where it waits for the
             gradient.
         links: by row, chunk and key.
-        size: how many numbers there are for what passes make for each other.
-        ready: the numbers of what is there from the start.
+        made_at: by number of what passes make for each other, when it is there: from the start (0), or not yet (None).
         lanes: the rows behind those of the ranks.
     """
 
     passes: Sequence[Sequence[Pass]]
     works: Sequence[Sequence[Pass | None]]
     links: list[list[dict[Any, Link]]]
-    size: int
-    ready: list[int]
+    made_at: list[Any]
     lanes: list[LaneRow]
 
 
@@ -70,26 +69,20 @@ class LaneRow(NamedTuple):
 def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
     """All lanes that a schedule uses: of copies both directions of every rank, then rank by rank the others."""
     others = {kind.row.lane for row in schedule.rows for kind in row.kinds if kind.row.lane and not kind.is_copy}
+    taken = cache(costs.seconds)
+
+    def of(rank: int, lane: Lane) -> LaneRow:
+        row, stages = schedule.rows[rank], schedule.placement.stages[rank]
+        passes = row.lanes.get(lane, [])
+        seconds = [taken(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
+        return LaneRow(rank, lane, passes, seconds)
+
     return [
-        _lane_row(schedule, costs, rank, lane)
+        of(rank, lane)
         for lanes in (COPY_LANES if schedule.has_copies else (), sorted(others))
         for rank in range(schedule.ranks)
         for lane in lanes
     ]
-
-
-def _lane_row(schedule: Schedule, costs: Costs, rank: int, lane: Lane) -> LaneRow:
-    row, stages = schedule.rows[rank], schedule.placement.stages[rank]
-    passes = row.lanes.get(lane, [])
-    taken = {
-        (kind, chunk, again): costs.seconds(kind, stage, again)
-        for kind in row.kinds
-        if kind.row.lane is lane
-        for chunk, stage in enumerate(stages)
-        for again in (False, True)
-    }
-    seconds = [taken[work.kind, work.chunk, row.has(Kind.R, work)] / row.parts(work) for work in passes]
-    return LaneRow(rank, lane, passes, seconds)
 
 
 def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -> Rows:
@@ -101,23 +94,20 @@ def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -
     """
     lanes = lane_rows(schedule, costs) if costs and with_lanes else []
     table = _Table(schedule, costs, bool(lanes))
-    passes, works = [], []
-    for row in schedule.rows:
-        keys, own = _keyed(row, row.passes, row.awaited if lanes else {})
-        passes.append(keys)
-        works.append(own)
-    for lane in lanes:
-        keys, own = _keyed(schedule.rows[lane.rank], lane.passes, {})
-        passes.append(keys)
-        works.append(own)
+    keyed = [_keyed(row, row.passes, row.awaited if lanes else {}) for row in schedule.rows]
+    keyed += [_keyed(schedule.rows[lane.rank], lane.passes, {}) for lane in lanes]
+    passes, works = zip(*keyed, strict=True)
     links = [table.of_rank(rank) for rank in range(schedule.ranks)] + [table.of_lane(lane) for lane in lanes]
-    return Rows(passes, works, links, table.size, table.ready, lanes)
+    return Rows(passes, works, links, table.made_at, lanes)
 
 
 def _keyed(
     row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Sequence[Pass]]
 ) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
-    """The passes of a row with their keys, and as they are (None for a wait that stands before a pass)."""
+    """The passes of a row with their keys, and as they are (None for a wait that stands before a pass).
+
+    The key of a wait for a lane is ("wait", key of the pass on it); that of the wait before a braid is ("gradient", its kind).
+    """
     if not awaited and not row.is_divided and not row.is_braided:
         return passes, passes
     braided = dict(row.braids())
@@ -126,10 +116,12 @@ def _keyed(
     works: list[Pass | None] = []
     for work in passes:
         for other in awaited.get(work, ()):
-            keys.append(Pass(_waiting(_key(row, other)), *other[1:]))
+            key: Any = "wait", _key(row, other)
+            keys.append(Pass(key, *other[1:]))
             works.append(None)
         if (backward := braided.get(work)) is not None:
-            keys += [Pass(_gradient_of(backward.kind), *backward[1:]), Pass(_half(work, backward), *work[1:])]
+            key = "gradient", backward.kind
+            keys += [Pass(key, *backward[1:]), Pass(_half(work, backward), *work[1:])]
             works += [None, work]
             continue
         if (forward := forwards.get(work)) is not None:
@@ -141,11 +133,6 @@ def _keyed(
     return keys, works
 
 
-def _gradient_of(kind: Kind) -> Any:
-    """By what the link of the wait is found that stands before a braid."""
-    return "gradient", kind
-
-
 def _half(work: Pass, other: Pass) -> Any:
     """By what the link of one half of a braid is found: its kind, and the kind and chunk of the other half."""
     return work.kind, other.kind, other.chunk
@@ -154,11 +141,6 @@ def _half(work: Pass, other: Pass) -> Any:
 def _key(row: RankPasses, work: Pass) -> Any:
     """By what the link of a pass is found: its kind, and which of its parts it is."""
     return (work.kind, work.part, row.parts(work)) if row.is_divided else work.kind
-
-
-def _waiting(key: Any) -> Any:
-    """By what the link of a wait for a pass is found."""
-    return "wait", key
 
 
 class _Table:
@@ -172,8 +154,8 @@ class _Table:
         self._schedule, self._costs, self._has_lanes = schedule, costs, has_lanes
         self._stages, self._slices = schedule.placement.stages, schedule.slices
         self._begins: dict[Hashable, int] = {}
-        self._nothing, self._unused, self.size = 0, self._slices, 2 * self._slices
-        self.ready = list(range(self._slices))
+        self._nothing, self._unused = 0, self._slices
+        self.made_at: list[Any] = [0] * self._slices + [None] * self._slices
 
     def of_rank(self, rank: int) -> list[dict[Any, Link]]:
         """By chunk and key, the links of a rank's row: of all kinds, for those who build one, and of the parts that it has."""
@@ -182,14 +164,14 @@ class _Table:
         links: list[dict[Any, Link]] = []
         for chunk in range(len(self._stages[rank])):
             links.append({kind: self._link(kind, rank, chunk) for kind in kinds})
-            links[-1] |= {_waiting(kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
+            links[-1] |= {("wait", kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
         for forward, backward in row.braids():
             self._add_braid(links, rank, forward, backward)
         for work in row.passes if row.is_divided else ():
             key, own = _key(row, work), links[work.chunk]
             if key not in own:
                 own[key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
-                own[_waiting(key)] = self._wait(work.kind, rank, work.chunk, work.part)
+                own["wait", key] = self._wait(work.kind, rank, work.chunk, work.part)
         return links
 
     def _add_braid(self, links: list[dict[Any, Link]], rank: int, forward: Pass, backward: Pass) -> None:
@@ -203,7 +185,7 @@ class _Table:
             stages = self._stages[rank]
             seconds = self._costs.braid(stages[forward.chunk], backward.kind, stages[backward.chunk])
         whole = links[backward.chunk][backward.kind]
-        links[backward.chunk][_gradient_of(backward.kind)] = whole._replace(made=self._unused, seconds=0, is_part=False)
+        links[backward.chunk]["gradient", backward.kind] = whole._replace(made=self._unused, seconds=0, is_part=False)
         links[forward.chunk][first] = links[forward.chunk][forward.kind]._replace(seconds=seconds[0])
         links[backward.chunk][second] = whole._replace(needed=self._nothing, hop=0, seconds=seconds[1])
 
@@ -246,7 +228,6 @@ class _Table:
     def _number(self, name: Hashable, stage: int | None, ahead: int = 0) -> int:
         """Where the numbers of a result begin; those of ``ahead`` microbatches before the first are there from the start."""
         if (name, stage) not in self._begins:
-            self.ready += range(self.size, self.size + ahead)
-            self._begins[name, stage] = self.size + ahead
-            self.size += ahead + self._slices
+            self._begins[name, stage] = len(self.made_at) + ahead
+            self.made_at += [0] * ahead + [None] * self._slices
         return self._begins[name, stage]

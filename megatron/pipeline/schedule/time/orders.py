@@ -1,4 +1,13 @@
-"""Compiled replay of many orders of the same passes: what trials of changes to a schedule are compared by."""
+"""Compiled replay of orders of the stages' passes: the search plans with it, and changes to a schedule are tried with it.
+
+It knows five kinds of passes, in the order in which a microbatch meets them on a stage:
+
+    PRE -> DOWN -> MID -> UP -> POST
+
+DOWN travels from the first stage to the last and UP back; the others stay on their stage. Read forwards in time, a schedule has F
+as DOWN, R as MID, B or BW as UP and W as POST. Read backwards it has W as PRE, B or BW as DOWN, R as MID and F as UP: so the code
+that plans the start of an iteration also plans its end.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +19,62 @@ from numpy.typing import NDArray
 
 from megatron.pipeline.schedule.core.compiled import compiled
 from megatron.pipeline.schedule.core.costs import Costs
-from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Kind
+from megatron.pipeline.schedule.core.kinds import STAGE_KINDS, Kind, Where
 from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Lengths
-from megatron.pipeline.schedule.time.links import rows_of
 from megatron.pipeline.schedule.time.replay import Stuck
 
 _Row: TypeAlias = tuple[Pass, ...]
 Array: TypeAlias = NDArray[Any]
+
+PRE, DOWN, MID, UP, POST = range(5)
+KINDS = 5
 _KEPT = 4096  # rows whose arrays are kept: most rows are those of the order before
+
+
+def slots(backwards: bool = False) -> dict[Kind, int]:
+    """By kind of a stage, which of the five it is: DOWN or UP where it needs another stage, else MID or POST by its place."""
+    found: dict[Kind, int] = {}
+    for kind in STAGE_KINDS:
+        needed = {need.where for need in kind.row.needs}
+        stays = POST if UP in found.values() else MID
+        found[kind] = DOWN if Where.PREVIOUS in needed else UP if Where.NEXT in needed else stays
+    return {kind: POST - slot if backwards else slot for kind, slot in found.items()}
+
+
+def hops_of(placement: Placement, hop: float) -> Array:
+    """Seconds until a pass has what the stage before (DOWN) or behind (UP) made, ``float[5, S]``; -1 where it needs nothing."""
+    hops = np.full((KINDS, placement.last_stage + 1), -1.0)
+    for stage in range(1, placement.last_stage + 1):
+        if not placement.is_first(stage):
+            hops[DOWN, stage] = hops[UP, stage - 1] = hop if placement.home(stage)[0] != placement.home(stage - 1)[0] else 0
+    return hops
 
 
 def can_be_compiled(schedule: Schedule) -> bool:
     """Whether all passes of a schedule run alone, and on the ranks."""
-    return all(row.kinds <= _KINDS and not row.is_divided for row in schedule.rows)
-
-
-_KINDS = frozenset(STAGE_KINDS)
+    return all(row.kinds <= frozenset(STAGE_KINDS) and not row.is_divided for row in schedule.rows)
 
 
 class Orders:
     """Replays schedules on one placement at some costs, with the times of ``simulate``, bit for bit."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        rows = rows_of(schedule, costs.sliced(schedule.splits))
-        self._tables: list[dict[tuple[Kind, int], tuple[float, ...]]] = [
-            {(kind, chunk): link[:4] for chunk, links in enumerate(chunks) for kind, link in links.items()}
-            for chunks in rows.links
+        costs, slot = costs.sliced(schedule.splits), slots()
+        self._tables = [
+            {
+                (kind, chunk): (slot[kind], stage, costs.seconds(kind, stage))
+                for kind in slot
+                for chunk, stage in enumerate(stages)
+            }
+            for stages in schedule.placement.stages
         ]
-        self._made_at = np.full(rows.size, -1.0)
-        self._made_at[rows.ready] = 0.0
-        self._known: list[dict[int, tuple[_Row, Array]]] = [{} for _ in rows.links]
+        self._hops = hops_of(schedule.placement, costs.hop)
+        self._before = np.full(self._hops.shape, -1)  # what precedes a pass on its own rank is never late
+        self._ends, self._seconds = np.empty((2, *self._hops.shape, schedule.slices))
+        self._known: list[dict[int, tuple[_Row, Array, Array]]] = [{} for _ in schedule.passes]
 
     def lengths(self, schedule: Schedule) -> Lengths:
         """Those of a schedule for which ``can_be_compiled``, and in which each pass stands behind what it needs of its rank.
@@ -49,63 +82,70 @@ class Orders:
         Raises:
             Stuck: ranks would wait for each other for ever.
         """
-        rows = [self._row(rank, row) for rank, row in enumerate(schedule.passes)]
-        first = np.cumsum([0, *map(len, rows)])
-        ends = np.empty(int(first[-1]))
-        span, makespan = _replay(np.concatenate(rows), first, self._made_at.copy(), ends)
+        lengths = np.array([len(row) for row in schedule.passes])
+        order = np.zeros((len(lengths), lengths.max(), 3), np.int32)
+        ends, seconds = self._ends, self._seconds  # what another schedule has left there is not read
+        for rank, row in enumerate(schedule.passes):
+            order[rank, : len(row)], taken = self._row(rank, row)
+            seconds[tuple(order[rank, : len(row)].T)] = taken
+        span, makespan = replay(order, lengths, seconds, self._hops, self._before, ends)
         if span < 0:
             work = schedule.passes[0][0]
             raise Stuck(0, work, (0, work))
-        return Lengths(span, makespan, math.fsum(ends.tolist()))
+        return Lengths(span, makespan, math.fsum(ends[ends >= 0].tolist()))
 
-    def _row(self, rank: int, row: _Row) -> Array:
-        """Of every pass: the number of what it makes and of what it needs, the hop of that, and its seconds."""
+    def _row(self, rank: int, row: _Row) -> tuple[Array, Array]:
+        """Of every pass: its kind, stage and microbatch; and its seconds."""
         known, table = self._known[rank], self._tables[rank]
-        if (found := known.get(id(row))) is not None:
-            return found[1]
-        array = np.array([table[kind, chunk] for kind, _, chunk, _ in row]).reshape(-1, 4)
-        array[:, :2] += np.array([work[1] for work in row], dtype=float)[:, None]
-        if len(known) * len(self._known) > _KEPT:
-            known.clear()
-        known[id(row)] = row, array  # with the row, so that no other gets its id
-        return array
+        if (found := known.get(id(row))) is None:
+            made = [table[kind, chunk] for kind, _, chunk, _ in row]
+            passes = [(slot, stage, work.microbatch) for (slot, stage, _), work in zip(made, row, strict=True)]
+            if len(known) * len(self._known) > _KEPT:
+                known.clear()
+            seconds = np.array([each[2] for each in made], dtype=float)
+            # With the row, so that no other gets its id.
+            found = known[id(row)] = row, np.array(passes, np.int32).reshape(-1, 3), seconds
+        return found[1:]
 
 
 @compiled
-def _replay(passes: Array, first: Array, made_at: Array, ends: Array) -> tuple[float, float]:
-    """Fill ``ends``; returns (span, makespan), or -1 if some passes can never run.
+def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:
+    """Fill ``ends`` with the earliest times at which passes end; returns (span, makespan), or -1 if some can never run.
 
     Args:
-        passes: float[N, 4], see ``Orders``; those of rank r are ``passes[first[r]:first[r + 1]]``.
-        made_at: when every result was made, -1 where it is not yet.
+        order: int[P, N, 3], the (kind, stage, microbatch) of every rank's passes.
+        lengths: int[P], how many of the N a rank has.
+        seconds: float[5, S, M], of these passes.
+        hops: float[5, S], see ``hops_of``.
+        before: int[5, S], the kind that must precede on the stage; negative if none must.
+        ends: float[5, S, M]; -1 for passes that are not in the order.
     """
-    ranks = first.shape[0] - 1
-    position = first[:-1].copy()
-    free, begun = np.zeros(ranks), np.zeros(ranks)
+    ranks = lengths.shape[0]
+    position = np.zeros(ranks, np.int64)
+    begun = np.zeros(ranks)
+    free = np.zeros(ranks)
+    ends[:] = -1.0
     moved = True
     while moved:
         moved = False
         for rank in range(ranks):
-            now = free[rank]
-            while position[rank] < first[rank + 1]:
-                at = position[rank]
-                ready = made_at[int(passes[at, 1])]
-                if ready < 0:
+            while position[rank] < lengths[rank]:
+                kind, stage, index = order[rank, position[rank]]
+                start = free[rank]
+                if before[kind, stage] >= 0 and ends[before[kind, stage], stage, index] < 0:
                     break
-                start = max(now, ready + passes[at, 2])
-                if at == first[rank]:
+                # No function for what ``engine`` and ``squeeze`` need too: a call counts references to arrays, and takes longer.
+                if hops[kind, stage] >= 0:
+                    made = ends[kind, stage - 1 if kind == DOWN else stage + 1, index]
+                    if made < 0:
+                        break
+                    start = max(start, made + hops[kind, stage])
+                if position[rank] == 0:
                     begun[rank] = start
-                now = start + passes[at, 3]
-                ends[at] = now
-                made_at[int(passes[at, 0])] = now
+                free[rank] = start + seconds[kind, stage, index]
+                ends[kind, stage, index] = free[rank]
                 position[rank] += 1
                 moved = True
-            free[rank] = now
-    span, latest, earliest = 0.0, 0.0, np.inf
-    for rank in range(ranks):
-        if position[rank] < first[rank + 1]:
-            return -1.0, -1.0
-        if first[rank] < first[rank + 1]:
-            span, latest = max(span, free[rank] - begun[rank]), max(latest, free[rank])
-            earliest = min(earliest, begun[rank])
-    return span, latest - earliest if earliest < np.inf else 0.0
+    if (position < lengths).any():
+        return -1.0, -1.0
+    return (free - begun).max(), free.max()

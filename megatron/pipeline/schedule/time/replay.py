@@ -91,7 +91,7 @@ def advance(
     Returns:
         The times of what ran, and by number of a result that is never made the rows that wait for it.
     """
-    made_at = results_at_start(rows)
+    made_at = list(rows.made_at)
     parts: dict[int, list[float]] = {}  # of results that every rank has a part in: when the parts made so far were made
     free: list[float] = [0] * len(rows.passes)
     run = Replay([], [[] for _ in rows.passes], [[] for _ in rows.passes])
@@ -128,14 +128,6 @@ def advance(
         free[row] = now
         run.runs.append((row, range(first, len(ends))))
     return run, blocked
-
-
-def results_at_start(rows: Rows) -> list[Any]:
-    """When every result was made, by its number: None for all but those that exist from the start."""
-    made_at: list[Any] = [None] * rows.size
-    for number in rows.ready:
-        made_at[number] = 0
-    return made_at
 
 
 def _first_stuck(schedule: Schedule, rows: Rows, run: Replay, blocked: Mapping[int, Sequence[int]]) -> Stuck:

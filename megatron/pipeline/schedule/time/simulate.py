@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import repeat
 
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.core.timeline import Lengths, Timed, Timeline
+from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.lanes import switches
 from megatron.pipeline.schedule.time.links import rows_of
-from megatron.pipeline.schedule.time.replay import replay, results_at_start
+from megatron.pipeline.schedule.time.replay import replay
 
 __all__ = ["activation_peaks", "simulate"]
 
@@ -40,24 +40,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     return Timeline(tuple(map(_passes, timed) if any(row.is_braided for row in schedule.rows) else timed))
 
 
-def lengths(schedule: Schedule, costs: Costs) -> Lengths:
-    """Those of ``simulate``; where passes run alone, without making an object for each of them.
-
-    Raises:
-        ValueError: as ``simulate``.
-    """
-    if schedule.has_lanes or any(row.is_braided for row in schedule.rows):
-        timeline = simulate(schedule, costs)
-        ends = math.fsum(timed.end for row in timeline.ranks for timed in row)
-        return Lengths(timeline.span, timeline.makespan, ends)
-    costs.check_placement(schedule.placement)
-    rows = replay(schedule, rows_of(schedule, costs.sliced(schedule.splits)))
-    both = [(starts[0], ends[-1]) for starts, ends in zip(rows.starts, rows.ends, strict=True) if ends]
-    span = max((end - start for start, end in both), default=0.0)
-    makespan = max(end for _, end in both) - min(start for start, _ in both) if both else 0.0
-    return Lengths(span, makespan, math.fsum(itertools.chain(*rows.ends)))
-
-
 def _timed(works: Sequence[Pass | None], starts: Sequence[float], ends: Sequence[float]) -> tuple[Timed, ...]:
     # tuple.__new__ is what Timed(work, start, end) calls, and saves a call in Python for each of some hundred thousand passes.
     return tuple(map(tuple.__new__, repeat(Timed), zip(works, starts, ends, strict=True)))
@@ -75,7 +57,7 @@ def _with_lanes(schedule: Schedule, costs: Costs) -> Timeline:
     seconds = [*[None] * ranks, *(lane.seconds for lane in rows.lanes)]
     starts, ends = replay(schedule, rows, seconds)[1:]
     if schedule.has_copies and costs.copies.disturb_each_other:
-        clock = Clock(ranks, rows, results_at_start(rows), seconds, switches(ranks, costs.copies))
+        clock = Clock(ranks, rows, seconds, switches(ranks, costs.copies))
         clock.follow(rows.passes)
         starts, ends = ([list(row.values()) for row in table] for table in (clock.starts, clock.ends))
     timed = list(map(_timed, rows.works, starts, ends))
@@ -112,16 +94,11 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     """For each rank, what every pass allocates (positive) or frees (negative), in the costs' unit."""
     costs.check_placement(schedule.placement)
     costs = costs.sliced(schedule.splits)
+    allocated = cache(costs.allocated)
     changes: list[list[float]] = []
     for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
-        table = {
-            (kind, chunk, recomputed): costs.allocated(kind, stage, recomputed)
-            for chunk, stage in enumerate(stages)
-            for kind in row.kinds
-            for recomputed in (False, True)
-        }
         again = {(microbatch, chunk) for kind, microbatch, chunk, _ in row.passes if kind is R} if R in row.kinds else ()
-        own = [table[kind, chunk, (microbatch, chunk) in again] for kind, microbatch, chunk, _ in row.passes]
+        own = [allocated(kind, stages[chunk], (microbatch, chunk) in again) for kind, microbatch, chunk, _ in row.passes]
         changes.append(
             [change / row.parts(work) for work, change in zip(row.passes, own, strict=True)] if row.is_divided else own
         )

@@ -5,24 +5,20 @@ The collectives of one run while the other computes, as in DualPipe and with meg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, zip_longest
+from itertools import chain
 
 from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.transform import changed
 from megatron.pipeline.schedule.transforms.trials import Trials
 
 _TRIALS, _EFFORT = 400, 300_000  # the most simulations of the whole schedule, and passes in all of them
 _TAKEN_APART = 64  # braids that are tried apart
-
-
-def can_be_braided(first: Pass, second: Pass) -> bool:
-    """Whether two passes that follow each other on a rank are halves of a braid, as far as that follows from themselves."""
-    return first.kind is Kind.F and second.kind in BRAIDED and first[1:3] != second[1:3]
 
 
 def braid(schedule: Schedule, problem: Problem) -> Schedule:
@@ -56,17 +52,14 @@ def _from_both_ends(schedule: Schedule, problem: Problem) -> list[tuple[int, Pas
         if work.kind.row.braided
     ]
     timed.sort(key=lambda one: one[:2])
-    middle = len(timed) // 2
-    both = zip_longest(timed[:middle], reversed(timed[middle:]))
-    return [(rank, work) for pair in both for _, rank, work in filter(None, pair)]
+    from_ends = sorted(range(len(timed)), key=lambda place: min(place, len(timed) - 1 - place))
+    return [timed[place][1:] for place in from_ends]
 
 
 def _apart(schedule: Schedule, rank: int, braided: Pass) -> Schedule:
     """With one braid less."""
-    rows = list(schedule.passes)
-    alone = next(braided._replace(kind=kind) for kind, other in BRAIDED.items() if other is braided.kind)
-    rows[rank] = tuple(alone if work == braided else work for work in rows[rank])
-    return replace(schedule, passes=tuple(rows))
+    alone = braided._replace(kind=Kind(braided.kind.row.braided or ""))
+    return changed(schedule, [rank], lambda _, work: iter((alone if work == braided else work,)))
 
 
 def combined(schedule: Schedule) -> Schedule | None:
@@ -87,15 +80,6 @@ def combined(schedule: Schedule) -> Schedule | None:
     return replace(schedule, passes=tuple(rows))
 
 
-def unbraided(schedule: Schedule) -> Schedule:
-    """The same order of passes, each alone."""
-    if not any(row.is_braided for row in schedule.rows):
-        return schedule
-    alone = {braided: kind for kind, braided in BRAIDED.items()}
-    rows = (tuple(work._replace(kind=alone.get(work.kind, work.kind)) for work in row) for row in schedule.passes)
-    return replace(schedule, passes=tuple(rows))
-
-
 def _pairs(schedule: Schedule, over_weights: bool) -> list[tuple[int, Pass, Pass]]:
     """(rank, forward, backward) of all pairs that could be braids; no pass is in two.
 
@@ -108,7 +92,7 @@ def _pairs(schedule: Schedule, over_weights: bool) -> list[tuple[int, Pass, Pass
         for work in row:
             if work.kind is Kind.F:
                 forward = work
-            elif forward and can_be_braided(forward, work):
+            elif forward and work.kind in BRAIDED and forward[1:3] != work[1:3]:
                 found.append((rank, forward, work))
                 forward = None
             elif work.kind is not Kind.W or not over_weights:
@@ -118,16 +102,13 @@ def _pairs(schedule: Schedule, over_weights: bool) -> list[tuple[int, Pass, Pass
 
 def _with(schedule: Schedule, pairs: Iterable[tuple[int, Pass, Pass]]) -> Schedule:
     """With these pairs as braids."""
-    rows = list(schedule.passes)
-    behind: dict[int, dict[Pass, Pass]] = {}
-    for rank, forward, backward in pairs:
-        behind.setdefault(rank, {})[forward] = backward
-    for rank, partners in behind.items():
-        moved, row = set(partners.values()), []
-        for work in rows[rank]:
-            if work not in moved:
-                row.append(work)
-            if work in partners:
-                row.append(partners[work]._replace(kind=BRAIDED[partners[work].kind]))
-        rows[rank] = tuple(row)
-    return replace(schedule, passes=tuple(rows))
+    partners = {(rank, forward): backward for rank, forward, backward in pairs}
+    moved = {(rank, backward) for (rank, _), backward in partners.items()}
+
+    def braided(rank: int, work: Pass) -> Iterator[Pass]:
+        if (rank, work) not in moved:
+            yield work
+        if (backward := partners.get((rank, work))) is not None:
+            yield backward._replace(kind=BRAIDED[backward.kind])
+
+    return changed(schedule, {rank for rank, _ in moved}, braided)

@@ -7,14 +7,14 @@ them in B. In return the gradient leaves later, which costs time where another r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from megatron.pipeline.schedule.core.costs import StageCosts
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.simulate import simulate
+from megatron.pipeline.schedule.transforms.transform import changed
 from megatron.pipeline.schedule.transforms.trials import Trials
 
 _LEAST = 0.01  # of B and W that BW must save to be tried
@@ -74,7 +74,7 @@ def _joined(schedule: Schedule, places: Iterable[_At]) -> Schedule:
         if (rank, work) not in weights:
             yield work._replace(kind=Kind.BW) if (rank, work) in chosen else work
 
-    return _changed(schedule, chosen, joined)
+    return changed(schedule, {rank for rank, _ in chosen}, joined)
 
 
 def _split(schedule: Schedule, places: Iterable[_At]) -> Schedule:
@@ -87,11 +87,4 @@ def _split(schedule: Schedule, places: Iterable[_At]) -> Schedule:
         else:
             yield work
 
-    return _changed(schedule, chosen, halves)
-
-
-def _changed(schedule: Schedule, places: Iterable[_At], change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
-    rows = list(schedule.passes)
-    for rank in {rank for rank, _ in places}:
-        rows[rank] = tuple(chain.from_iterable(change(rank, work) for work in rows[rank]))
-    return replace(schedule, passes=tuple(rows))
+    return changed(schedule, {rank for rank, _ in chosen}, halves)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import replace
 from itertools import chain
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
+
+
+def changed(schedule: Schedule, ranks: Iterable[int], change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
+    """The schedule with what ``change`` makes of a rank and a pass in the place of each pass of these ranks."""
+    rows = list(schedule.passes)
+    for rank in ranks:
+        rows[rank] = tuple(chain.from_iterable(change(rank, work) for work in rows[rank]))
+    return replace(schedule, passes=tuple(rows))
 
 
 def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
@@ -18,36 +26,34 @@ def recompute(schedule: Schedule, stages: Set[int]) -> Schedule:
     """
 
     def with_recomputation(rank: int, work: Pass) -> Iterator[Pass]:
-        if work.kind.sends_gradient and not schedule.recomputes(rank, work):
+        chosen = work.kind.sends_gradient and schedule.placement.stage(rank, work.chunk) in stages
+        if chosen and not schedule.recomputes(rank, work):
             yield work._replace(kind=Kind.R)
         yield work
 
-    recomputed = _changed(schedule, stages, with_recomputation)
-    rows = [list(row) for row in recomputed.passes]
+    rows = [list(row) for row in changed(schedule, _homes(schedule, stages), with_recomputation).passes]
     for row in rows:
         for place in range(2, len(row)):
             if row[place].kind.row.braided and row[place - 1].kind is Kind.R:
                 row[place - 2 : place] = row[place - 1], row[place - 2]
-    return replace(recomputed, passes=tuple(map(tuple, rows)))
+    return replace(schedule, passes=tuple(map(tuple, rows)))
 
 
 def fuse(schedule: Schedule, stages: Set[int]) -> Schedule:
     """Run the backward of these stages as BW in the place of B; other stages stay as they are (selective splitting)."""
 
     def fused(rank: int, work: Pass) -> Iterator[Pass]:
-        if work.kind is not Kind.W:
-            yield work._replace(kind=Kind.BW) if work.kind is Kind.B else work
+        if work.kind not in (Kind.B, Kind.W) or schedule.placement.stage(rank, work.chunk) not in stages:
+            yield work
+        elif work.kind is Kind.B:
+            yield work._replace(kind=Kind.BW)
 
-    return _changed(schedule, stages, fused)
+    return changed(schedule, _homes(schedule, stages), fused)
 
 
-def _changed(schedule: Schedule, stages: Set[int], change: Callable[[int, Pass], Iterator[Pass]]) -> Schedule:
-    """The schedule with other passes in the place of each pass of some stages."""
-    rows = []
-    for rank, passes in enumerate(schedule.passes if stages else ()):
-        chunks = {chunk for chunk, stage in enumerate(schedule.placement.stages[rank]) if stage in stages}
-        rows.append(tuple(chain(*(change(rank, work) if work.chunk in chunks else (work,) for work in passes))))
-    return replace(schedule, passes=tuple(rows)) if stages else schedule
+def _homes(schedule: Schedule, stages: Set[int]) -> set[int]:
+    """The ranks that hold any of these stages."""
+    return {schedule.placement.home(stage)[0] for stage in stages}
 
 
 def without_copies(schedule: Schedule) -> Schedule:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.replay import Stuck
-from megatron.pipeline.schedule.time.simulate import activation_peaks, lengths
+from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 if TYPE_CHECKING:
     from megatron.pipeline.schedule.time.orders import Orders
 
 _SLACK = 1 + 1e-9  # sums stray in their last bits
 _Change = TypeVar("_Change")
-Value = tuple[float, float]
 _LARGE = 500  # passes from which on it pays to load what is compiled
 
 
@@ -77,10 +77,13 @@ class Trials:
             self.best, self._value = schedule, value
         return better
 
-    def _of(self, schedule: Schedule) -> Value:
+    def _of(self, schedule: Schedule) -> tuple[float, float]:
         """What the problem wants to be short, and the sum of the moments at which passes end."""
-        found = self._orders.lengths(schedule) if self._orders else lengths(schedule, self._problem.costs)
-        return self._problem.value(found), found.ends
+        if self._orders:
+            found = self._orders.lengths(schedule)
+            return self._problem.value(found), found.ends
+        timeline = simulate(schedule, self._problem.costs)
+        return self._problem.value(timeline), math.fsum(timed.end for row in timeline.ranks for timed in row)
 
 
 def _orders(schedule: Schedule, problem: Problem) -> Orders | None:

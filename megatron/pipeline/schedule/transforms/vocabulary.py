@@ -19,7 +19,7 @@ from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind, Pass,
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.time.clock import Clock
 from megatron.pipeline.schedule.time.links import rows_of
-from megatron.pipeline.schedule.time.replay import Stuck, dependency_order, results_at_start
+from megatron.pipeline.schedule.time.replay import Stuck, dependency_order
 
 
 def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
@@ -28,15 +28,8 @@ def postponed(vocabulary: Vocabulary | None, ranks: int) -> int:
     One for each barrier. Interlaced, where all ranks stop for the vocabulary of each microbatch, needs half as many as there
     are ranks (nnScaler's schedule; Yeung et al., section 6: 1.5 times the activations of 1F1B).
     """
-    match vocabulary:
-        case None:
-            return 0
-        case Vocabulary.ONE_BARRIER:
-            return 1
-        case Vocabulary.TWO_BARRIERS:
-            return 2
-        case Vocabulary.INTERLACED:
-            return math.ceil(ranks / 2)
+    barriers = {Vocabulary.ONE_BARRIER: 1, Vocabulary.TWO_BARRIERS: 2, Vocabulary.INTERLACED: math.ceil(ranks / 2)}
+    return barriers[vocabulary] if vocabulary else 0
 
 
 def postpone(schedule: Schedule, by: int) -> Schedule:
@@ -117,8 +110,7 @@ class _Insertion:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._schedule, self._costs = schedule, costs
-        rows = rows_of(schedule, costs)
-        self._clock = Clock(schedule.ranks, rows, results_at_start(rows))
+        self._clock = Clock(schedule.ranks, rows_of(schedule, costs))
         self._remaining = [deque(passes) for passes in schedule.passes]  # passes of stages
         self._counts = [dict.fromkeys(VOCABULARY_KINDS, 0) for _ in schedule.passes]  # passes that ran, by rank
         self._trains = any(not work.kind.is_forward for work in schedule.passes[0])
