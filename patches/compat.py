@@ -296,7 +296,8 @@ def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         return replacement(original, *args, **options)
 
     wrapped.__module__ = replacement.__module__
-    loaded = [module for path, module in sys.modules.items() if path.startswith("megatron.")]
+    # A copy of the table, which other threads' imports change; None stands for a module whose import is forbidden.
+    loaded = [module for path, module in list(sys.modules.items()) if path.startswith("megatron.") and module is not None]
     for place in (owner, *(module for module in loaded if vars(module).get(name) is original)):
         setattr(place, name, wrapped)
 

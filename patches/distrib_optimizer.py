@@ -88,9 +88,9 @@ def padding_before(buffer: Any) -> list[int]:
     return list(accumulate(padding[:-1], initial=0))
 
 
-def _checked(original: Any, optimizer: Any, states: dict[int, dict[str, Any]]) -> Any:
-    _check_saved_right(optimizer, states)
-    return original(optimizer, states)
+def _checked(original: Any, optimizer: Any, state_dict: dict[int, dict[str, Any]]) -> Any:
+    _check_saved_right(optimizer, state_dict)
+    return original(optimizer, state_dict)
 
 
 def _check_saved_right(optimizer: Any, states: dict[int, dict[str, Any]]) -> None:

@@ -72,9 +72,9 @@ def test_what_a_file_of_costs_may_leave_out() -> None:
         *(
             (
                 f'{{"stages": [{{"forward": 1, "backward": 1, "weight": 1, "layers": {layers}}}]}}',
-                f"stage 0: layers must be a whole number from 1 to 1000, got {layers}",
+                f"stage 0: layers must be a whole number from 0 to 1000, got {layers}",
             )
-            for layers in (0, 1.5, 1001)
+            for layers in (1.5, 1001)
         ),
         ('{"stages": [{"forward": 1, "backward": 1}]}', "stage 0: missing weight; costs of a stage are forward, backward"),
         ('{"stages": [{"forward": 1, "backward": 1, "weight": 1, "F": 1}]}', "stage 0: unknown cost 'F'"),

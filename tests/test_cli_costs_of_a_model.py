@@ -94,6 +94,18 @@ def test_costs_of_no_bytes_have_no_limit_in_bytes(tmp_path: Path, capsys: pytest
     assert "the costs do not count bytes" in capsys.readouterr().err
 
 
+def test_a_stage_without_layers_of_experts_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the embedding or the output layer alone; plans read the file, and their own report of it."""
+    flags = ["costs", "--config", str(ROOT / "configs" / "mixtral" / "8x7B.yaml"), "--gpu", "A100-80GB"]
+    layout = ["--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", "E|t*16|t*16|L"]
+    costs, plan = str(tmp_path / "costs.json"), str(tmp_path / "plan.json")
+    assert main([*flags, "--pipeline-schedule", "1f1b", *layout, "-o", costs]) == 0
+    assert [stage.layers for stage in Costs.from_json(Path(costs).read_text()).stages] == [0, 16, 16, 0]
+    sizes = ["--schedule", "1f1b", "--pp", "4", "--microbatches", "8"]
+    assert main(["plan", *sizes, "--costs", costs, "-o", plan]) == 0
+    assert printed(capsys, "simulate", plan)
+
+
 def test_limits_of_host_memory_are_in_mib_too(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--schedule", "zb-h1", "--pp", "4", "--microbatches", "8"]
     flags, plan = ["plan", *sizes, "--offload", "full"], str(tmp_path / "plan.json")

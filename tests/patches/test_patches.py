@@ -194,6 +194,26 @@ def test_installing_twice_changes_nothing(pool: Pool) -> None:
     assert all(pool.run(1, installed_twice)[0])
 
 
+def test_a_function_is_wrapped_once_wherever_upstream_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of upstream that must not be imported is passed over."""
+    from megatron.pipeline.patches import compat
+
+    def half(number: float) -> float:
+        return number / 2
+
+    def doubled(original: Any, number: float) -> float:
+        return 2 * float(original(number))
+
+    half.__module__ = "megatron.core.owner"
+    owner, importer, other = (SimpleNamespace(half=half) for _ in range(3))
+    for path, module in (("megatron.core.importer", importer), ("megatron.core.forbidden", None), ("another.package", other)):
+        monkeypatch.setitem(sys.modules, path, module)  # type: ignore[arg-type]
+    compat.wrap(owner, "half", doubled)
+    compat.wrap(owner, "half", doubled)
+    assert owner.half is importer.half and owner.half(3) == 3
+    assert other.half is half
+
+
 def inactive_with_a_gpu(found: Connection) -> None:
     """In a process that has not installed the patch, with torch saying that there is a GPU."""
     torch.cuda.is_available = lambda: True

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tune.small import A100, candidate, layouts, on_device, result
 
+from megatron.pipeline.cli import costs as command
 from megatron.pipeline.costmodel.device import Link
 from megatron.pipeline.costmodel.estimate import layer_seconds
 from megatron.pipeline.costmodel.links import Links
@@ -88,6 +89,13 @@ def test_a_search_counts_what_backwards_make_again(four: Layouts) -> None:
     assert found.seconds - found.parts.between >= least_seconds(four.cluster, one)
     whole = result(four, candidate(four, "zb-auto"))
     assert found.fullest.activations < whole.fullest.activations / 3 and found.parts.recomputation > 0
+
+
+def test_a_backward_with_w_within_it_takes_what_mpipe_costs_says(four: Layouts) -> None:
+    """The start of W is saved: both plan for the same seconds."""
+    one = candidate(four, "zb-h1", **RECOMPUTE)
+    printed = command.costs_of(one.args, one.placement, one.layers, four.cluster.device)
+    assert [stage.backward for stage in result(four, one).costs.stages] == [stage.backward for stage in printed.stages]
 
 
 @pytest.mark.parametrize(("schedule", "changes"), [*FOUR, *TWO], ids=str)

@@ -92,14 +92,14 @@ def memory_noted(purpose: str) -> Iterator[None]:
 def warn_of_eager_groups() -> None:
     """Warn on rank 0 where NCCL has one communicator for all messages of a group and not one for each pair of ranks.
 
-    It does where ``init_process_group`` was called with ``device_id``. What a rank exchanges with one neighbour then waits for what
-    it exchanges with the other: results are the same, and passes wait longer than planned.
+    It does where ``init_process_group`` was called with ``device_id``. What a rank exchanges with one neighbour then waits for
+    what it exchanges with the other: results are the same, and passes wait longer than planned.
     """
     world: Any = torch.distributed.group.WORLD
     if torch.distributed.get_backend() == "nccl" and world.bound_device_id is not None and torch.distributed.get_rank() == 0:
         _LOG.warning(
-            "torch.distributed was initialised with device_id, so messages to both neighbours share an NCCL communicator and wait "
-            "for each other: call init_process_group without device_id"
+            "torch.distributed was initialised with device_id, so messages to both neighbours share an NCCL communicator and "
+            "wait for each other: call init_process_group without device_id"
         )
 
 
@@ -107,4 +107,3 @@ def _outside_of_allocator() -> int:
     """Bytes of this device that are in use and not torch's allocator's."""
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
-

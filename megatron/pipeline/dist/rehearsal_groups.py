@@ -203,7 +203,8 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
                     output[rows:].zero_()  # or what was in memory becomes gradients, which may be infinite
             return self._work([], lambda: None, "all_to_all", size)
         assert len(set(self._acting)) == self.size(), "ranks of several stages, some of them absent, exchange no tokens"
-        host, came = torch.cat([_on_host(one).reshape(-1) for one in inputs]), torch.cat([_blank(one).view(-1) for one in outputs])
+        host = torch.cat([_on_host(one).reshape(-1) for one in inputs])
+        came = torch.cat([_blank(one).view(-1) for one in outputs])
         counts = [[one.numel() for one in whole] for whole in (outputs, inputs)]
         work = self._gloo.alltoall_base(came, host, *counts)
 
@@ -225,7 +226,7 @@ class HostGroup(torch.distributed.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> _Work:
         held = [_on_host(tensor).contiguous() for tensor in tensors]
         works = [self._gloo.send(held, self._acting[peer], tag)] if self._answers(peer) else []
-        return self._work(works, lambda: held.clear(), "message", sum(map(_bytes, tensors)))
+        return self._work(works, held.clear, "message", sum(map(_bytes, tensors)))
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> _Work:
         if not self._answers(peer):
@@ -304,7 +305,7 @@ class _Delay:
 
 
 class _DeviceDelay(_Delay):
-    """Seconds in which a stream of the GPU, which the current one waits for, does nothing: from when the current one comes here."""
+    """Seconds in which a stream of the GPU, which the current one waits for, does nothing: from when that comes here."""
 
     def __init__(self, seconds: float, stream: str) -> None:
         device = this_device()

@@ -64,8 +64,9 @@ def _check_row(where: str, row: object, cut: bool) -> None:
     for name, value in row.items():
         if not (value is None and name in _MAY_FOLLOW):
             _check_number(f"{where}: {name}", value)
-    if (layers := row.get("layers")) is not None and not is_layers(layers, cut):
-        raise ValueError(f"{where}: layers must be a whole number from 1 to {MOST_LAYERS}, got {layers!r}")
+    layers = row.get("layers")  # none on a stage that has the embedding or the output layer alone
+    if layers and not is_layers(layers, cut):
+        raise ValueError(f"{where}: layers must be a whole number from 0 to {MOST_LAYERS}, got {layers!r}")
 
 
 def _shared(data: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,7 @@ class Placement:
         return self.stages[rank][chunk]
 
     def home(self, stage: int) -> tuple[int, int]:
+        """The (rank, chunk) that holds a stage."""
         return self._homes[stage]
 
     @cached_property
