@@ -78,8 +78,9 @@ def test_a_schedule_from_a_file(pool: Pool, data: str, tmp_path: Path, variant: 
         "without": f"file:{tmp_path}/without.json --vocab-parallel {variant}",
         "recomputing": f"file:{tmp_path}/recomputing.json --vocab-parallel {variant}",
     }
+    around = "--train-iters 4 --eval-interval 3 --eval-iters 1"
     for name, schedule in names.items():
-        flags = f"{run} --train-iters 4 --pipeline-schedule {schedule} --eval-interval 3 --eval-iters 1 --metrics {tmp_path}/{name}.jsonl"
+        flags = f"{run} {around} --pipeline-schedule {schedule} --metrics {tmp_path}/{name}.jsonl"
         assert ran(pool.run(2, train, flags))
     for name in ("with", "without", "recomputing"):
         assert losses(tmp_path / f"{name}.jsonl") == pytest.approx(losses(tmp_path / "zb-h1.jsonl"), rel=NEAR), name
@@ -110,7 +111,8 @@ def test_measured_costs_and_traces(pool: Pool, data: str, tmp_path: Path) -> Non
 
 def test_losses_are_those_of_the_whole_vocabulary(pool: Pool, data: str, tmp_path: Path) -> None:
     """With an evaluation in between; and what only the spread one can do changes the loss."""
-    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --train-iters 4 --attention-dropout 0 --hidden-dropout 0 --eod-mask-loss"
+    run = f"{data} --pipeline-model-parallel-size 4 --num-layers 8 --train-iters 4 --eod-mask-loss"
+    run += " --attention-dropout 0 --hidden-dropout 0"
     ways = {
         "whole": "--pipeline-schedule 1f1b",
         "spread": "--pipeline-schedule zb-v --vocab-parallel 2 --eval-iters 1 --eval-interval 3 --vocab-logits-limit 0.01MiB",
