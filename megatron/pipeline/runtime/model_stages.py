@@ -54,7 +54,7 @@ class ModelStages:
         self._ask_for_parameters(work.chunk)
         first = work.chunk not in self._forwarded
         self._forwarded.add(work.chunk)
-        data = self._data(work, keep_graph, again=False)
+        data = self._data(work, keep_graph)
         complete = self._slices.completes(work)
         with nullcontext() if keep_graph else torch.no_grad():
             outputs, num_tokens = self._forward_step(work, inputs, data, self.reported if complete else [], first)
@@ -64,7 +64,7 @@ class ModelStages:
 
     def recompute(self, work: Pass, inputs: Tensors) -> Tensors:
         """The forward step once more; nothing is reported."""
-        outputs, _ = self._forward_step(work, inputs, self._data(work, keep_graph=True, again=True), [], first=False)
+        outputs, _ = self._forward_step(work, inputs, self._data_again(work), [], first=False)
         if not self._gives_loss(work):
             self.release(outputs)
         return outputs
@@ -79,15 +79,17 @@ class ModelStages:
             # Upstream frees the first tensor of a hop, and needs just that: backward starts from it.
             schedules.deallocate_output_tensor(outputs[0], self._config.deallocate_pipeline_outputs)
 
-    def _data(self, work: Pass, keep_graph: bool, again: bool) -> Iterator[Any] | None:
-        """What a forward reads, or has read that runs again: one that keeps no graph notes it."""
-        if again:
-            read = self._read.pop((work.microbatch, work.chunk), None)
-            return None if read is None else iter(read)
+    def _data(self, work: Pass, keep_graph: bool) -> Iterator[Any] | None:
+        """What a forward reads; one that keeps no graph notes it."""
         data = self._slices.iterator(work, self._iterators[work.chunk])
         if data is not None and not keep_graph:
             data = noting(data, self._read.setdefault((work.microbatch, work.chunk), []))
         return data
+
+    def _data_again(self, work: Pass) -> Iterator[Any] | None:
+        """What a forward has read that runs again now."""
+        read = self._read.pop((work.microbatch, work.chunk), None)
+        return None if read is None else iter(read)
 
     def _gives_loss(self, work: Pass) -> bool:
         """Whether a forward returns the loss."""

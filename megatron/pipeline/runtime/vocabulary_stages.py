@@ -67,8 +67,11 @@ class VocabularyStages(ModelStages):
         if self._placement.is_first(self._placement.stage(self._rank, work.chunk)):
             self._vocabulary.arrive(work.microbatch, again)
 
-    def _data(self, work: Pass, keep_graph: bool, again: bool) -> Iterator[Any] | None:
+    def _data(self, work: Pass, keep_graph: bool) -> Iterator[Any] | None:
         return self._vocabulary.batch(work.microbatch)
+
+    def _data_again(self, work: Pass) -> Iterator[Any] | None:
+        return self._data(work, keep_graph=True)
 
     def _gives_loss(self, work: Pass) -> bool:
         return False
