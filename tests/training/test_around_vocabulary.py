@@ -42,24 +42,22 @@ def test_a_training_goes_on_with_and_without(pool: Pool, data: str, tmp_path: Pa
     assert losses(tmp_path / "chain.jsonl") == pytest.approx(losses(tmp_path / "whole.jsonl"), rel=NEAR)
 
 
-FEATURES = [
-    "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 24 --eval-interval 2 --eval-iters 2",
-    "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss --eod-mask-loss "
-    "--train-iters 3",
-]
+MASKS = "--reset-attention-mask --reset-position-ids --eod-mask-loss --rampup-batch-size 4 2 24 --eval-interval 2 --eval-iters 2"
+EXPERTS = "--num-experts 4 --expert-model-parallel-size 2 --moe-aux-loss-coeff 1e-2 --calculate-per-token-loss --eod-mask-loss"
 
 
-@pytest.mark.parametrize("flags", FEATURES, ids=["masks-rampup-evaluation", "experts-per-token-loss"])
-def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str) -> None:
-    run = f"{data} {EXACT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
-    ranks = 4 if "expert-model" in flags else 2
+@pytest.mark.parametrize(
+    ("flags", "ranks", "iterations"), [(MASKS, 2, 6), (EXPERTS, 4, 3)], ids=["masks-rampup-evaluation", "experts-per-token-loss"]
+)
+def test_is_as_without(pool: Pool, data: str, tmp_path: Path, flags: str, ranks: int, iterations: int) -> None:
+    run = f"{data} {EXACT} --train-iters {iterations} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 {flags}"
     found = []
     for variant in ("off", "1", "2"):
         path = tmp_path / f"{variant}.jsonl"
         assert ran(pool.run(ranks, train, f"{run} --vocab-parallel {variant} --metrics {path}"))
         found.append(losses(path))
     for one in found[1:]:
-        assert one == pytest.approx(found[0], rel=NEAR) and len(one) == (3 if ranks == 4 else 6)
+        assert one == pytest.approx(found[0], rel=NEAR) and len(one) == iterations
 
 
 @pytest.mark.parametrize("variant", [pytest.param("1", marks=pytest.mark.whole), "2"])

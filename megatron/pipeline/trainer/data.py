@@ -224,10 +224,14 @@ def _build(args: Namespace, tokenizer: Any, sizes: list[int], needed: bool) -> l
     kind = MockGPTDataset if args.mock_data else GPTDataset
     # The builder's caches are written by rank 0 for all others, so it always builds.
     built_here = needed or torch.distributed.get_rank() == 0
-    logging.getLogger(MockGPTDataset.__module__).addFilter(_is_not_of_mock_data)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")  # the data files are mapped read-only on purpose
-        datasets = BlendedMegatronDatasetBuilder(kind, sizes, lambda: built_here, config).build()
+    upstream = logging.getLogger(MockGPTDataset.__module__)
+    upstream.addFilter(_is_not_of_mock_data)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable.*")  # the data files are mapped read-only on purpose
+            datasets = BlendedMegatronDatasetBuilder(kind, sizes, lambda: built_here, config).build()
+    finally:
+        upstream.removeFilter(_is_not_of_mock_data)
     return list(zip(exists, datasets, strict=True))
 
 
