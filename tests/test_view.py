@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drawn import offloaded, timeline
@@ -16,7 +17,7 @@ from megatron.pipeline.schedule.core.placement import v
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
-from megatron.pipeline.view import draw, render
+from megatron.pipeline.view import draw, picture, render
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.style import COLOURS, ink, number, shade, with_whole_braids
 
@@ -194,3 +195,15 @@ def test_halves_of_a_braid_stand_one_above_the_other(tmp_path: Path) -> None:
     boxes = re.findall(r'd="(M [^"]*z)', (tmp_path / "braid.svg").read_text(encoding="utf-8"))
     heights = {round(max(ys) - min(ys), 2) for box in boxes if (ys := [float(y) for y in re.findall(r"[ML] \S+ (\S+)", box)])}
     assert any(abs(one - 2 * other) < 0.1 for one in heights for other in heights)
+
+
+@pytest.mark.parametrize(("unit", "held"), [("MiB", 26.05), ("MiB", 102400.0), ("microbatches", 7.75), ("", 1.0)])
+def test_what_memory_is_in_is_inside_of_the_picture(monkeypatch: pytest.MonkeyPatch, unit: str, held: float) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(picture, "save", lambda figure, _: figures.append(figure))
+    one = timeline("zb-h1", 2, 4)
+    picture.draw({"it": one}, "it.png", memory={"it": [[(0.0, held)], [(1.0, held)]]}, memory_unit=unit)
+    [label] = [axes.yaxis.label for axes in figures[0].axes if axes.get_ylabel()]
+    assert unit in label.get_text()
+    figures[0].canvas.draw()
+    assert label.get_window_extent().x0 >= 0
