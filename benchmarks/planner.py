@@ -32,7 +32,6 @@ from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.search import seeds
 from megatron.pipeline.schedule.search.instance import Instance, Seed
@@ -55,7 +54,7 @@ def main() -> None:
         print(json.dumps(measure(name, *map(int, sizes))))
         return
     results: dict[str, list[Row]] = {}
-    for part in (greedy_and_ours, named_memories, speed, robustness, optima):
+    for part in (greedy_and_ours, named_memories, speed, robustness):
         begin = time.perf_counter()
         results[part.__name__] = part(options.quick)
         print(f"\n<!-- {part.__name__}: {time.perf_counter() - begin:.0f} seconds -->\n", flush=True)
@@ -263,36 +262,6 @@ def robustness(quick: bool) -> list[Row]:
     columns += [f"{what}, {jitter:.0%}" for jitter in jitters for what in ("mean", "95th percentile", "planned for it")]
     keys = ["nominal", *(f"{what} {jitter}" for jitter in jitters for what in ("mean", "95 %", "prepared"))]
     print(markdown(columns, ((f"`{row['name']}`", row["costs"], *(f"{row[key]:.1f}" for key in keys)) for row in rows)))
-    return rows
-
-
-# --- small instances against the optimum ------------------------------------------------------------------------------
-
-
-def optima(quick: bool) -> list[Row]:
-    instances: list[tuple[str, int, int, float | None]] = [
-        ("zb-auto", 3, 6, None), ("zb-auto", 4, 6, 6.0), ("zb-v", 3, 4, None), ("v-half", 3, 5, None), ("v-half", 4, 5, None),
-        ("v-min", 3, 5, None), ("v-min", 4, 4, None), ("v-auto", 4, 4, 2.5),
-    ]  # fmt: skip
-    rows: list[Row] = []
-    for (name, p, m, limit), (kind, times) in itertools.product(instances[:: 4 if quick else 1], list(COSTS.items())[1:]):
-        problem = planning.Request(name, p, m, uniform(families.placement(name, p), *times), memory_limit=limit).problem()
-        schedule = planning.solve(name, problem)
-        ours, bound = simulate(schedule, problem.costs).span, lower_bound(problem)
-        best = optimum(problem, 3 if quick else 6, hint=schedule)
-        sizes = {"name": name, "p": p, "m": m, "limit": max(problem.limits or ()), "costs": kind}
-        found = {"ours": ours, "optimum": best.value, "least": best.bound, "proven": best.proven, "bound": bound}
-        rows.append(sizes | found)
-    print("### Small instances against the exact optimum\n")
-    lines = [
-        (
-            f"`{row['name']}`", row["p"], row["m"], f"{row['limit']:g}", row["costs"], f"{row['ours']:.2f}",
-            f"{row['optimum']:.2f}" if row["proven"] else f"{row['least']:.2f} to {row['optimum']:.2f}",
-            percent(gap(row["ours"], row["least"])), f"{row['bound']:.2f}",
-        )
-        for row in rows
-    ]  # fmt: skip
-    print(markdown(("", "p", "m", "limit", "F/B/W", "ours", "optimum", "above it at most", "lower bound"), lines))
     return rows
 
 

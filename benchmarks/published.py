@@ -1,6 +1,6 @@
 """Published trainings beside what the model of time and memory predicts of them, and the efficiencies that are fitted to them.
 
-    python benchmarks/published.py            prints the tables of docs/model.md and benchmarks/README.md
+    python benchmarks/published.py            prints the tables of docs/model.md, docs/vocabulary.md and benchmarks/README.md
     python benchmarks/published.py --write    fits, and writes efficiencies into the devices' files and tables into the documents
 
 One schedule is planned for every cell of ``published_figures``, and both its time and its memory are predicted.
@@ -37,7 +37,7 @@ from megatron.pipeline.shape import gpt
 from megatron.pipeline.shape.balance import balanced_layers
 from megatron.pipeline.shape.gpt import Shape
 
-DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "benchmarks" / "README.md")
+DOCUMENTS = (ROOT / "docs" / "model.md", ROOT / "docs" / "vocabulary.md", ROOT / "benchmarks" / "README.md")
 DEVICES = ROOT / "megatron" / "pipeline" / "costmodel" / "devices"
 HIDDEN_SIZES = (4096, 5120, 6144, 7168, 8192, 10240)
 SEQUENCE_LENGTHS = (4096, 8192, 16384, 32768)
@@ -211,9 +211,10 @@ def fitted(device: Device, tolerance: float = 2e-4) -> Device:
 
 
 def tables(found: Sequence[Cell]) -> list[str]:
-    """The Markdown tables of docs/model.md and benchmarks/README.md, for the devices as they are."""
+    """The Markdown tables of the documents, for the devices as they are."""
     shown = [_throughputs(source, found) for source in SOURCES]
     shown += [_peaks(source, found) for source in SOURCES]
+    shown.append(_grids(SOURCES[1], found, "predicted MFU", lambda cell: f"{cell.throughput.predicted:.1f} %")[:1])
     return [_fit(found), *(table for each in shown for table in each), _k()]
 
 

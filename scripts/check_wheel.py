@@ -22,11 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # What planning needs; README.md names the same.
-PLANNER = ("numpy", "numba", "ortools", "PyYAML", "rich", "matplotlib", "starlette", "uvicorn")
+PLANNER = ("numpy", "numba", "PyYAML", "rich", "matplotlib", "starlette", "uvicorn")
 _PLANS = (
     "plan --schedule zb-v --pp 2 --microbatches 4 -o zb-v.json",
     "plan --schedule auto --pp 2 --microbatches 3",
-    "plan --schedule zb-h1 --pp 2 --microbatches 2 --exact 5",
     "simulate zb-v.json --cost F=1,B=2,W=1",
     "verify zb-v.json",
     "draw zb-v.json",
@@ -35,7 +34,6 @@ _PLANS = (
     "export zb-v.json -o zb-v.csv",
     "export zb-v.json -o zb-v.trace.json",
     "compare --pp 2 --microbatches 4 --schedules 1f1b,zb-h1 -o compare.svg",
-    "vocabulary --pp 2 --microbatches 4 --layers 4 --hidden 64 --heads 4 --seq 64 --sizes 1k --micro-batch-size 1",
 )
 _MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 4 "

@@ -212,12 +212,15 @@ def test_simulate_takes_an_objective(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert told(capsys, f"simulate {path}")["objective"] == "span"
 
 
-def test_a_package_that_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "ortools"]:
+def test_a_package_that_is_not_installed_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ortools", None)
-    line = refusal(capsys, "plan --schedule 1f1b --pp 2 --microbatches 2 --exact 1")
-    assert line.startswith("mpipe: this needs the package ortools") and "not installed" in line
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    printed(capsys, f"plan --schedule 1f1b --pp 2 --microbatches 2 -o {tmp_path}/plan.json")
+    line = refusal(capsys, f"draw {tmp_path}/plan.json -o {tmp_path}/plan.png")
+    assert line.startswith("mpipe: this needs the package matplotlib") and "not installed" in line
 
 
 def test_the_collector_of_cycles_is_as_it_was_afterwards(capsys: pytest.CaptureFixture[str]) -> None:

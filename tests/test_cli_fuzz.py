@@ -58,7 +58,6 @@ PLAN_FLAGS = {
     "--group": small(5),
     "--recompute": STAGES,
     "--fuse": STAGES,
-    "--exact": st.sampled_from(["0", "-1", "nan", "x"]),
     "--balance": st.sampled_from(["5", "9", "16", *NASTY]),
 }
 COMPARE_FLAGS = {

@@ -156,7 +156,6 @@ def test_compare_says_what_each_moved(capsys: pytest.CaptureFixture[str]) -> Non
         ("--offload full --copy switch=1.5", "switch=1.5: expected a number of neighbouring ranks that share one switch"),
         ("--offload full --copy fast=1", "unknown cost 'fast'; allowed are both, switch, shared"),
         ("--offload full --memory-limit 0.25", "above the limit of 0.25"),
-        ("--offload full --exact", "--exact searches the passes of stages only: leave it out, or --offload"),
     ],
 )
 def test_bad_input_is_one_line(flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

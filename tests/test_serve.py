@@ -99,7 +99,7 @@ def test_what_is_missing_is_named(address: str) -> None:
     assert ask(address, {"schedule": "1f1b", "pp": "4", "microbatches": ""}) == (200, {"message": complaint})
 
 
-@pytest.mark.parametrize("name", ["output", "o", "json", "exact", "balance", "help", "-help"])
+@pytest.mark.parametrize("name", ["output", "o", "json", "balance", "help", "-help"])
 def test_flags_that_read_write_or_take_minutes_are_not_for_pages(address: str, name: str) -> None:
     status, told = ask(address, SMALL | {"schedule": "1f1b", name: "/tmp/never"})
     assert status == 400 and told["message"].startswith(f"mpipe: unknown parameter {name!r}; allowed are schedule, pp, ")
@@ -107,7 +107,7 @@ def test_flags_that_read_write_or_take_minutes_are_not_for_pages(address: str, n
 
 def test_a_page_may_ask_for_every_other_flag() -> None:
     told = set(vars(cli.parse(["plan", "--schedule=1f1b", "--pp=1", "--microbatches=1"])))
-    own = {"run", "flags", "output", "json", "exact", "balance", "print_completion"}
+    own = {"run", "flags", "output", "json", "balance", "print_completion"}
     assert {name.replace("_", "-") for name in told - own} == set(FLAGS)
 
 

@@ -10,11 +10,12 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from schedule.exact import optimum
+
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.problem import Problem
-from megatron.pipeline.schedule.optimum.exact import optimum
 
 STORED = Path(__file__).with_name("optima.json")
 SECONDS = 60  # of search for each

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule.exact import optimum
 from schedule_strategies import with_parts_of
 
 from megatron.pipeline.planning.compose import solve
@@ -25,7 +26,6 @@ from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.optimum.bound import lower_bound, own_bound
-from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.search.paired import paired
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate

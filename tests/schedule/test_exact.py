@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from schedule import exact
+from schedule.exact import MOST_PASSES, optimum
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
@@ -12,9 +14,7 @@ from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, bidirectional, linear, v
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
-from megatron.pipeline.schedule.optimum import exact
 from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.exact import MOST_PASSES, optimum
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 

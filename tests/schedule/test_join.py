@@ -10,6 +10,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule.exact import optimum
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning.request import Request
@@ -19,7 +20,6 @@ from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.orders import Orders, can_be_compiled
 from megatron.pipeline.schedule.time.replay import Stuck

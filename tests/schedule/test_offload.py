@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from exact_offload import MOST_CANDIDATES, least_peak
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule.exact_offload import MOST_CANDIDATES, least_peak
 from schedule_strategies import costs_of, one_rank, parse, schedules
 
 from megatron.pipeline import planning

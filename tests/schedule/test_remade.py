@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from schedule.exact import optimum
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning.request import Request
@@ -18,7 +19,6 @@ from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.stage_costs import PARTS
 from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 

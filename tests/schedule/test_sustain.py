@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from schedule.exact import optimum
 
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.placement import bidirectional, linear, v
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.optimum.bound import lower_bound
-from megatron.pipeline.schedule.optimum.exact import optimum
 from megatron.pipeline.schedule.optimum.sustain import period, smallest_sustaining_limit, sustaining_limits
 
 

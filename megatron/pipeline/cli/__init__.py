@@ -16,9 +16,7 @@ from megatron.pipeline.cli.packages import Completion, Version, missing
 from megatron.pipeline.planning.collecting import without_collecting
 from megatron.pipeline.schedule.families import meant
 
-COMMANDS = tuple(
-    "plan simulate verify certify draw compare export vocabulary memory costs tune rehearse serve launch support".split()
-)
+COMMANDS = tuple("plan simulate verify certify draw compare export memory costs tune rehearse serve launch support".split())
 _OWN_FLAGS = ("launch", "rehearse")  # most of their command line is for others
 
 

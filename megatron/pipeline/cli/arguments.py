@@ -266,13 +266,6 @@ def jitters(text: str) -> list[float]:
     return list(dict.fromkeys(map(jitter, text.split(","))))
 
 
-def seconds(text: str) -> float:
-    seconds = _float(text)
-    if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of seconds above 0, at most 86400")
-    return seconds
-
-
 def _float(text: str) -> float:
     """A number; NaN, which is in no range, for what is none."""
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from megatron.pipeline.cli.arguments import (
     Commands,
@@ -14,7 +13,6 @@ from megatron.pipeline.cli.arguments import (
     offload_flags,
     pass_flags,
     report_flags,
-    seconds,
     size_flags,
 )
 from megatron.pipeline.cli.progress import Progress
@@ -23,9 +21,7 @@ from megatron.pipeline.cli.summary import above_bound, check_output, put
 from megatron.pipeline.flags.flag_types import positive_int
 from megatron.pipeline.planning.choose import best
 from megatron.pipeline.planning.document import choice_fields, report
-from megatron.pipeline.planning.planned import Planned, above
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.optimum.exact import optimum
 
 
 def add(commands: Commands) -> None:
@@ -55,14 +51,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
     parser.add_argument("--group", type=positive_int, metavar="G", help="microbatches a chunk runs in turn, for gis and gis-h")
-    parser.add_argument(
-        "--exact",
-        nargs="?",
-        type=seconds,
-        const=60.0,
-        metavar="SECONDS",
-        help="also search for the optimum for this time (default 60 s), and print the distance from it; small instances only",
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -75,21 +63,4 @@ def run(options: argparse.Namespace) -> None:
     if choice:
         data |= choice_fields(choice)
         table = f"{choice.table(request.unit, request.limit)}\n\n{above_bound(options.objective)}\n\n"
-    if options.exact is not None:
-        data["exact"] = _exact(planned, options.exact)
     put(data, planned.timeline, options, table)
-
-
-def _exact(planned: Planned, seconds: float) -> dict[str, Any]:
-    """The field ``exact``: the optimum, or the best schedule and the best bound after that number of seconds.
-
-    Raises:
-        ValueError: the schedule has passes that the search does not know.
-    """
-    problem = planned.problem
-    for flag, given in (("--vocab-parallel", problem.vocabulary), ("--offload", problem.offload)):
-        if given:
-            raise ValueError(f"--exact searches the passes of stages only: leave it out, or {flag}")
-    solution = optimum(problem, seconds=seconds, hint=planned.schedule)
-    gap = above(problem.value(planned.timeline), solution.bound)
-    return {"value": solution.value, "bound": solution.bound, "proven": solution.proven, "gap": gap}

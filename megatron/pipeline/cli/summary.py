@@ -28,7 +28,7 @@ def above_bound(objective: str) -> str:
 
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
-    peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
+    peaks, limit = data["peak_activation"], data.get("memory_limit")
     unit = _unit(data)
     amounts = partial(_amounts, unit)
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
@@ -46,11 +46,6 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     if "jitter" in data:
         add("expected", data[f"expected_{kind}"], f"mean {kind} if pass times vary by {data['jitter']:.0%}")
-    if exact and exact["proven"]:
-        memory = "of any memory" if limit is None else _within(limit, unit)
-        add("optimum", exact["value"], f"proven: no order {memory} is shorter; this one is {exact['gap']:z.1%} above")
-    elif exact:
-        add("best found", exact["value"], f"not proven in this time: the optimum may be as short as {exact['bound']:g}")
     add("memory", *amounts(peaks))
     if "balance" in data:
         split, value = data["balance"], data[f"expected_{kind}" if "jitter" in data else kind]
@@ -99,11 +94,10 @@ def _bound(data: dict[str, Any]) -> tuple[float, float]:
 
 
 def _brief(data: dict[str, Any]) -> str:
-    """A report in one line: the schedule, its length, what is known of the optimum, and its memory."""
+    """A report in one line: the schedule, its length, and its memory."""
     chunks = f" with {data['chunks']} chunks" if data["chunks"] > 1 else ""
-    exact, kind = data.get("exact"), data["objective"]
-    found = f"; {'optimum' if exact['proven'] else 'best found'} {exact['value']:g}" if exact else ""
-    length = f"{kind} {data[kind]:g}, {_bound(data)[1]:z.1%} above the lower bound{found}"
+    kind = data["objective"]
+    length = f"{kind} {data[kind]:g}, {_bound(data)[1]:z.1%} above the lower bound"
     return f"{data['schedule']}{chunks}, {length}; memory {_unit(data).amount(max(data['peak_activation']))}"
 
 

@@ -20,7 +20,7 @@ from megatron.pipeline.patches import compat
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.planning.planned import Planned
 
-_PACKAGES = ("megatron-pipeline", "torch", "numba", "numpy", "ortools")  # that run, and that plan
+_PACKAGES = ("megatron-pipeline", "torch", "numba", "numpy")  # that run, and that plan
 
 Identity = Mapping[str, str]
 

@@ -29,7 +29,7 @@ from megatron.pipeline.view.page import encoded
 Ask: TypeAlias = Callable[[Sequence[str]], Request]  # from the flags of ``mpipe plan``; raises a ValueError for wrong ones
 Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order given
 
-# What a page may ask of mpipe plan: all but the flags that read and write files, and --exact and --balance, which plan for long.
+# What a page may ask of mpipe plan: all but the flags that read and write files, and --balance, which plans for long.
 # The file of --costs is one that the page has opened.
 FLAGS = (
     *("schedule", "pp", "microbatches", "chunks", "splits", "group", "cost", "activation", "first-stage", "last-stage"),

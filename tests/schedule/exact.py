@@ -66,7 +66,7 @@ def optimum(problem: Problem, seconds: float = 60.0, hint: Schedule | None = Non
     if math.isinf(least):
         raise ValueError(f"not even one microbatch fits into the limits {problem.limits}; raise them")
     if problem.overlap:
-        from megatron.pipeline.schedule.optimum.exact_braids import ModelWithBraids  # which extends the model here
+        from schedule.exact_braids import ModelWithBraids  # which extends the model here
 
         model: Model = ModelWithBraids(problem)
     else:
