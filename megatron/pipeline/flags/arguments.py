@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,8 +26,6 @@ _NOT_NEEDED = {
     "use-flash-attn": "Transformer Engine takes it where it can",
     "no-create-attention-mask-in-dataloader": "attention makes its own causal mask",
 }
-# The forks' flags as keys of a YAML file.
-_FORKS = {flag: argparse.Action([flag], "", nargs=None if takes else 0) for flag, takes in fork_flags.FLAGS.items()}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,29 +41,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def with_config(
-    parser: argparse.ArgumentParser, argv: Sequence[str], tell: Callable[[str], object] = logger.warning
-) -> list[str]:
+def with_config(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
     """Put the flags in ``--config FILE`` before those of the command line, which so win.
-
-    Flags of the earlier forks become those of today (``fork_flags``), and rank 0 says so.
 
     Args:
         parser: knows all flags that may be keys of the file.
-        tell: called on rank 0 with a line about each flag of the forks.
 
     Raises:
-        ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a fork's flag
-            contradicts another one.
+        ValueError: the file cannot be read, has a key that is no flag, or a value that is none of that flag; a flag is one of an
+            earlier fork (``fork_flags``).
     """
     finder = _Parser(add_help=False, allow_abbrev=False)
     finder.add_argument("--config")
     config = finder.parse_known_args(argv)[0].config
-    tokens, lines = fork_flags.translate([*(_read_config(parser, config) if config else []), *argv])
-    if os.environ.get("RANK", "0") == "0":
-        for line in lines:
-            tell(line)
-    return tokens
+    fork_flags.refuse(argv)
+    return [*(_read_config(parser, config) if config else []), *argv]
 
 
 class _Loader(yaml.SafeLoader):
@@ -122,7 +111,8 @@ def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")
-    known = {_key(option): (option, action) for option, action in (_FORKS | parser._option_string_actions).items()}
+    fork_flags.refuse(f"--{_key(str(name))}" for name in content)
+    known = {_key(option): (option, action) for option, action in parser._option_string_actions.items()}
     tokens: list[str] = []
     for name, value in content.items():
         key = _key(str(name))

@@ -91,7 +91,7 @@ class Run:
 
         def parse(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
             with _refusing():
-                tokens = with_config(parser, sys.argv[1:] if args is None else args, self._print_once)
+                tokens = with_config(parser, sys.argv[1:] if args is None else args)
             parsed = parse_known(tokens, namespace)
             with _refusing():
                 check_source(parsed[0])
