@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +16,6 @@ import yaml
 
 from megatron.pipeline.flags import fork_flags, support
 from megatron.pipeline.flags.flags import add_flags
-
-logger = logging.getLogger(__name__)
 
 # Flags of Megatron-LM that change nothing here.
 _NOT_NEEDED = {
