@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import check_lines
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +27,33 @@ def test_the_table_of_rooms_is_the_contract() -> None:
     assert re.findall(r"^\| `(\w+)/` ", section, re.MULTILINE) == layers("rooms")
     [packages] = re.findall(r"The packages of `schedule/` follow the same order: (.+)\.", section)
     assert re.findall(r"`(\w+)`", packages) == layers("schedule")
+
+
+def test_the_front_page_names_the_rooms() -> None:
+    assert re.findall(r"^``(\w+)`` ", (PIPELINE / "__init__.py").read_text(), re.MULTILINE) == layers("rooms")
+
+
+def test_only_code_counts_as_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "some.py"
+    file.write_text(
+        '"""A file.\n\nSaid at length.\n"""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """Of."""\n    return x\n'
+    )
+    assert check_lines.lines_of_code(file) == 5
+
+
+def test_a_room_over_its_budget_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    budget = check_lines.counted()
+    assert set(budget) >= set(layers("rooms"))
+    monkeypatch.setattr(check_lines, "counted", lambda: budget | {"runtime": budget["runtime"] + 3})
+    monkeypatch.setattr(check_lines, "BUDGET", tmp_path / "lines.json")
+    monkeypatch.setattr(sys, "argv", ["check_lines.py"])
+    check_lines.BUDGET.write_text(json.dumps(budget))
+    assert check_lines.main() == 1
+    assert "runtime has" in capsys.readouterr().out
+    check_lines.BUDGET.write_text(json.dumps(budget | {"runtime": budget["runtime"] + 3}))
+    assert check_lines.main() == 0
 
 
 def test_every_folder_is_in_a_contract() -> None:

@@ -1,14 +1,26 @@
 """Pipeline schedules for today's megatron-core, without a fork.
 
-The rooms, in the order data flows through them:
+The rooms, from the top: each imports only those below it (docs/architecture.md).
 
-``schedule``  what runs when: passes, placements, families, simulation, proof, lowering. Never imports torch.
-``runtime``   how one rank runs its program: executor, p2p, weight gradients, measurements.
-``model``     the GPT model cut by a placement, with linears whose backward splits.
-``training``  arguments, data, checkpoints, the loop: the glue behind ``pretrain_gpt.py``.
-``launch``    Megatron-LM's own scripts, unchanged, under our schedules.
-``view``      pictures of planned schedules and of measured runs.
-``patches``   the short list of upstream symbols that are replaced, one file per upstream module.
+``cli``        the command ``mpipe``
+``serve``      the page to play with schedules
+``launch``     Megatron-LM's own scripts, unchanged, under our schedules
+``tune``       the search for the fastest training
+``trainer``    data, checkpoints and the loop of ``pretrain_gpt.py``
+``flags``      Megatron-LM's flags and ours
+``optimizer``  optimizer steps before the gradient norm is known
+``runtime``    how one rank runs its program
+``health``     the watchdog, and the position of each rank
+``record``     times and bytes of passes
+``model``      the GPT cut by a placement, with linears whose backward splits
+``patches``    the short list of upstream symbols that are replaced, one file per upstream module
+``planning``   from a request to a verified plan
+``costmodel``  seconds and bytes of a GPT's passes
+``view``       pictures of planned schedules and of measured runs
+``shape``      the sizes of a model
+``schedule``   what runs when: passes, placements, families, simulation, proof, lowering; never imports torch
+``backward``   backwards that leave weight gradients to W
+``dist``       devices, process groups, collectives
 """
 
 __version__ = "0.2.0"

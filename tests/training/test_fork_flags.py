@@ -1,4 +1,4 @@
-"""Flags of the earlier forks: the page has each, and a command line or file that has some is refused with what to give instead."""
+"""Flags of the earlier forks: the page has each; a line or a file that has some is refused, with what to give instead."""
 
 from __future__ import annotations
 
