@@ -25,7 +25,7 @@ SCHEDULES = {
     "stock interleaved": "stock --num-virtual-stages-per-pipeline-rank 2",
     "zb-v": "zb-v",
     "v-half": "v-half",
-    "offload": "gis-h --offload full --offload-min-size 8KiB --offload-cpu-bandwidth 20",
+    "offload": "gis-h --offload full --offload-min-size 8KiB",
 }
 COMMON = (
     f"--pipeline-model-parallel-size {RANKS} --micro-batch-size 1 --global-batch-size {MICROBATCHES} --train-iters 20 "
@@ -35,6 +35,7 @@ COMMON = (
 )
 ON_GPU = f"--hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention --num-query-groups 8 \
 --seq-length {SEQUENCE} --bf16 --vocab-size 32000 --rehearse-hop H100-80GB"
+COPIES_ON_CPU = "--offload-cpu-bandwidth 20"  # GB/s; a GPU has its own
 ON_CPU = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 --rehearse-hop 1e-4"
 _PARAMETERS = 2 * 2048 * (2048 + 512) + 3 * 2048 * 8192  # of a layer: attention with 8 groups, gated MLP
 _OF_PARAMETER = 18  # bytes in bf16: weight, gradient in float32, and Adam's state
@@ -51,12 +52,12 @@ def main() -> None:
     options = parser.parse_args()
     free = _free()
     layers = options.layers or (16 if free is None else layers_that_fit(free))
-    flags = f"{COMMON} --num-layers {layers} {ON_CPU if free is None else ON_GPU}"
-    if options.bf16 and free is None:
-        flags += " --bf16"
     found = {}
     for name, schedule in SCHEDULES.items():
-        found[name] = rehearsed(RANKS, str(ROOT / "pretrain_gpt.py"), f"{flags} --pipeline-schedule {schedule}")
+        flags = flags_of(schedule, layers, on_gpu=free is not None)
+        if options.bf16 and free is None:
+            flags += " --bf16"
+        found[name] = rehearsed(RANKS, str(ROOT / "pretrain_gpt.py"), flags)
         print(summary({name: found[name]}), flush=True)
     print_table(
         f"{layers} layers, {RANKS} stages, {MICROBATCHES} microbatches",
@@ -65,6 +66,12 @@ def main() -> None:
     )
     save(options.save, "Predicted iteration", {name: [one["iteration_seconds"]] for name, one in found.items()})
     print(summary(found))
+
+
+def flags_of(schedule: str, layers: int, on_gpu: bool) -> str:
+    """Those of a rehearsal, from the flags of a schedule."""
+    more = f" {COPIES_ON_CPU}" if "--offload" in schedule and not on_gpu else ""
+    return f"{COMMON} --num-layers {layers} {ON_GPU if on_gpu else ON_CPU} --pipeline-schedule {schedule}{more}"
 
 
 def layers_that_fit(free: float) -> int:

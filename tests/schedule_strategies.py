@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from hypothesis import strategies as st
 
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.schedule.core.kinds import BRAIDED
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement, from_rows, interleaved, linear, wave
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -101,6 +103,13 @@ def one_rank(row: str, copies: CopyCosts = CopyCosts(1, 1), **stage: Any) -> tup
     passes = parse(row)
     costs = Costs((StageCosts(**{"forward": 1.0, "backward": 1.0, "weight": 1.0} | stage),), copies=copies)
     return Schedule("own", linear(1), 1 + max(work.microbatch for work in passes[0]), passes), costs
+
+
+def unbraided(schedule: Schedule) -> Schedule:
+    """The same order of passes, each alone."""
+    alone = {braided: kind for kind, braided in BRAIDED.items()}
+    rows = (tuple(work._replace(kind=alone.get(work.kind, work.kind)) for work in row) for row in schedule.passes)
+    return replace(schedule, passes=tuple(rows))
 
 
 def with_parts_of(stages: int, layers: int = 4) -> Costs:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
+import gpu
 import gpus
 import pytest
+import rehearse_llama
+import torch
 from pool import Pool
+
+from megatron.pipeline.flags.arguments import parse
+from megatron.pipeline.flags.validation_offload import check_offload
 
 
 def visible() -> str | None:
@@ -40,3 +50,53 @@ def test_a_marked_test_is_skipped_with_the_reason(request: pytest.FixtureRequest
     request.node.add_marker(pytest.mark.cuda(devices=wanted))
     with pytest.raises(pytest.skip.Exception, match=r"^needs (a GPU|3 GPUs), which this run hides"):
         request.config.hook.pytest_runtest_setup(item=request.node)
+
+
+MISSING = """
+import sys
+
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith({names}):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Missing())
+"""
+OPTIONAL = ("uvicorn", "starlette", "ortools", "matplotlib", "playwright", "shtab", "pybind11")
+
+
+def pytest_without(names: tuple[str, ...], directory: Path, *flags: str) -> str:
+    """What pytest prints in a process that cannot import these packages."""
+    (directory / "sitecustomize.py").write_text(MISSING.format(names=names))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags],
+        cwd=gpu.ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    return done.stdout
+
+
+def test_all_tests_for_gpus_are_found_on_a_machine_with_few_packages(tmp_path: Path) -> None:
+    """``make gpu`` installs nothing, and what no marked test needs may be missing."""
+    found = pytest_without(OPTIONAL, tmp_path, "-m", "cuda", "--collect-only", "tests")
+    named = {word for step in gpu.STEPS for word in step.command if word.startswith("tests/")}
+    assert {name for name in (*named, "tests/on_gpus/test_several_gpus.py") if name not in found} == set()
+
+
+def test_tests_of_the_script_need_torch_alone(tmp_path: Path) -> None:
+    assert "passed" in pytest_without((*OPTIONAL, "megatron.core"), tmp_path, "-v", "tests/test_gpu_script.py")
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("schedule", rehearse_llama.SCHEDULES.values())
+def test_flags_of_a_rehearsal_are_accepted(monkeypatch: pytest.MonkeyPatch, schedule: str, on_gpu: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    args = parse(shlex.split(rehearse_llama.flags_of(schedule, 16, on_gpu)))
+    check_offload(args)
+    assert (args.offload_cpu_bandwidth is None) == (on_gpu or args.offload == "off")

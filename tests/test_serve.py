@@ -20,6 +20,9 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+
+pytest.importorskip("uvicorn", reason="the server needs starlette and uvicorn, which machines with a GPU may lack")
+
 from served import ask, command, get, serving, untimed
 
 from megatron.pipeline import cli

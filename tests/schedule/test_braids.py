@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_strategies import costs_of, schedules, with_parts_of
+from schedule_strategies import costs_of, schedules, unbraided, with_parts_of
 
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.braids import Parts, braid_seconds
@@ -30,13 +30,6 @@ from megatron.pipeline.schedule.transforms.braid import braid
 def schedule_of(*rows: str, microbatches: int = 2) -> Schedule:
     passes = tuple(tuple(map(Pass.parse, row.split())) for row in rows)
     return Schedule("mine", linear(len(rows)), microbatches, passes)
-
-
-def unbraided(schedule: Schedule) -> Schedule:
-    """The same order of passes, each alone."""
-    alone = {braided: kind for kind, braided in BRAIDED.items()}
-    rows = (tuple(work._replace(kind=alone.get(work.kind, work.kind)) for work in row) for row in schedule.passes)
-    return replace(schedule, passes=tuple(rows))
 
 
 ONE = schedule_of("F0.0 F1.0 FB0.0 W0.0 B1.0 W1.0")
@@ -143,6 +136,16 @@ def test_any_schedule_with_braids_is_right_and_never_longer(schedule: Schedule, 
     assert activation_peaks(made, costs) == activation_peaks(schedule, costs)
     verify_programs(made, lower(made, costs))
     assert Schedule.from_json(made.to_json()) == made
+
+
+def test_a_fused_backward_moves_over_no_w_of_its_chunk() -> None:
+    """Weight gradients of a chunk are added in the order of microbatches."""
+    mixed = schedule_of("F0.0 F1.0 B0.0 F2.0 W0.0 BW1.0 B2.0 W2.0", microbatches=3)
+    split = schedule_of("F0.0 F1.0 B0.0 F2.0 W0.0 B1.0 W1.0 B2.0 W2.0", microbatches=3)
+    for schedule, backward in ((mixed, Pass(Kind.BW, 1)), (split, Pass(Kind.FB, 1))):
+        made, _ = with_braids(schedule, plain(1))
+        verify(made)
+        assert {Pass(Kind.FB, 0), backward} <= set(made.passes[0])
 
 
 @pytest.mark.parametrize("name", ["zb-v", "v-half", "interleaved", "dualpipe-v"])

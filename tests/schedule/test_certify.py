@@ -212,7 +212,7 @@ def test_torchs_1f1b_hangs_with_one_microbatch_in_the_first_step(ranks: int) -> 
     """torchtitan issue 775, and pytorch pull request 144702: it hangs at the first microbatch if there is one, others did not see
     it with more, and GPipe is fine. A group that sends forward and receives back connects both ways before it starts; the next
     rank receives alone, so it never gets to where it would send back."""
-    groups = [TRANSPORTS["batched"]]
+    groups = [TRANSPORTS["batched"], TRANSPORTS["batched-direction"]]
     one, cost = torch_1f1b(ranks, 1), uniform(linear(ranks))
     assert not certify(one, cost, groups).hangs
     outcome = certify(one, cost, groups, cold=True).outcomes[0]

@@ -13,14 +13,15 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from schedule.exact_offload import MOST_CANDIDATES, least_peak
-from schedule_strategies import costs_of, one_rank, parse, schedules
+from schedule_strategies import costs_of, one_rank, parse, schedules, unbraided, with_parts_of
 
 from megatron.pipeline import planning
+from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts, uniform
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import LimitTooLow
+from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
@@ -28,6 +29,7 @@ from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
+from megatron.pipeline.schedule.transforms.braid import braid
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
 from megatron.pipeline.schedule.transforms.transform import recompute, without_copies
 from megatron.pipeline.schedule.transforms.vocabulary import spread
@@ -47,11 +49,19 @@ def as_floats(costs: Costs) -> Costs:
     return replace(costs, stages=tuple(stages), hop=float(costs.hop))
 
 
+def is_braided(schedule: Schedule) -> bool:
+    return any(row.is_braided for row in schedule.rows)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
-    """Any schedule, some stages of which run their forwards again, the vocabulary spread or not, and any costs."""
+    """Any schedule, some stages of which run their forwards again, with braids or not, the vocabulary spread or not, and any
+    costs."""
     schedule = draw(schedules())
     costs = as_floats(draw(costs_of(schedule.placement)))
+    if draw(st.booleans()):
+        paying = with_parts_of(schedule.placement.last_stage + 1)
+        schedule = braid(schedule, Problem(schedule.placement, schedule.microbatches, paying))
     stages = [
         replace(
             stage,
@@ -69,7 +79,7 @@ def cases(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     )
     costs = replace(costs, stages=tuple(stages), copies=copies)
     schedule = recompute(schedule, draw(st.sets(st.integers(0, schedule.placement.last_stage), max_size=3)))
-    if schedule.ranks > 1 and (vocabulary := draw(st.none() | st.sampled_from(list(Vocabulary)))):
+    if schedule.ranks > 1 and not is_braided(schedule) and (vocabulary := draw(st.none() | st.sampled_from(list(Vocabulary)))):
         costs = replace(costs, vocabulary=VocabularyCosts(1, 0.5, 0, 0.5, 0.25))
         schedule = spread(schedule, vocabulary, costs)
     return schedule, costs
@@ -157,6 +167,22 @@ def test_every_family(name: str) -> None:
     plain = planning.plan(name, ranks, 8, costs)
     assert simulate(schedule, costs).span == pytest.approx(simulate(plain, costs).span, rel=1e-9)
     assert sum(activation_peaks(schedule, costs)) < sum(activation_peaks(plain, costs))
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "zb-v", "v-half", "interleaved"])
+def test_a_file_with_braids_holds_about_as_little_as_the_same_order_without(name: str) -> None:
+    """A braid holds what its backward needs from the start, and what its forward keeps until the end. dualpipe-v has split
+    backwards and fused ones."""
+    placement = families.placement(name, 4, 2 if name == "interleaved" else None)
+    costs = replace(with_parts_of(placement.last_stage + 1), copies=CopyCosts(0.4, 0.4))
+    file = planning.plan(name, 4, 10, costs, overlap=True)
+    schedule, alone = (adapted(each, Problem(placement, 10, costs), FULL) for each in (file, unbraided(file)))
+    assert is_braided(schedule) and without_copies(schedule) == file
+    verify_programs(schedule, lower(schedule, costs), Posting.BATCHED)
+    assert simulate(schedule, costs).span == pytest.approx(simulate(file, costs).span, rel=1e-9)
+    held, before, without = (activation_peaks(each, costs) for each in (schedule, file, alone))
+    assert all(one <= other + 2 * costs.stages[0].activation for one, other in zip(held, without, strict=True))
+    assert held[0] <= before[0] / 2 and sum(held) < 0.75 * sum(before)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(1, 1, 1), (1, 3, 7), (3, 2, 1), (3, 4, 7), (5, 3, 3), (7, 2, 7)])

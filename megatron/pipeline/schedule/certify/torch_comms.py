@@ -1,9 +1,10 @@
 """The CSV of ``torch.distributed.pipelining`` with communication: ``_dump_csv(path, format="compute_comms")`` in torch 2.13.
 
 Besides passes a line has ``2SEND_F0`` (stage 2 sends its activation of microbatch 0 to stage 3), ``3RECV_F0`` (stage 3 receives
-it), ``SEND_B`` and ``RECV_B`` for gradients, and what FSDP does with weights (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``), which
-takes part in no message between stages and is skipped. Torch's runtime posts each where it stands, and waits for a receive
-directly before the pass that needs it.
+it), ``SEND_B`` and ``RECV_B`` for gradients, and what FSDP does with weights (``UNSHARD``, ``RESHARD``, ``REDUCE_GRAD``, and
+``WAIT_REDUCE_GRAD`` from 2.15 on), which takes part in no message between stages and is skipped. Torch's runtime posts each
+where it stands and by itself (``_batch_p2p`` for one action), and waits for a receive directly before the pass that needs it. It
+waits for a send at ``2WAIT_SEND_F0`` or ``WAIT_SEND_B``, which schedules of 2.15 may have, or at the end of the step.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron.pipeline.schedule.certify.traffic import Await, Post, Row, Step, Traffic, grouped
+from megatron.pipeline.schedule.certify.traffic import Await, Batch, Post, Row, Step, Traffic
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.lower.program import Compute, Message
 from megatron.pipeline.schedule.lower.torch_csv import KINDS, Cell, placement_of, read_cells
 
-_ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join(KINDS)}|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{{1,9}})")
-_WEIGHTS = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_ACTIONS = (*KINDS, "SEND_F", "RECV_F", "SEND_B", "RECV_B", "WAIT_SEND_F", "WAIT_SEND_B")
+_ACTION = re.compile(rf"([0-9]{{1,9}})({'|'.join(_ACTIONS)})([0-9]{{1,9}})")
+_WEIGHTS = re.compile(r"[0-9]+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")
 _FLOWS = {"F": Flow.ACTIVATION, "B": Flow.GRADIENT}
 _NEEDED = {"I": "F", "B": "F", "W": "I"}  # on the same stage
 _MAKERS = {"F": ("F",), "B": ("B", "I")}  # of what is sent
@@ -44,7 +46,7 @@ def from_comms_csv(text: str, name: str) -> Traffic:
     cells = read_cells(text, _ACTION, _refusal)
     passes = [[cell for cell in row if cell[2] in KINDS] for row in cells]
     placement = placement_of(passes)
-    rows = tuple(grouped(_Reader(placement, rank).steps(row)) for rank, row in enumerate(cells))
+    rows = tuple(tuple(_Reader(placement, rank).steps(row)) for rank, row in enumerate(cells))
     return Traffic(name, placement, 1 + max(cell[3] for row in passes for cell in row), rows)
 
 
@@ -53,7 +55,7 @@ def _refusal(part: str) -> str | None:
         return None
     return (
         f"{part[:40]!r} is neither a pass nor communication: expected STAGE ACTION MICROBATCH such as 2F0 or 2SEND_F0, with "
-        f"ACTION one of {', '.join(KINDS)}, SEND_F, RECV_F, SEND_B, RECV_B"
+        f"ACTION one of {', '.join(_ACTIONS)}"
     )
 
 
@@ -62,7 +64,7 @@ class _Reader:
         self._placement, self._rank = placement, rank
         self._seen: set[str] = set()
 
-    def steps(self, cells: list[Cell]) -> Iterator[Step | Post]:
+    def steps(self, cells: list[Cell]) -> Iterator[Step]:
         for cell in cells:
             where, stage, action, microbatch = cell
             text = f"{stage}{action}{microbatch}"
@@ -72,8 +74,11 @@ class _Reader:
                 raise ValueError(f"{where}: {text}: rank {self._rank} does not hold stage {stage}")
             if action in KINDS:
                 yield from self._passes(cell)
+            elif action.startswith("WAIT"):
+                self._check(cell, stage, action.removeprefix("WAIT_"))
+                yield Await(Message(_FLOWS[action[-1]], microbatch, stage))
             else:
-                yield self._post(cell)
+                yield Batch((self._post(cell),))
             self._seen.add(text)
 
     def _passes(self, cell: Cell) -> Row:

@@ -270,14 +270,16 @@ class RankPasses:
 
     @cached_property
     def awaited(self) -> dict[Pass, list[Pass]]:
-        """For every pass that waits for passes on lanes which the rank has started, these."""
+        """For every pass that waits for passes on lanes which the rank has started, these. What the second half of a braid needs
+        is waited for before the first."""
         started = {kind for kind in self.kinds if kind.row.starts_on_lane}
         waiting = {kind for kind in self.kinds if not (kind.is_concurrent or started.isdisjoint(needed_on_own_rank(kind)))}
         waiting |= {kind for kind, between in self._dividers.items() if not started.isdisjoint(between)}
+        first = {second: first for first, second in self.braids()}
         found: dict[Pass, list[Pass]] = {}
         for work in self.passes if waiting else ():
             if work.kind in waiting and (needs := [need for need in self.before(work) if need.kind in started]):
-                found[work] = needs
+                found[first.get(work, work)] = needs
         return found
 
     def before(self, work: Pass) -> Iterator[Pass]:

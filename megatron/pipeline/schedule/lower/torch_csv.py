@@ -23,7 +23,7 @@ _LETTERS = {Kind.F: "F", Kind.B: "I", Kind.W: "W", Kind.BW: "B"}
 KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FIWB])([0-9]{1,9})")
 OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
-_NOT_COMPUTED = re.compile(r"[0-9]+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_NOT_COMPUTED = re.compile(r"[0-9]+((WAIT_)?SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD)[0-9]*")
 
 
 def to_csv(schedule: Schedule) -> str:

@@ -89,13 +89,16 @@ def _pairs(schedule: Schedule, over_weights: bool) -> list[tuple[int, Pass, Pass
     found = []
     for rank, row in enumerate(schedule.passes):
         forward: Pass | None = None
+        passed = set[int]()  # the chunks of W behind it, whose weights a fused backward may not come before
         for work in row:
             if work.kind is Kind.F:
-                forward = work
-            elif forward and work.kind in BRAIDED and forward[1:3] != work[1:3]:
-                found.append((rank, forward, work))
-                forward = None
-            elif work.kind is not Kind.W or not over_weights:
+                forward, passed = work, set()
+            elif work.kind is Kind.W and over_weights:
+                passed.add(work.chunk)
+            else:
+                fits = work.kind in BRAIDED and not (work.kind.finishes_weights and work.chunk in passed)
+                if forward and fits and forward[1:3] != work[1:3]:
+                    found.append((rank, forward, work))
                 forward = None
     return found
 

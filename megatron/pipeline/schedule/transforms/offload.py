@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.kinds import needed_on_own_rank
 from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass
 from megatron.pipeline.schedule.core.problem import HostLimitTooLow
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -93,8 +94,7 @@ def host_peaks(schedule: Schedule, costs: Costs) -> list[float]:
         sizes = {work[1:3]: change for work, change in zip(passes, changes, strict=True) if work.kind is Kind.H2D}
         held = peak = 0.0
         for work in passes:
-            if work in row.awaited:
-                held -= sizes[work[1:3]]
+            held -= sum(sizes[copy[1:3]] for copy in row.awaited.get(work, ()))
             if work.kind is Kind.F:
                 held += sizes.get(work[1:3], 0.0)
                 peak = max(peak, held)
@@ -148,7 +148,12 @@ class Rank:
         self._before = np.concatenate(([0.0], levels))  # memory held before every slot
         self.during = np.maximum(levels, self._before[:-1])
         stages = schedule.placement.stages[rank]
-        slots = {work: slot for slot, work in enumerate(self._passes)}
+        # Both halves of a braid start with the first, and nothing stands between them.
+        self._second = np.array([*(bool(work.kind.row.braided) for work in self._passes), False], dtype=np.int64)
+        uses: dict[tuple[int, ...], int] = {}  # by microbatch and chunk, the slot before which the rank needs what F keeps
+        for slot, work in enumerate(self._passes):
+            if Kind.H2D in needed_on_own_rank(work.kind):
+                uses.setdefault(work[1:3], slot - int(self._second[slot]))
         again = {work[1:3] for work in self._passes if work.kind is Kind.R}
         self.works: list[Pass] = []
         made, needed, sizes, taken = [], [], [], []
@@ -157,8 +162,7 @@ class Rank:
                 continue
             stage, recomputed = costs.stages[stages[work.chunk]], work[1:3] in again
             size = float(stage.moved(recomputed))
-            kinds = (Kind.R,) if recomputed else (Kind.B, Kind.BW)
-            after = next((slots[other] for kind in kinds if (other := work._replace(kind=kind)) in slots), None)
+            after = uses.get(work[1:3])
             if after is None or not size:
                 continue  # an evaluation has no backward
             self.works.append(work)
@@ -241,6 +245,7 @@ class Rank:
         latest[back] = -_one_after_another(-self.starts[self.needed[back]], self.to_device[back])
         freed = np.maximum(np.searchsorted(self.starts, ends - self._slack), self.made[chosen] + 1)
         allocated = np.minimum(np.searchsorted(self.ends, latest[chosen] + self._slack, side="right"), self.needed[chosen])
+        freed, allocated = freed + self._second[freed], allocated - self._second[allocated]
         return _Selection(chosen, freed, allocated, ends, latest[chosen])
 
     def _peak(self, selection: _Selection) -> float:
