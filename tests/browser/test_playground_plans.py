@@ -330,4 +330,67 @@ def test_costs_of_a_file_replace_the_times_and_limits_are_bytes(opened: Opened, 
     page.get_by_label("costs, or a model's YAML").set_input_files(path)
     expect(page.locator("#wrong-file")).to_contain_text("costs.json: not costs")
     opened.ready()
-    opened.wrong.clear()  # a browser reports the two refusals, status 404 and 400, as errors
+    opened.wrong.clear()  # a browser reports the file that is not there, status 404, as an error
+
+
+def test_work_on_a_model_is_told_at_once_and_can_be_given_up(opened: Opened) -> None:
+    page, held = opened.page, []
+    page.route("**/api/costs?*", held.append)
+    opened.go({"schedule": "zb-h1"})
+    model = {"name": "8B.yaml", "mimeType": "text/plain", "buffer": b"num_layers: 8"}
+    file, told = page.get_by_label("costs, or a model's YAML"), page.locator("#opened output")
+    page.get_by_label("GPU of a model").select_option("H100-80GB")
+    file.set_input_files(model)
+    text = "predicting costs of 8B.yaml for H100-80GB"
+    for _ in range(2):  # also where something else is typed meanwhile
+        expect(told).to_have_text(f"{text}: mpipe costs loads torch, and counts what every layer computes and holds")
+        expect(page.locator("#message")).to_have_text(text)
+        expect(page.locator("#elapsed")).to_have_text(re.compile(r"^\d+ s$"))
+        page.get_by_label("p2p time").fill("0.2")
+        opened.ready()
+    page.get_by_role("button", name="close").click()
+    expect(told).to_be_hidden()
+    expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+    expect(page.locator("#elapsed")).to_be_empty()
+    file.set_input_files(model)
+    expect(told).to_contain_text(text)
+    page.wait_for_timeout(100)
+    held[-1].fulfill(status=400, json={"message": "mpipe: 8B.yaml: no"})
+    expect(page.locator("#wrong-file")).to_have_text("8B.yaml: no")
+    expect(told).to_be_hidden()
+    expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+
+
+def test_nothing_of_a_schedule_stays_while_another_is_planned_in_its_place(opened: Opened) -> None:
+    page, held = opened.page, []
+    opened.go({"schedule": "zb-v"}, {"schedule": "1f1b"}, pp="2", microbatches="4")
+    expect(page.locator("#message")).to_have_text("all planned", timeout=TIMEOUT)
+    page.route(re.compile("schedule=auto"), held.append)
+    page.get_by_label("schedule 1", exact=True).select_option("auto")
+    row = page.locator("#cards tr[aria-busy]").first
+    expect(row.locator("td.fact")).to_have_text(["planning", *6 * [""]])
+    expect(page.locator("#elapsed")).to_have_text(re.compile(r"^\d+ s$"))
+    titles = "window.playground.timelines.chart.panels.map((panel) => panel.title)"
+    assert page.evaluate(titles) == ["1f1b"]
+    expect(page.locator(".curves").first).to_be_hidden()
+    page.unroute(re.compile("schedule=auto"))
+    for route in held:
+        route.continue_()
+    opened.ready()
+    assert page.evaluate(titles)[0].startswith("auto: ")
+    assert page.evaluate("window.playground.shown[0].curves.title") == page.evaluate(titles)[0]
+
+
+def test_timelines_and_memory_are_in_the_order_of_the_table(opened: Opened) -> None:
+    page = opened.page
+    opened.go({"schedule": "1f1b"}, {"schedule": "v-auto"}, {"schedule": "zb-v"})
+    for limit, order in (("", ["v-auto", "zb-v", "1f1b"]), ("1", ["zb-v", "1f1b", "v-auto within 1"])):
+        page.get_by_label(re.compile("memory limit of schedule")).nth(1 if not limit else 0).fill(limit)
+        opened.ready()
+        page.get_by_role("button", name="makespan", exact=True).click()
+        opened.ready()
+        names = [name.split()[0] for name in order]
+        assert page.evaluate("[...document.querySelectorAll('#cards select')].map((one) => one.value)") == names
+        assert page.evaluate("window.playground.timelines.chart.panels.map((panel) => panel.title)") == order
+        labels = "[...document.querySelectorAll('.curves [role=slider]')].map((one) => one.ariaLabel)"
+        assert page.evaluate(labels) == [f"memory limit of {name}" for name in order]
