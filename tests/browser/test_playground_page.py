@@ -128,6 +128,21 @@ def test_memory_of_all_schedules_has_one_scale_with_the_peak_of_1f1b(opened: Ope
     assert opened.page.locator("#cards tr td.fact:nth-child(11)").all_inner_texts() == shares
 
 
+def test_timelines_and_memory_are_in_the_order_of_the_table(opened: Opened) -> None:
+    page = opened.page
+    opened.go({"schedule": "1f1b"}, {"schedule": "v-auto"}, {"schedule": "zb-v"})
+    for limit, order in (("", ["v-auto", "zb-v", "1f1b"]), ("1", ["zb-v", "1f1b", "v-auto within 1"])):
+        page.get_by_label(re.compile("memory limit of schedule")).nth(1 if not limit else 0).fill(limit)
+        opened.ready()
+        page.get_by_role("button", name="makespan", exact=True).click()
+        opened.ready()
+        names = [name.split()[0] for name in order]
+        assert page.evaluate("[...document.querySelectorAll('#cards select')].map((one) => one.value)") == names
+        assert page.evaluate("window.playground.timelines.chart.panels.map((panel) => panel.title)") == order
+        labels = "[...document.querySelectorAll('.curves [role=slider]')].map((one) => one.ariaLabel)"
+        assert page.evaluate(labels) == [f"memory limit of {name}" for name in order]
+
+
 def test_a_drag_zooms_above_and_moves_below(opened: Opened) -> None:
     opened.go({"schedule": "1f1b"})
     mouse, chart = opened.page.mouse, "window.playground.timelines.chart"
