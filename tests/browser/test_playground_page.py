@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from browser.opened import Opened, expect, needs_chromium, planned
+from browser.opened import TIMEOUT, Opened, expect, needs_chromium, planned
 
 from megatron.pipeline import cli
 
@@ -118,14 +118,13 @@ def test_what_was_below_the_pointer_is_not_told_after_a_key_has_moved_it(opened:
 @pytest.mark.parametrize("vocabulary", ["off", "2"])
 def test_memory_of_all_schedules_has_one_scale_with_the_peak_of_1f1b(opened: Opened, vocabulary: str) -> None:
     opened.go({"schedule": "1f1b"}, {"schedule": "v-auto"}, {"schedule": "zb-h2"}, **{"vocab-parallel": vocabulary})
-    expect(opened.page.locator("#message")).to_have_text("all planned", timeout=60_000)
     plans = [planned(schedule=name, vocab_parallel=vocabulary) for name in ("1f1b", "v-auto", "zb-h2")]
     peaks = [max(plan["peak_activation"]) for plan in plans]
-    expect(opened.page.locator("#stock")).to_have_text(f"; dashed: 1F1B's peak, {peaks[0]:.5g} microbatches")
+    expect(opened.page.locator("#stock")).to_have_text(f"; dashed: 1F1B's peak, {peaks[0]:.5g} microbatches", timeout=TIMEOUT)
     scales = opened.page.evaluate("window.playground.shown.map(({ curves }) => [curves.top, curves.stock])")
     assert scales == 3 * [[scales[0][0], peaks[0]]] and scales[0][0] >= max(peaks)
     shares = [f"{100 * peak / peaks[0]:.0f} %" for peak in peaks]
-    assert opened.page.locator("#cards tr td.fact:nth-child(11)").all_inner_texts() == shares
+    expect(opened.page.locator("#cards tr td.fact:nth-child(11)")).to_have_text(shares)
 
 
 def test_timelines_and_memory_are_in_the_order_of_the_table(opened: Opened) -> None:
@@ -171,10 +170,7 @@ def test_every_microbatch_of_a_width_has_its_number_and_bars_of_memory_say_how_m
     count += "if (this.canvas.id === 'chart') drawn.push(text); fillText.call(this, text, ...rest); };"
     opened.page.add_init_script(count)
     opened.go({"schedule": "1f1b"}, microbatches="20")
-    expect(opened.page.locator("#message")).to_have_text("all planned", timeout=60_000)
-    opened.page.evaluate("drawn.length = 0; window.playground.timelines.repaint()")
-    opened.page.wait_for_function("drawn.length")
-    drawn = opened.page.evaluate("drawn")
+    drawn = opened.page.evaluate("() => { drawn.length = 0; window.playground.timelines.chart.paint(); return drawn; }")
     # F and BW of four ranks; 10 is on the axis, too
     assert {drawn.count(str(number)) for number in range(1, 20) if number % 10} == {8}
     opened.page.locator("#memory").click()
