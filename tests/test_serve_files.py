@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -61,11 +62,11 @@ def test_a_plan_at_the_costs_of_a_file_is_the_one_of_the_command(address: str, t
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("costs.json", "{}", 'costs.json: not costs: expected {"hop": .., "stages": [{"forward"'),
-        ("costs.json", "[" * 100_000, "costs.json: "),
-        ("costs.json", b"\xff\xfe", "the file is no text: give a costs file (.json) or a model's flags (.yaml)"),
-        ("costs.json", " " * (MOST_BYTES + 1), "the file has more than 4 MiB"),
-        ("model.yaml", "num_layers: 8", "unknown GPU ''; known are A100-40GB"),
+        ("costs.json", "{}", 'mpipe: costs.json: not costs: expected {"hop": .., "stages": [{"forward"'),
+        ("costs.json", "[" * 100_000, "mpipe: costs.json: "),
+        ("costs.json", b"\xff\xfe", "mpipe: the file is no text: give a costs file (.json) or a model's flags (.yaml)"),
+        ("costs.json", " " * (MOST_BYTES + 1), "mpipe: the file has more than 4 MiB"),
+        ("model.yaml", "num_layers: 8", "mpipe: unknown GPU ''; known are A100-40GB"),
     ],
     ids=["empty", "deep", "bytes", "long", "yaml"],
 )
@@ -76,8 +77,9 @@ def test_a_file_without_costs_is_refused(address: str, name: str, text: str | by
 
 def test_a_file_that_is_not_there_any_more_is_named(address: str) -> None:
     again = "mpipe serve does not have this costs file any more: open it again"
-    assert ask(address, SMALL | {"schedule": "1f1b", "costs": "/etc/passwd"}) == (400, {"message": f"mpipe: {again}"})
-    assert get(f"{address}api/costs/0123")[0] == 404
+    assert ask(address, SMALL | {"schedule": "1f1b", "costs": "/etc/passwd"}) == (404, {"message": f"mpipe: {again}"})
+    status, body, _ = get(f"{address}api/costs/0123")
+    assert (status, json.loads(body)) == (404, {"message": f"mpipe: {again}"})
 
 
 def test_a_model_is_cut_into_the_stages_of_its_flags(address: str) -> None:
@@ -111,15 +113,37 @@ def test_the_server_ends_with_what_makes_a_model_s_costs() -> None:
     text = (ROOT / "configs" / "llama3" / "70B.yaml").read_text()
     with serving() as (address, process), ThreadPoolExecutor(1) as asking:
         answer = asking.submit(opened, address, "70B.yaml", text, gpu="H100-80GB")
-        server, deadline = psutil.Process(process.pid), time.monotonic() + 30
-        while not (made := [one for one in server.children(recursive=True) if "costs" in one.cmdline()]):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        made = making(process.pid)
         process.terminate()
-        assert answer.result() == (400, {"message": ENDING})
+        assert answer.result() == (503, {"message": ENDING})
         process.wait(20)
         psutil.wait_procs(made, 5)
         assert not any(one.is_running() for one in made)
+
+
+def test_a_page_that_goes_away_ends_what_makes_its_model_s_costs() -> None:
+    text = (ROOT / "configs" / "llama3" / "70B.yaml").read_text()
+    with serving() as (address, process):
+        at = urllib.parse.urlsplit(address)
+        with socket.create_connection((at.hostname, at.port)) as client:
+            head = f"POST /api/costs?name=70B.yaml&gpu=H100-80GB HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}"
+            client.sendall(f"{head}\r\n\r\n{text}".encode())
+            made = making(process.pid)
+        _, alive = psutil.wait_procs(made, 20)
+        assert not alive
+        assert opened(address, "costs.json", BYTES)[0] == 200
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+        assert not said
+
+
+def making(server: int) -> list[psutil.Process]:
+    """What makes a model's costs, as soon as there is any."""
+    deadline = time.monotonic() + 30
+    while not (made := [one for one in psutil.Process(server).children(recursive=True) if "costs" in one.cmdline()]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return made
 
 
 def test_models_are_read_for_pages_of_this_machine_alone() -> None:

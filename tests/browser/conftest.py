@@ -43,7 +43,8 @@ def opened(browser: Any, address: str) -> Iterator[Any]:
             opened.wrong.append(f"asked for {request.url}")
 
     def said(message: Any) -> None:
-        if message.type in ("error", "warning"):
+        refused = "status of 400" in message.text and "/api/" in message.location["url"]  # an answer
+        if message.type in ("error", "warning") and not refused:
             opened.wrong.append(message.text)
 
     opened.page.on("request", request)

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from browser.opened import Opened, expect, needs_chromium, planned
+from browser.opened import TIMEOUT, Opened, expect, needs_chromium, planned
 
 from megatron.pipeline import cli
 
@@ -113,6 +113,68 @@ def test_what_was_below_the_pointer_is_not_told_after_a_key_has_moved_it(opened:
     expect(opened.page.locator("#tip")).to_be_visible()
     opened.page.keyboard.press("+")
     expect(opened.page.locator("#tip")).to_be_hidden()
+
+
+@pytest.mark.parametrize("vocabulary", ["off", "2"])
+def test_memory_of_all_schedules_has_one_scale_with_the_peak_of_1f1b(opened: Opened, vocabulary: str) -> None:
+    opened.go({"schedule": "1f1b"}, {"schedule": "v-auto"}, {"schedule": "zb-h2"}, **{"vocab-parallel": vocabulary})
+    plans = [planned(schedule=name, vocab_parallel=vocabulary) for name in ("1f1b", "v-auto", "zb-h2")]
+    peaks = [max(plan["peak_activation"]) for plan in plans]
+    expect(opened.page.locator("#stock")).to_have_text(f"; dashed: 1F1B's peak, {peaks[0]:.5g} microbatches", timeout=TIMEOUT)
+    scales = opened.page.evaluate("window.playground.shown.map(({ curves }) => [curves.top, curves.stock])")
+    assert scales == 3 * [[scales[0][0], peaks[0]]] and scales[0][0] >= max(peaks)
+    shares = [f"{100 * peak / peaks[0]:.0f} %" for peak in peaks]
+    expect(opened.page.locator("#cards tr td.fact:nth-child(11)")).to_have_text(shares)
+
+
+def test_timelines_and_memory_are_in_the_order_of_the_table(opened: Opened) -> None:
+    page = opened.page
+    opened.go({"schedule": "1f1b"}, {"schedule": "v-auto"}, {"schedule": "zb-v"})
+    for limit, order in (("", ["v-auto", "zb-v", "1f1b"]), ("1", ["zb-v", "1f1b", "v-auto within 1"])):
+        page.get_by_label(re.compile("memory limit of schedule")).nth(1 if not limit else 0).fill(limit)
+        opened.ready()
+        page.get_by_role("button", name="makespan", exact=True).click()
+        opened.ready()
+        names = [name.split()[0] for name in order]
+        assert page.evaluate("[...document.querySelectorAll('#cards select')].map((one) => one.value)") == names
+        assert page.evaluate("window.playground.timelines.chart.panels.map((panel) => panel.title)") == order
+        labels = "[...document.querySelectorAll('.curves [role=slider]')].map((one) => one.ariaLabel)"
+        assert page.evaluate(labels) == [f"memory limit of {name}" for name in order]
+
+
+def test_a_drag_zooms_above_and_moves_below(opened: Opened) -> None:
+    opened.go({"schedule": "1f1b"})
+    mouse, chart = opened.page.mouse, "window.playground.timelines.chart"
+    total = opened.page.evaluate(f"{chart}.total")
+
+    def drag(name: str, begin: float, end: float) -> list[float]:
+        """From one part of an element's width to another; returns what is in view then."""
+        box = opened.page.locator(name).bounding_box()
+        x, width, y = box["x"] + 62, box["width"] - 62 - 12, box["y"] + box["height"] / 2
+        mouse.move(x + begin * width, y)
+        mouse.down()
+        for step in range(1, 9):
+            mouse.move(x + (begin + (end - begin) * step / 8) * width, y)
+        mouse.up()
+        return [one / total for one in opened.page.evaluate(f"[{chart}.from, {chart}.to]")]
+
+    assert drag("#overview", 0.5, 0.5) == [0, 1]
+    assert drag("#overview", 0.5, 0.25) == pytest.approx([0.25, 0.5], abs=0.01)
+    assert drag("#chart", 0.5, 0.25) == pytest.approx([0.3125, 0.5625], abs=0.01)
+    assert drag("#overview", 0.4, 0.6) == pytest.approx([0.475, 0.725], abs=0.01)
+
+
+def test_every_microbatch_of_a_width_has_its_number_and_bars_of_memory_say_how_much(opened: Opened) -> None:
+    count = "const { fillText } = CanvasRenderingContext2D.prototype; window.drawn = [];"
+    count += "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {"
+    count += "if (this.canvas.id === 'chart') drawn.push(text); fillText.call(this, text, ...rest); };"
+    opened.page.add_init_script(count)
+    opened.go({"schedule": "1f1b"}, microbatches="20")
+    drawn = opened.page.evaluate("() => { drawn.length = 0; window.playground.timelines.chart.paint(); return drawn; }")
+    # F and BW of four ranks; 10 is on the axis, too
+    assert {drawn.count(str(number)) for number in range(1, 20) if number % 10} == {8}
+    opened.page.locator("#memory").click()
+    expect(opened.page.locator("#legend")).to_contain_text("memory of a rank, the highest bar 4 microbatches")
 
 
 def test_the_same_timelines_serve_a_page_from_a_file(opened: Opened, tmp_path: Path) -> None:

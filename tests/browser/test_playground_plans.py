@@ -330,4 +330,4 @@ def test_costs_of_a_file_replace_the_times_and_limits_are_bytes(opened: Opened, 
     page.get_by_label("costs, or a model's YAML").set_input_files(path)
     expect(page.locator("#wrong-file")).to_contain_text("costs.json: not costs")
     opened.ready()
-    opened.wrong.clear()  # a browser reports the two refusals, status 404 and 400, as errors
+    opened.wrong.clear()  # a browser reports the file that is not there, status 404, as an error

@@ -88,9 +88,8 @@ def command(query: Query, costs: str = "") -> str:
 
 def planned(query: Query, ask: Ask, quick: bool = False, costs: str = "") -> Answer:
     """What ``mpipe plan --json`` prints for these flags as ``plan``, and its timeline for the page's scripts as ``panel``; or
-    ``message``, why there is none. ``least`` is the least limit that there is a plan for, where the limit makes a difference.
-
-    Both have status 200: a browser would report another one as an error of the page.
+    with status 400 ``message``, why there is none. ``least`` is the least limit that there is a plan for, where a limit makes a
+    difference.
 
     Args:
         quick: whether the first good plan is enough, and wanted at once.
@@ -100,7 +99,7 @@ def planned(query: Query, ask: Ask, quick: bool = False, costs: str = "") -> Ans
         ValueError: the query has a name that is not one of ``FLAGS``.
     """
     fields: dict[str, Any] = {}
-    given = flags(query, costs)
+    status, given = 200, flags(query, costs)
     try:
         with without_collecting():
             request = replace(ask(given), quick=quick)
@@ -110,10 +109,10 @@ def planned(query: Query, ask: Ask, quick: bool = False, costs: str = "") -> Ans
             if not choice and families.named(request.schedule).uses_limits and plan.problem.offload is None:
                 fields["least"] = planning.least_memory(request.schedule, plan.problem)
     except ValueError as error:
-        fields = {"message": f"mpipe: {error}"}
+        status, fields = 400, {"message": f"mpipe: {error}"}
         if isinstance(error, LimitTooLow) and request.schedule != families.AUTO:
             fields["least"] = error.least
-    return Answer(200, json.dumps(fields).encode())
+    return Answer(status, json.dumps(fields).encode())
 
 
 def download(plan: bytes, suffix: str) -> Answer:
@@ -130,7 +129,3 @@ def download(plan: bytes, suffix: str) -> Answer:
         title, splits = whole.title, whole.schedule.splits
         draw({title: whole.timeline}, result, splits={title: splits}, **curves({title: whole}))
         return Answer(200, result.read_bytes(), type)
-
-
-def refusal(message: str) -> Answer:
-    return Answer(400, json.dumps({"message": message}).encode())

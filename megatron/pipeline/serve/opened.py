@@ -17,7 +17,7 @@ from typing import Any
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.planning.refusals import MIB, unit_of
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, VocabularyCosts
-from megatron.pipeline.serve.workers import ENDING
+from megatron.pipeline.serve.workers import ENDING, Busy
 
 MOST_BYTES = 4 << 20  # of a file
 _LONGEST_NAME = 80  # letters
@@ -25,6 +25,10 @@ _MOST = 64  # files; the ones opened first go first
 _PATIENCE = 120.0  # seconds for a model's costs: torch and megatron-core are imported for them
 _YAML = (".yaml", ".yml")
 _INSTEAD = "run mpipe costs, and open what that writes"
+
+
+class Unknown(ValueError):
+    """There is no such file, or no more."""
 
 
 class Opened:
@@ -73,6 +77,7 @@ class Opened:
 
         Raises:
             ValueError: it has no costs, or no model that can be cut into stages.
+            Busy: the server ends.
         """
         file = re.sub(r"[^\w. -]", "_", Path(name).name)[-_LONGEST_NAME:] or "costs.json"
         if Path(file).suffix.lower() in _YAML:
@@ -80,7 +85,7 @@ class Opened:
                 raise ValueError(f"{file}: a model's flags are read at 127.0.0.1 only; {_INSTEAD}")
             async with self._one_by_one:
                 if self._ending:
-                    raise ValueError(ENDING)
+                    raise Busy(ENDING)
                 text = await self._predicted(file, text, gpu)
         try:
             costs = Costs.from_json(text)
@@ -97,10 +102,10 @@ class Opened:
 
     def about(self, id: str) -> dict[str, Any]:
         """Raises:
-        ValueError: there is no such file, or no more.
+        Unknown: there is no such file, or no more.
         """
         if id not in self._known:
-            raise ValueError("mpipe serve does not have this costs file any more: open it again")
+            raise Unknown("mpipe serve does not have this costs file any more: open it again")
         return self._known[id]
 
     def path(self, id: str) -> str:
@@ -114,10 +119,11 @@ class Opened:
         return Path(self._folder.name, f"{id}.json")
 
     async def _predicted(self, file: str, text: str, gpu: str) -> str:
-        """The costs of a model, as ``mpipe costs`` writes them.
+        """The costs of a model, as ``mpipe costs`` writes them; the process that makes them ends where this is cancelled.
 
         Raises:
             ValueError: in the words of that command.
+            Busy: the server ends.
         """
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             config = Path(folder, file)
@@ -136,10 +142,11 @@ class Opened:
                 self._kill()
                 self._making = None
             if self._ending:
-                raise ValueError(ENDING)
+                raise Busy(ENDING)
             if process.returncode:
                 said = complaint.decode(errors="replace").strip().splitlines() or [f"{file}: exit code {process.returncode}"]
-                raise ValueError(said[-1].removeprefix("mpipe: ").replace(str(config), file))
+                told = [line for line in said if line.startswith("mpipe: ")] or said  # libraries may complain after it
+                raise ValueError(told[-1].removeprefix("mpipe: ").replace(str(config), file))
             return json.dumps(json.loads(out))
 
 
@@ -156,4 +163,4 @@ def _about(costs: Costs) -> dict[str, Any]:
     }
 
 
-__all__ = ["MOST_BYTES", "Opened"]
+__all__ = ["MOST_BYTES", "Opened", "Unknown"]

@@ -17,27 +17,30 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.pipeline.planning.request import MOST_CHUNKS, MOST_PASSES, MOST_RANKS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.serve import answers
 from megatron.pipeline.serve.answers import Answer, Ask, Query
-from megatron.pipeline.serve.opened import MOST_BYTES, Opened
+from megatron.pipeline.serve.opened import MOST_BYTES, Opened, Unknown
 from megatron.pipeline.serve.workers import Busy, Late, Workers, default_count
 from megatron.pipeline.view.page import WEB as VIEW
 from megatron.pipeline.view.page import looks
 
 WEB = Path(__file__).parent / "web"
 KEPT = 128 << 20  # bytes of answers and queries; the ones used longest ago go first
+SENDING = 30.0  # seconds for a request to arrive as a whole
 _EVERY_ADDRESS = ("0.0.0.0", "::")
 _OWN = ("127.0.0.1", "localhost", "::1")  # that only this machine reaches
 _HEADERS = {
@@ -118,10 +121,10 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
         """``/api/plan.json?..``, ``.csv`` or ``.svg``: what the commands write of a plan."""
 
         async def made() -> Answer:
-            answer = json.loads((await planned(_query(request.query_params))).body)
-            if "plan" not in answer:
-                return answers.refusal(answer["message"])
-            return await pool.run(answers.download, json.dumps(answer["plan"]).encode(), suffix)
+            answer = await planned(_query(request.query_params))
+            if answer.status != 200:
+                return answer
+            return await pool.run(answers.download, json.dumps(json.loads(answer.body)["plan"]).encode(), suffix)
 
         suffix = request.path_params["suffix"]
         if suffix not in answers.DOWNLOADS:
@@ -134,18 +137,17 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
 
     async def open_costs(request: Request) -> Response:
         """``POST /api/costs?name=..``: a costs file; or with ``gpu=..`` a model's YAML, whose costs are predicted."""
-        try:
-            text = await _text(request)
-            return JSONResponse(await opened.add(request.query_params.get("name", ""), text, request.query_params.get("gpu", "")))
-        except ValueError as error:
-            return JSONResponse({"message": str(error)}, 400)
+        text = await _text(request)
+
+        async def made() -> Answer:
+            name, gpu = (request.query_params.get(one, "") for one in ("name", "gpu"))
+            return Answer(200, json.dumps(await opened.add(name, text, gpu)).encode())
+
+        return await _while_wanted(request, made())
 
     async def costs(request: Request) -> Response:
         """``/api/costs/ID``: what there is to know of a file that was opened."""
-        try:
-            return JSONResponse(opened.about(request.path_params["id"]))
-        except ValueError as error:
-            return JSONResponse({"message": str(error)}, 404)
+        return JSONResponse(opened.about(request.path_params["id"]))
 
     async def about(_: Request) -> Response:
         """What there is to choose from, how much of it, and how passes look."""
@@ -168,6 +170,7 @@ def application(ask: Ask, host: str = "127.0.0.1", workers: int | None = None) -
             Mount("/view", StaticFiles(directory=VIEW)),
         ],
         middleware=[Middleware(_OwnPageOnly), Middleware(TrustedHostMiddleware, allowed_hosts=_names(host), www_redirect=False)],
+        exception_handlers={ValueError: _refused, Busy: _busy, ClientDisconnect: _gone},
         lifespan=lifespan,
     )
     app.state.refuse = [pool.refuse, opened.refuse]
@@ -198,8 +201,21 @@ class _OwnPageOnly:
 
 def _is_of_another_site(headers: Mapping[bytes, bytes]) -> bool:
     """Whether a page of another site made a browser ask; older browsers say where the page is from alone."""
-    origin = headers.get(b"origin", b"").partition(b"://")[2]
-    return headers.get(b"sec-fetch-site") == b"cross-site" or (origin != b"" and origin != headers.get(b"host"))
+    origin = headers.get(b"origin")  # "null" of a page that has none, such as a file
+    of_another = origin is not None and origin.partition(b"://")[2] != headers.get(b"host")
+    return headers.get(b"sec-fetch-site") == b"cross-site" or of_another
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return JSONResponse({"message": f"mpipe: {error}"}, 404 if isinstance(error, Unknown) else 400)
+
+
+async def _busy(_: Request, error: Exception) -> Response:
+    return JSONResponse({"message": str(error)}, 503)
+
+
+async def _gone(*_: object) -> Response:
+    return Response(status_code=499)
 
 
 def _query(given: Mapping[str, str]) -> Query:
@@ -208,18 +224,18 @@ def _query(given: Mapping[str, str]) -> Query:
 
 
 async def _while_wanted(request: Request, made: Awaitable[Answer]) -> Response:
-    """The response, which is cancelled when the browser disconnects."""
+    """The response, which is cancelled when the browser disconnects.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
     making, leaving = asyncio.ensure_future(made), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({making, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
-            return Response(status_code=499)  # the browser has gone
+            raise ClientDisconnect
         answer = making.result()
         return Response(answer.body, answer.status, media_type=answer.type)
-    except Busy as error:
-        return JSONResponse({"message": str(error)}, 503)
-    except ValueError as error:
-        return JSONResponse({"message": f"mpipe: {error}"}, 400)
     finally:
         making.cancel()
         leaving.cancel()
@@ -230,6 +246,7 @@ async def _text(request: Request) -> str:
 
     Raises:
         ValueError: it is too long, or no text.
+        ClientDisconnect: it ends before.
     """
     received = b""
     async for part in request.stream():
@@ -260,6 +277,28 @@ def _names(host: str) -> list[str]:
 
 def _in_address(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+class Connection(H11Protocol):
+    """Is closed where a request takes longer than ``SENDING`` to arrive, since it was opened or the answer before was sent."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._watch()
+
+    def _watch(self) -> None:
+        waits = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if waits and self._late is None:
+            self._late = self.loop.call_later(SENDING, self.transport.abort)
+        elif not waits and self._late is not None:
+            self._late.cancel()
+            self._late = None
 
 
 class _Server(uvicorn.Server):
@@ -303,11 +342,15 @@ def serve(ask: Ask, host: str, port: int, workers: int | None, browser: bool) ->
     address = f"http://{_in_address(socket.gethostname() if host in _EVERY_ADDRESS else host)}:{port}/"
     print(f"mpipe serves at {address} (Ctrl-C ends it)", flush=True)
     app = application(ask, host, workers)
-    server = _Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), app.state.refuse)
+    server = _Server(_config(app), app.state.refuse)
     if browser:
         _open(address)
     with contextlib.suppress(KeyboardInterrupt), listening:
         server.run(sockets=[listening])
+
+
+def _config(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(app, http=Connection, log_level="warning", timeout_graceful_shutdown=1)
 
 
 def _listen(host: str, port: int) -> socket.socket:

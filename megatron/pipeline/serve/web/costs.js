@@ -43,14 +43,14 @@ export const MICROBATCHES = new Unit();
 
 async function answer(response) {
   const about = await response.json();
-  if (response.status !== 200) throw new Error(about.message);
+  if (response.status !== 200) throw new Error(about.message.replace(/^mpipe: /, ""));
   return { ...about, unit: new Unit(about.unit, about.size) };
 }
 
-/** Have the server open a file; `gpu`: where it has a model's flags. Throws an Error with a message for the user. */
-export async function open(file, gpu) {
+/** Have the server open a file; `gpu`: where it has a model's flags. Throws an Error with a message for the user, or if aborted. */
+export async function open(file, gpu, signal) {
   const address = `/api/costs?${new URLSearchParams({ name: file.name, gpu })}`;
-  return answer(await fetch(address, { method: "POST", body: file }));
+  return answer(await fetch(address, { method: "POST", body: file, signal }));
 }
 
 /** What is known of a file that was opened before. Throws as `open`. */

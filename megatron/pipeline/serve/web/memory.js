@@ -22,17 +22,18 @@ export class MemoryCurves {
     this.caption = this.slider.appendChild(document.createElement("span"));
     parent.append(this.box);
     this.limits = [];
+    this.most = this.top = this.stock = 0;
     this.unit = MICROBATCHES;
     this.#listen();
   }
 
   /**
    * `limit`: what is drawn, null for none; `limits`: all that the line goes through; `panel`: null where there is no plan, and then
-   * nothing is drawn but a line that is being moved; `unit`: of memory; `microbatch`: what one takes on a rank.
+   * nothing is drawn but a line that is being moved; `unit`: of memory; `microbatch`: what one takes on a rank. `scale` draws it.
    */
   show(title, panel, limits, limit, unit, microbatch) {
     Object.assign(this, { title, panel, limits, limit, unit, microbatch });
-    this.top = Math.max(limits.at(-1) ?? 0, limit ?? 0, panel?.peak ?? 0) || 1;
+    this.most = Math.max(limits.at(-1) ?? 0, panel?.peak ?? 0);
     const { slider } = this;
     this.box.hidden = !panel && slider !== document.activeElement;
     slider.hidden = limits.length === 0;
@@ -43,7 +44,12 @@ export class MemoryCurves {
     const text = limit === null ? "no limit" : `limit ${unit.amount(limit)}`;
     slider.setAttribute("aria-valuetext", text);
     this.caption.textContent = text;
-    slider.style.top = this.#y(limit ?? this.top) + "px";
+  }
+
+  /** Draw up to `top`, as all the others do, with a line at `stock`, the peak of stock's 1F1B. */
+  scale(top, stock) {
+    Object.assign(this, { top, stock });
+    this.slider.style.top = this.#y(Math.min(this.limit ?? top, top)) + "px";
     this.paint();
   }
 
@@ -104,7 +110,7 @@ export class MemoryCurves {
 
   /** Draw the part of the time that the timelines show. */
   paint() {
-    const { chart, panel, top } = this;
+    const { chart, panel, top, stock } = this;
     const width = chart.width;
     const colours = theme();
     const pen = prepare(this.canvas, width, HEIGHT);
@@ -124,9 +130,19 @@ export class MemoryCurves {
     for (let count = 0; count <= most; count += step) {
       const tick = count * this.unit.size;
       pen.fillStyle = colours.faint;
-      pen.fillText(plain(count), LABELS - 6, this.#y(tick));
+      if (!stock || Math.abs(this.#y(tick) - this.#y(stock)) > 11) pen.fillText(plain(count), LABELS - 6, this.#y(tick));
       pen.fillStyle = colours.line;
       pen.fillRect(LABELS, this.#y(tick), right - LABELS, 1);
+    }
+    if (stock) {
+      pen.fillStyle = pen.strokeStyle = colours.ink;
+      pen.fillText("1F1B", LABELS - 6, this.#y(stock));
+      pen.setLineDash([6, 4]);
+      pen.beginPath();
+      pen.moveTo(LABELS, this.#y(stock));
+      pen.lineTo(right, this.#y(stock));
+      pen.stroke();
+      pen.setLineDash([]);
     }
     if (!panel?.changes) return;
     pen.save();

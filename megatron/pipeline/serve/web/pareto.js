@@ -24,7 +24,7 @@ export class Pareto {
     this.chosen = chosen;
     this.caption = document.createElement("figcaption");
     this.caption.setAttribute("aria-live", "polite");
-    this.caption.textContent = "blue: none that holds as little has a smaller bubble; ringed: in the table below";
+    this.caption.textContent = "blue: none that holds as little has a smaller bubble; ringed: in the table below; point at one for its name";
     this.pen = document.createElement("canvas").getContext("2d"); // which measures text
     this.all = [];
     new ResizeObserver(() => figure.clientWidth !== this.width && this.show(this.all)).observe(figure);
@@ -104,7 +104,7 @@ export class Pareto {
     this.pen.font = `11px ${getComputedStyle(this.figure).fontFamily}`;
     for (const point of wanted) {
       const [half, at] = [this.pen.measureText(point.name).width / 2 + 1, { x: x(point.memory), y: y(point.bubble) }];
-      const box = [[8, 0], [-8, 0], [5, -13], [-5, -13], [5, 13], [-5, 13]] // beside it, above it, below it
+      const box = [[8, 0], [-8, 0], [5, -13], [-5, -13], [5, 13], [-5, 13], [0, -13], [0, 13]] // beside it, above it, below it
         .map(([right, down]) => around(at.x + right + Math.sign(right) * half, at.y + down, half, 6))
         .find((one) => one.left > LEFT && one.right < this.width && one.top > 0 && !taken.some((other) => overlap(one, other)));
       if (!box) continue;

@@ -50,7 +50,7 @@ export class Plans {
     const { status, ...received } = await fetched(ahead ? { ...flags, ahead: "1" } : flags, signal);
     if (!status) return { flags, message: "mpipe serve does not answer: is it still running?" };
     const answer = { flags, ...received };
-    if (status === 200) {
+    if (status === 200 || status === 400) {
       if (answer.message) answer.message = words(answer.message);
       this.#answers.set(address(flags), answer); // else it gave way to others, and may be asked for again
       if (this.#answers.size > KEPT) this.#answers.delete(this.#answers.keys().next().value);
@@ -62,7 +62,7 @@ export class Plans {
   /** The first good plan for these flags, which a search would make shorter; undefined where there is none yet. */
   async first(flags, signal) {
     const { status, ...received } = await fetched({ ...flags, quick: "1" }, signal);
-    return status === 200 && received.plan ? { flags, ...received } : undefined;
+    return status === 200 ? { flags, ...received } : undefined;
   }
 
   /**

@@ -23,7 +23,8 @@ class Page {
     this.auto = about.auto;
     this.most = about.most;
     this.plans = new Plans(() => this.#drawParetoSoon());
-    this.timelines = new Timelines({ ...about, fills: false, keys: byId("scroller") });
+    const amount = (memory) => this.unit.amount(memory);
+    this.timelines = new Timelines({ ...about, amount, fills: false, keys: byId("scroller") });
     this.timelines.painted = () => this.shown.forEach((one) => one.curves.paint());
     this.pareto = new Pareto(byId("pareto"), (point) => this.#go(point.card));
     this.shown = [];
@@ -58,28 +59,42 @@ class Page {
     for (const name of gpus) element("option", name, gpu);
     gpu.parentElement.hidden = !gpus.length;
     for (const one of [input, gpu]) {
-      one.addEventListener("change", () => input.files.length && this.#open(() => open(input.files[0], gpu.value)));
+      one.addEventListener("change", () => input.files.length && this.#open(input.files[0], gpu.value));
     }
     byId("opened").querySelector("button").addEventListener("click", () => {
       input.value = "";
+      this.opening?.abort();
+      this.opening = undefined;
       this.#use(null);
       this.update();
     });
   }
 
-  async #open(asked) {
-    this.#tell("opening the costs");
-    await this.#useAsked(asked);
+  /** Open a file, and say so at once: a model's costs take a while. */
+  async #open(file, gpu) {
+    const predicts = /\.ya?ml$/i.test(file.name);
+    const text = predicts ? `predicting costs of ${file.name} for ${gpu}` : `opening ${file.name}`;
+    this.opening?.abort();
+    const { signal } = (this.opening = Object.assign(new AbortController(), { text }));
+    this.plans.stopAhead(); // that takes what computes the costs
+    byId("opened").hidden = false;
+    const what = predicts ? ": mpipe costs loads torch, and counts what every layer computes and holds" : "";
+    byId("opened").querySelector("output").textContent = text + what;
+    this.#report();
+    await this.#useAsked(() => open(file, gpu, signal), signal);
+    if (signal.aborted) return;
+    this.opening = undefined;
     if (this.opened) for (const one of this.shown) one.values = { ...one.values, "memory-limit": "" }; // of another unit
     this.update();
   }
 
   /** Use the costs that are asked for, or say why there are none. */
-  async #useAsked(asked) {
+  async #useAsked(asked, signal) {
     byId("wrong-file").textContent = "";
     try {
       this.#use(await asked());
     } catch (error) {
+      if (signal?.aborted) return;
       this.#use(null);
       byId("wrong-file").textContent = error.message;
     }
@@ -127,7 +142,7 @@ class Page {
     this.draw();
     Promise.all(all).then(() => {
       clearTimeout(this.pause);
-      if (!this.wrong && !document.hidden) this.pause = setTimeout(() => this.#planAhead(), PAUSE);
+      if (!this.wrong && !this.opening && !document.hidden) this.pause = setTimeout(() => this.#planAhead(), PAUSE);
     });
   }
 
@@ -181,6 +196,10 @@ class Page {
     const panels = this.shown.map((one) => one.panel).filter(Boolean);
     byId("timelines").hidden = panels.length === 0;
     this.timelines.setPanels(panels);
+    const peak = plain ? measures(plain).memory : 0;
+    const top = Math.max(peak, ...this.shown.map((one) => one.curves.most)) || 1;
+    for (const one of this.shown) one.curves.scale(top, peak);
+    byId("stock").textContent = peak ? `; dashed: 1F1B's peak, ${this.unit.amount(peak)}` : "";
     this.#drawParetoSoon();
     this.#report();
   }
@@ -189,10 +208,22 @@ class Page {
   #report(ahead) {
     const busy = this.shown.filter((one) => one.busy).length;
     const refused = this.shown.filter((one) => one.answer && !one.plan).length;
+    const doing = this.opening?.text ?? (busy ? `planning ${busy} of ${this.shown.length}` : "");
+    this.#count(!this.wrong && doing !== "");
     if (this.wrong) return this.#tell("correct the fields that are marked");
-    if (busy) return this.#tell(`planning ${busy} of ${this.shown.length}`);
+    if (doing) return this.#tell(doing);
     const not = refused ? `${refused} of ${this.shown.length} not possible` : "";
     this.#tell([not, ahead].filter(Boolean).join("; ") || (ahead === "" ? "all planned" : ""));
+  }
+
+  /** Count the seconds, beside what is told, for as long as something is being done. */
+  #count(works) {
+    if (works && this.counting) return;
+    clearInterval(this.counting);
+    byId("elapsed").textContent = "";
+    const began = Date.now();
+    const tick = () => (byId("elapsed").textContent = `${Math.round((Date.now() - began) / 1000)} s`);
+    this.counting = works ? setInterval(tick, 1000) : undefined;
   }
 
   #tell(text) {

@@ -40,6 +40,7 @@ export class Shown {
     if (message || page.wrong) return this.#take(message && { field, message }, null);
     const { signal } = this.asking;
     this.busy = !page.plans.known(wanted);
+    if (this.busy && this.answer?.flags?.schedule !== wanted.schedule) this.answer = this.panel = undefined; // of another name
     if (this.busy) this.draw();
     try {
       const show = async (answer, busy) => {
@@ -69,7 +70,7 @@ export class Shown {
     const typed = this.page.unit.read(this.values["memory-limit"]);
     const own = this.plan?.memory_limit ?? null;
     const limit = typed >= 0 ? typed : own;
-    this.curves.show(label(this.values, this.plan), this.panel, this.limits(), limit, this.page.unit, this.page.microbatch);
+    this.curves.show(this.panel?.title ?? label(this.values, this.plan), this.panel, this.limits(), limit, this.page.unit, this.page.microbatch);
   }
 
   drawRow() {

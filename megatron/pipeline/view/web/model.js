@@ -57,6 +57,8 @@ class Panel extends Table {
     this.ranks = entry.counts.length;
     this.#beginAtZero();
     this.#sumMemory();
+    const last = this.numbers.reduce((most, number) => Math.max(most, number), 0);
+    this.letters = this.number(this.numbers.indexOf(last)).length; // of the longest number
     this.chunkCount = this.stages ? this.stages[0].length : 1 + this.chunks.reduce((most, chunk) => Math.max(most, chunk), 0);
   }
 

@@ -230,12 +230,11 @@ class Chart {
         pen.fillStyle = INK;
         pen.fillRect(x, top + Math.round(height - line), width > 3 ? width - 1 : width, 1);
       }
-      if (size < 7 || width < digit + 3) continue;
-      const number = panel.number(i);
-      if (width < number.length * digit + 3 || height < 7) continue;
+      const fits = Math.floor(Math.min(size, height, (size * (width - 3)) / (panel.letters * digit))); // all numbers, or none
+      if (fits < 7) continue;
       pen.fillStyle = INK;
-      pen.font = `${Math.min(size, height)}px system-ui, sans-serif`;
-      pen.fillText(number, x + width / 2, top + height / 2 + 0.5);
+      pen.font = `${fits}px system-ui, sans-serif`;
+      pen.fillText(panel.number(i), x + width / 2, top + height / 2 + 0.5);
     }
   }
 

@@ -12,7 +12,8 @@ function element(tag, text, parent) {
   return made;
 }
 
-function fillLegend(kinds, panels, lightest) {
+/** `memory`: how much the highest bar of memory stands for, as text; empty where there are no bars. */
+function fillLegend(kinds, panels, lightest, memory) {
   const legend = byId("legend");
   legend.replaceChildren();
   const add = (colour, text) => {
@@ -32,6 +33,7 @@ function fillLegend(kinds, panels, lightest) {
     if (line < 100) box.style.backgroundImage = `linear-gradient(transparent ${line}%, ${INK} ${line}% calc(${line}% + 1px), transparent 0)`;
   }
   add("var(--idle)", "idle");
+  if (memory) add("var(--held)", `memory of a rank, the highest bar ${memory}`);
   element("li", "", legend).id = "density";
 }
 
@@ -58,11 +60,12 @@ class Timelines {
   /**
    * `fills`: whether the chart has all the room that the window leaves, and scrolls in it; else it is as high as its panels, whose
    * rows fit the window until another height is chosen, and the window scrolls.
-   * `keys`: the element that listens to keys.
+   * `keys`: the element that listens to keys; `amount`: how memory is written.
    */
-  constructor({ kinds, lightest, unit = "", fills = true, keys = document }) {
+  constructor({ kinds, lightest, unit = "", amount = plain, fills = true, keys = document }) {
     this.kinds = kinds;
     this.lightest = lightest;
+    this.amount = amount;
     this.fills = fills;
     this.fitsRows = !fills;
     this.scroller = byId("scroller");
@@ -77,10 +80,15 @@ class Timelines {
   /** Show other panels. */
   setPanels(panels) {
     this.chart.setPanels(panels);
-    fillLegend(this.kinds, panels, this.lightest);
+    this.#fillLegend();
     byId("memory").hidden = this.chart.peak === 0;
     this.#leave();
     this.layout();
+  }
+
+  #fillLegend() {
+    const { kinds, lightest, chart, amount } = this;
+    fillLegend(kinds, chart.panels, lightest, chart.showMemory && chart.peak > 0 ? amount(chart.peak) : "");
   }
 
   /** The boxes' height at which all panels fit into the window's part, or into the window. */
@@ -138,6 +146,7 @@ class Timelines {
   #toggleMemory() {
     this.chart.showMemory = !this.chart.showMemory && this.chart.peak > 0;
     byId("memory").setAttribute("aria-pressed", this.chart.showMemory);
+    this.#fillLegend();
     this.layout();
   }
 
@@ -301,18 +310,22 @@ class Timelines {
     }
   }
 
-  /** Its window follows the pointer. */
+  /** Its window follows the pointer; where that is as wide as all, a drag chooses another. */
   #listenToOverview() {
     const { overview, chart } = this;
     const { canvas } = overview;
+    let began = null; // where, in such a drag
+    const at = (event) => event.clientX - canvas.getBoundingClientRect().left;
     const follow = (event) => {
-      const middle = overview.time(event.clientX - canvas.getBoundingClientRect().left);
-      const half = (chart.to - chart.from) / 2;
-      chart.show(middle - half, middle + half);
+      const ends = [began ?? at(event), at(event)].sort((a, b) => a - b);
+      const half = began === null ? (chart.to - chart.from) / 2 : 0;
+      if (began !== null && ends[1] - ends[0] < 5) return;
+      chart.show(Math.max(0, overview.time(ends[0])) - half, Math.min(chart.total, overview.time(ends[1])) + half);
       this.repaint();
     };
     canvas.addEventListener("pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
+      began = chart.to - chart.from < chart.total ? null : at(event);
       follow(event);
     });
     canvas.addEventListener("pointermove", (event) => {
