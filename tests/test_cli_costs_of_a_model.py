@@ -68,8 +68,8 @@ def test_experts_need_not_be_cut_as_other_layers_are(capsys: pytest.CaptureFixtu
         told = printed(capsys, *model.split(), "--expert-model-parallel-size", str(expert), "--json")
         return Costs.from_json(told).stages[0].forward
 
-    assert forward(4) == pytest.approx(forward(8), rel=0.1), "within a node"
-    assert forward(16) > 1.5 * forward(8), "over two"
+    assert forward(4) == pytest.approx(forward(8), rel=0.25), "within a node"
+    assert forward(16) > 1.3 * forward(8), "over two"
 
 
 def test_the_table_names_stages_milliseconds_and_mib(capsys: pytest.CaptureFixture[str]) -> None:
