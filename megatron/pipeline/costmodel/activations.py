@@ -111,16 +111,22 @@ def attention_matrices(shape: Shape) -> float:
 def layer_checkpoint(shape: Shape) -> float:
     """Bytes of ``layer_activation`` that are left from F to B where ``holding.recomputed`` is made again.
 
-    ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of both norms, ``mlp`` and ``moe`` all
-    within these, and ``moe_act`` the outputs of the experts' activation functions. ``shared_experts`` are taken to be kept.
+    ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of norms that are modules of their own
+    (megatron-core's ``transformer_layer.py``), ``mlp`` and ``moe`` all within these, ``moe_act`` the outputs of the activation
+    functions of experts that some tokens visit (``moe/experts.py``), and ``mla_up_proj`` queries, keys and values, which are made
+    from narrow vectors (``multi_latent_attention.py``). ``shared_experts`` are taken to be kept.
     """
     held = shape.holding
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
     matrices = 3 if shape.gated else 2
-    cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape), "moe_act": routed}
+    cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape)}
+    if "moe" not in held.recomputed:
+        cut["moe_act"] = shape.experts.mean_visited_ffn if shape.experts else 0.0
+    if shape.latent:
+        cut["mla_up_proj"] = shape.queries + shape.keys_and_values
     gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
     if "layernorm" in held.recomputed:
-        gone += 2 * hidden_bytes(shape)
+        gone += shape.norms_alone * hidden_bytes(shape)
     if "core_attn" in held.recomputed:
         gone += attention_matrices(shape)
     return max(layer_activation(shape) - gone, hidden_bytes(shape))
