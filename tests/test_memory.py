@@ -73,6 +73,9 @@ def test_closed_forms_of_activations() -> None:
     assert held(tensor=4, sequence_parallel=True) == held(tensor=2, sequence_parallel=True, context=2) == 34 / 4 * sbh
     assert held(attention_matrices=True) == 34 * sbh + matrices
     assert held(tensor=4, attention_matrices=True) == (10 + 24 / 4) * sbh + matrices / 4
+    assert held(attention_matrices=True, wide_softmax=True) == 34 * sbh + 7 / 5 * matrices
+    assert held(attention_matrices=True, attention_masks=False) == 34 * sbh + 2 / 5 * matrices
+    assert held(attention_matrices=True, attention_masks=False, wide_softmax=True) == 34 * sbh + 6 / 5 * matrices
     assert held(number=4, hidden_masks=False) == 64 * sbh
 
 
