@@ -220,6 +220,13 @@ def test_bad_input_is_one_line(flags: str, message: str, capsys: pytest.CaptureF
     assert code == 2 and message in err and err.count("\n") == 1
 
 
+def test_layouts_of_virtual_stages_are_predicted() -> None:
+    for schedule in ("stock", "zb-v"):
+        flags = f"--pipeline-schedule {schedule} --pipeline-model-parallel-layout Ett|t|t|t|t|t||tL"
+        both = predicted([*SMALL.split(), *flags.split(), "--num-virtual-stages-per-pipeline-rank", "2"])
+        assert both.layers == [2, 1, 1, 1, 1, 1, 0, 1] and both.ranks == predicted([*SMALL.split(), *flags.split()]).ranks
+
+
 def test_many_microbatches_are_planned_as_few(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for samples in (64, 100_000):

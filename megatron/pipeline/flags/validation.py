@@ -170,20 +170,26 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
 
 
 def chunks_per_rank(args: Namespace) -> int | None:
-    """Chunks per rank, from whichever of Megatron's flags was given; None to leave them to the schedule.
+    """Chunks per rank, from whichever of Megatron's flags were given; None to leave them to the schedule.
 
     Raises:
-        ValueError: several were given, or the numbers do not divide.
+        ValueError: they say different numbers, or the numbers do not divide.
     """
-    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
     ranks = args.pipeline_model_parallel_size
-    several = given(args, *CHUNK_FLAGS)
-    if len(several) > 1:
-        raise ValueError(f"{' and '.join(several)} each say how many chunks a rank has: give one")
-    if args.pipeline_model_parallel_layout:
-        return _chunks_of_layout(args.pipeline_model_parallel_layout, ranks)
-    if layers is None:
-        return int(chunks) if chunks else None
+    said = [
+        None if layers is None else _chunks_of_layers(args, layers, ranks),
+        int(chunks) if chunks else None,
+        _chunks_of_layout(layout, ranks) if layout else None,
+    ]
+    numbers = {flag_of(name): number for name, number in zip(CHUNK_FLAGS, said, strict=True) if number is not None}
+    if len(set(numbers.values())) > 1:
+        words = " and ".join(f"{flag} ({number})" for flag, number in numbers.items())
+        raise ValueError(f"{words} each say how many chunks a rank has: give one")
+    return next(iter(numbers.values()), None)
+
+
+def _chunks_of_layers(args: Namespace, layers: int, ranks: int) -> int:
     if args.num_layers % (ranks * layers):
         raise ValueError(
             f"--num-layers {args.num_layers} is not a multiple of {ranks} pipeline ranks x "
