@@ -127,7 +127,7 @@ def _predict(source: Source, column: Column, method: Method, device: Device) -> 
 
     schedule = plan(column.microbatches, method.limit)
     seconds = objective.length(simulate(schedule, costs))
-    held = predict(args, schedule if method.held is None else plan(4 * RANKS, method.held), layers)
+    held = predict(args, schedule if method.held is None else plan(4 * RANKS, method.held), layers, device)
     fullest = max(rank.allocated for rank in held)
     return source.rate(shape, column.microbatches / seconds), fullest / source.byte_unit
 

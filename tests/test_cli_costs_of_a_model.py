@@ -55,6 +55,23 @@ def test_it_has_seconds_and_bytes_of_every_stage_and_what_they_are_of(file: str,
     assert middle.retained <= middle.activation
 
 
+def test_experts_need_not_be_cut_as_other_layers_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a layer, all on a node, are reached over its links."""
+    model = (
+        "costs --gpu H100-80GB --num-layers 4 --hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --micro-batch-size 1 "
+        "--global-batch-size 16 --train-iters 1 --lr 1e-4 --bf16 --tokenizer-type NullTokenizer --vocab-size 1000 "
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 --num-experts 16 "
+        "--expert-tensor-parallel-size 1 --moe-token-dispatcher-type alltoall --disable-bias-linear --data-parallel-size 8"
+    )
+
+    def forward(expert: int) -> float:
+        told = printed(capsys, *model.split(), "--expert-model-parallel-size", str(expert), "--json")
+        return Costs.from_json(told).stages[0].forward
+
+    assert forward(4) == pytest.approx(forward(8), rel=0.25), "within a node"
+    assert forward(16) > 1.3 * forward(8), "over two"
+
+
 def test_the_table_names_stages_milliseconds_and_mib(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, *LLAMA)
     assert out.startswith("one microbatch on H100-80GB\n")

@@ -73,6 +73,9 @@ def test_closed_forms_of_activations() -> None:
     assert held(tensor=4, sequence_parallel=True) == held(tensor=2, sequence_parallel=True, context=2) == 34 / 4 * sbh
     assert held(attention_matrices=True) == 34 * sbh + matrices
     assert held(tensor=4, attention_matrices=True) == (10 + 24 / 4) * sbh + matrices / 4
+    assert held(attention_matrices=True, wide_softmax=True) == 34 * sbh + 7 / 5 * matrices
+    assert held(attention_matrices=True, attention_masks=False) == 34 * sbh + 2 / 5 * matrices
+    assert held(attention_matrices=True, attention_masks=False, wide_softmax=True) == 34 * sbh + 6 / 5 * matrices
     assert held(number=4, hidden_masks=False) == 64 * sbh
 
 
@@ -86,6 +89,7 @@ def test_closed_forms_of_activations() -> None:
         ({"recompute_layers": 1, "recompute_first": True}, False, 2 + 3 * 34, 2 + 3 * 34),
         ({"recomputed": frozenset({"mlp"})}, False, 4 * 18, 3 * 18 + 34),
         ({"recomputed": frozenset({"layernorm"})}, True, 4 * 30, 3 * 32 + 34),
+        ({"recomputed": frozenset({"layernorm"}), "fused_norms": True}, True, 4 * 34, 3 * 34 + 34),
     ],
 )
 def test_what_recomputation_leaves(how: dict[str, Any], split: bool, checkpoint: int, activation: int) -> None:
@@ -94,6 +98,38 @@ def test_what_recomputation_leaves(how: dict[str, Any], split: bool, checkpoint:
     sbh = given.tokens * given.hidden
     held = activations.held_by_stage(given, 4, split)
     assert (held.checkpoint / sbh, held.activation / sbh) == (checkpoint, activation)
+
+
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+EXPERTS_OF_ENGINE = (
+    "--num-experts 4 --moe-grouped-gemm --moe-router-topk 2 --moe-ffn-hidden-size 512 --moe-shared-expert-intermediate-size 256 "
+    "--moe-layer-freq ([0]+[1])*4 --disable-bias-linear --moe-token-dispatcher-type alltoall"
+)
+NARROW = "--multi-latent-attention --q-lora-rank 256 --kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64"
+
+
+@pytest.mark.parametrize(
+    ("model", "module", "saved"),
+    [
+        # Numbers for each token, as a mean over the layers. Norms within linear layers are not made again.
+        ("", "layernorm", 0),
+        ("--transformer-impl local", "layernorm", 2 * 1024),
+        (EXPERTS_OF_ENGINE, "layernorm", 1024 / 2),
+        (NARROW, "layernorm", 1024),
+        (EXPERTS_OF_ENGINE, "moe_act", 2 * 512 / 2),
+        (NARROW, "mla_up_proj", 16 * (96 + 96 + 64)),
+    ],
+)
+def test_what_is_recomputed_by_packages_that_are_not_here_is_predicted(model: str, module: str, saved: float) -> None:
+    """Transformer Engine trains with these; a prediction needs none of it, in whichever schedule."""
+    for schedule in ("1f1b", "zb-v"):
+        flags = [*SMALL.split(), "--bf16", "--pipeline-schedule", schedule, *model.split()]
+        without, again = predicted(flags), predicted([*flags, *SELECTIVE.split(), module])
+        assert again.args.transformer_impl == ("local" if "local" in model else "transformer_engine")
+        shape = Shape.of(again.args)
+        assert activations.layer_activation(shape) - activations.layer_checkpoint(shape) == 1024 * 2 * saved, "in 16 bits"
+        less = sum(one.activations - other.activations for one, other in zip(without.ranks, again.ranks, strict=True))
+        assert less > 0 or not saved
 
 
 SMALL = (
@@ -182,6 +218,13 @@ def test_bad_input_is_one_line(flags: str, message: str, capsys: pytest.CaptureF
         code = int(exit.code or 0)
     err = capsys.readouterr().err
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_layouts_of_virtual_stages_are_predicted() -> None:
+    for schedule in ("stock", "zb-v"):
+        flags = f"--pipeline-schedule {schedule} --pipeline-model-parallel-layout Ett|t|t|t|t|t||tL"
+        both = predicted([*SMALL.split(), *flags.split(), "--num-virtual-stages-per-pipeline-rank", "2"])
+        assert both.layers == [2, 1, 1, 1, 1, 1, 0, 1] and both.ranks == predicted([*SMALL.split(), *flags.split()]).ranks
 
 
 def test_many_microbatches_are_planned_as_few(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,8 @@ EXPERTS = "--num-experts 4 --disable-bias-linear --sequence-parallel"
         ("--recompute-modules mlp", 4, "needs --recompute-granularity selective"),
         ("--recompute-activations --recompute-modules mlp", 4, "needs --disable-bias-linear"),
         ("--recompute-activations --recompute-modules layernorm", 4, "layernorm needs the package transformer-engine"),
+        ("--recompute-activations --recompute-modules moe_act", 4, "moe_act needs --moe-grouped-gemm"),
+        ("--recompute-activations --recompute-modules mla_up_proj", 4, "mla_up_proj needs --multi-latent-attention"),
         ("--recompute-fused-backward", 4, "needs --recompute-granularity full or selective"),
         ("--data-path A", 4, "more than one data source"),
         ("--split 1,x", 4, "--split 1,x: expected up to three shares"),

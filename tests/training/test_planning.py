@@ -152,6 +152,12 @@ def test_layers_are_spread_over_the_stages_of_any_placement(flags: str, layers: 
     assert stages[0][0] is LayerType.embedding and stages[-1][-1] is LayerType.loss
 
 
+def test_a_layout_goes_with_as_many_chunks_as_it_has() -> None:
+    flags = f"--pipeline-schedule zb-v --pipeline-model-parallel-layout Ettt|tt|tt|tL {TWO_CHUNKS}"
+    args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=2)
+    assert [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)] == [3, 2, 2, 1]
+
+
 def test_ends_of_interleaved_stages_are_ranks() -> None:
     flags = "--pipeline-schedule interleaved --num-layers 10 --num-layers-in-first-pipeline-stage 4"
     args, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=2)
@@ -168,7 +174,10 @@ def test_ends_of_interleaved_stages_are_ranks() -> None:
         ("--pipeline-model-parallel-layout Ett|tt|tt|tt", "must be loss"),
         (f"{SEVERAL_TOKENS} --pipeline-model-parallel-layout Ett|tt|ttttm|L", "(m) in stage 2: they belong into the last stage"),
         ("--pipeline-model-parallel-layout Ett|xx|tt|ttL", "Invalid layer character"),
-        (f"--pipeline-model-parallel-layout Ett|tt|tt|ttL {TWO_CHUNKS}", "each say how many chunks"),
+        (
+            f"--pipeline-model-parallel-layout Etttt|ttttL {TWO_CHUNKS}",
+            "(2) and --pipeline-model-parallel-layout (1) each say how many chunks a rank has: give one",
+        ),
         ("--num-layers-in-first-pipeline-stage 2 --account-for-loss-in-pipeline-split", "give one kind"),
     ],
 )

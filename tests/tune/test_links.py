@@ -51,6 +51,17 @@ def test_ranks_with_the_same_experts_are_as_far_apart_as_others_have_other_exper
     assert Links.of(DEVICE, 8, 1, 1, 16, 16, 2).expert_data == DEVICE.within, "no other rank has them"
 
 
+def test_experts_are_cut_in_their_own_way() -> None:
+    """``--expert-tensor-parallel-size``: ranks with other experts are that far apart, and need not be as many as share MLPs."""
+    links = Links.of(DEVICE, 8, 2, 1, 16, 8, 2, expert_tensor=1)
+    assert (links.experts, links.expert_data, links.expert_tensor) == (cards(8), DEVICE.within, DEVICE.within)
+    assert links.expert == Spread(DEVICE.within, DEVICE.between, 8)
+    on_a_node = Links.of(DEVICE, 8, 2, 1, 8, 16, 1, expert_tensor=1)
+    assert (on_a_node.experts, on_a_node.expert_data) == (DEVICE.within, cards(1))
+    assert on_a_node.expert == Spread(DEVICE.within, DEVICE.between)
+    assert Links.of(DEVICE, 8, 2, 1, 2, 16, 1, expert_tensor=16).expert_tensor == cards(8)
+
+
 def test_each_rank_sends_to_each() -> None:
     """Over the links within a node and between nodes at once; a part goes to every other rank."""
     spread = Spread(Link(0.5, 10.0), Link(1.0, 2.0))

@@ -149,16 +149,13 @@ def predicted(
         from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
 
         args = read_flags(flags, changes)
-        # What is planned here runs on GPUs elsewhere, where fused attention is: only --transformer-impl local is without.
-        engine, args.transformer_impl, args.distributed_backend = args.transformer_impl, "local", None
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
         world_size = world_size or (data_parallel_size or least_replicas(args)) * model
         if world_size > MOST_RANKS * MOST_RANKS or args.pipeline_model_parallel_size > MOST_RANKS:
             raise ValueError(f"{args.pipeline_model_parallel_size} pipeline ranks of {world_size} are too many to plan for")
-        validate(args, world_size)
+        validate(args, world_size, elsewhere=True)
         whole = max(microbatch_counts(args))
         _fewer_microbatches(args)
-        args.transformer_impl = engine or "transformer_engine"
         args.vocab_size = build_tokenizer(args).vocab_size
         args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
         pipeline = plan_pipeline(args, measure=False, evaluates=False)

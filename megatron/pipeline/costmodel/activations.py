@@ -97,13 +97,14 @@ def layer_masks(shape: Shape) -> float:
 def attention_matrices(shape: Shape) -> float:
     """Bytes that attention keeps of every query with every key where it is not fused.
 
-    With dropout 5as^2b in 16 bits: the softmax, a mask and what it leaves; without, 2as^2b. Keys and values are then repeated for
-    heads that share them.
+    With dropout 5as^2b in 16 bits: the softmax, a mask and what it leaves; without, 2as^2b. A softmax in float32 is 4as^2b, and
+    without dropout its copy in 16 bits comes on top. Keys and values are then repeated for heads that share them.
     """
     held = shape.holding
     if not held.attention_matrices:
         return 0.0
-    each = 2 * held.number + 1 if held.attention_masks else held.number
+    softmax = _softmax_number(shape)
+    each = softmax + (held.number + 1 if held.attention_masks else held.number * (softmax > held.number))
     repeated = held.number * (shape.queries + shape.attended - shape.keys_and_values)
     return shape.tokens * (each * shape.seq * shape.heads + repeated) * held.of_cut_layers
 
@@ -111,16 +112,22 @@ def attention_matrices(shape: Shape) -> float:
 def layer_checkpoint(shape: Shape) -> float:
     """Bytes of ``layer_activation`` that are left from F to B where ``holding.recomputed`` is made again.
 
-    ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of both norms, ``mlp`` and ``moe`` all
-    within these, and ``moe_act`` the outputs of the experts' activation functions. ``shared_experts`` are taken to be kept.
+    ``core_attn`` is what attention makes of queries and keys, ``layernorm`` the outputs of norms that are modules of their own
+    (megatron-core's ``transformer_layer.py``), ``mlp`` and ``moe`` all within these, ``moe_act`` the outputs of the activation
+    functions of experts that some tokens visit (``moe/experts.py``), and ``mla_up_proj`` queries, keys and values, which are made
+    from narrow vectors (``multi_latent_attention.py``). ``shared_experts`` are taken to be kept.
     """
     held = shape.holding
     routed = shape.experts.mean_routed_ffn if shape.experts else 0.0
     matrices = 3 if shape.gated else 2
-    cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape), "moe_act": routed}
+    cut = {"mlp": matrices * (shape.ffn - routed), "moe": matrices * routed + 2 * _dispatched(shape)}
+    if "moe" not in held.recomputed:
+        cut["moe_act"] = shape.experts.mean_visited_ffn if shape.experts else 0.0
+    if shape.latent:
+        cut["mla_up_proj"] = shape.queries + shape.keys_and_values
     gone = shape.tokens * held.number * held.of_cut_layers * sum(cut[name] for name in held.recomputed & cut.keys())
     if "layernorm" in held.recomputed:
-        gone += 2 * hidden_bytes(shape)
+        gone += shape.norms_alone * hidden_bytes(shape)
     if "core_attn" in held.recomputed:
         gone += attention_matrices(shape)
     return max(layer_activation(shape) - gone, hidden_bytes(shape))
@@ -135,7 +142,7 @@ def layer_temporary(shape: Shape, overlap: bool = False) -> float:
     """
     held = shape.holding
     mlp = held.number * (3 if shape.gated else 2) * shape.ffn * held.of_cut_layers
-    matrices = 2 * held.number * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
+    matrices = 2 * _softmax_number(shape) * shape.seq * shape.heads * held.of_cut_layers if held.attention_matrices else 0.0
     computing, exchanging = shape.tokens * (mlp + matrices), exchanged_bytes(shape)
     return (computing + exchanging if overlap else max(computing, exchanging)) + 2 * hidden_bytes(shape)
 
@@ -175,6 +182,11 @@ def shard_activation(shape: Shape, rows: int) -> float:
 def hidden_bytes(shape: Shape) -> float:
     """Bytes of what stages hand on: 2sbh in 16 bits."""
     return shape.holding.number * shape.tokens * shape.hidden * shape.holding.of_whole_layers
+
+
+def _softmax_number(shape: Shape) -> int:
+    """Bytes of a number of attention's softmax."""
+    return SINGLE if shape.holding.wide_softmax else shape.holding.number
 
 
 def _dispatched(shape: Shape) -> float:

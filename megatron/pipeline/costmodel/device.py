@@ -9,13 +9,14 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.shape.gpt import Work
 
+MIB = 2**20
 _MOST = 1e100  # of any number in a file
 _SHIPPED = Path(__file__).parent / "devices"
 
@@ -106,6 +107,8 @@ class Device:
         hop: between two GPUs of a node, for the messages of neighbouring stages.
         between: between nodes, each GPU's share.
         to_host, to_device: bytes per second to host memory and from there, of one direction with nothing else on the way.
+        workspaces: bytes that libraries of products keep for themselves: cuBLAS and Transformer Engine.
+        grouped_workspaces: the same where experts are products of groups.
         layers: what was measured of single layers, which counts for these in place of the efficiency.
         source: where the figures are from.
 
@@ -124,6 +127,8 @@ class Device:
     between: Link
     to_host: float
     to_device: float
+    workspaces: float = 110 * MIB
+    grouped_workspaces: float = 230 * MIB
     layers: tuple[MeasuredLayer, ...] = ()
     source: str = ""
 
@@ -134,6 +139,9 @@ class Device:
             _positive(f"the {name} of a device", getattr(self, name))
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"the efficiency of a device is a share above 0 and of at most 1, got {self.efficiency:g}")
+        for name in ("workspaces", "grouped_workspaces"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"the {name} of a device must be bytes, 0 or more, got {getattr(self, name):g}")
         for name in ("within", "hop", "between"):
             link = getattr(self, name)
             _positive(f"the bandwidth of {name}", link.bandwidth)
@@ -223,7 +231,7 @@ def _row(what: str, content: object, kind: type[Any]) -> dict[str, Any]:
     known = {field.name: field for field in fields(kind)}
     if not isinstance(content, dict):
         raise ValueError(f"{what}: expected an object with {', '.join(known)}, got {str(content)[:60]}")
-    missing = [name for name in known if name not in content and name not in ("layers", "source", "experts")]
+    missing = [name for name, field in known.items() if name not in content and field.default is MISSING]
     unknown = [name for name in content if name not in known]
     if missing or unknown:
         raise ValueError(

@@ -156,7 +156,15 @@ def recomputed_seconds(shape: Shape, device: Device, whole: Work) -> float:
     for name, width in (("mlp", shape.ffn - routed), ("moe", routed)):
         if name in held.recomputed:
             operations += 2 * shape.tokens * shape.hidden * width * (3 if shape.gated else 2)
-    return min(whole.forward, device.seconds(operations * held.of_cut_layers))
+    if "mla_up_proj" in held.recomputed:
+        operations += 2 * shape.tokens * shape.widening_weights
+    moved = 0.0  # what norms and activation functions read and write
+    if "layernorm" in held.recomputed:
+        moved += 2 * shape.norms_alone * activations.hidden_bytes(shape)
+    if "moe_act" in held.recomputed and shape.experts:
+        each = held.number * shape.tokens * held.of_cut_layers * shape.experts.mean_visited_ffn
+        moved += (3 if shape.gated else 2) * each
+    return min(whole.forward, device.seconds(operations * held.of_cut_layers) + device.moving(moved))
 
 
 def measured_layer(shape: Shape, device: Device) -> MeasuredLayer | None:

@@ -44,6 +44,7 @@ class Links:
     Attributes:
         hop: from a stage to the next.
         tensor, context, data: within groups of these kinds.
+        expert_tensor: between ranks that share each expert.
         experts: between ranks that share the experts of a layer, in a ring.
         expert_data: between ranks with the same experts.
         expert: between ranks that share the experts of a layer, where each sends to each.
@@ -53,6 +54,7 @@ class Links:
     tensor: Link
     context: Link
     data: Link
+    expert_tensor: Link
     experts: Link
     expert_data: Link
     expert: Spread
@@ -61,17 +63,28 @@ class Links:
     def within(cls, device: Device) -> Links:
         """All ranks on one node."""
         near = device.within
-        return cls(device.hop, near, near, near, near, near, Spread(near, device.between))
+        return cls(device.hop, near, near, near, near, near, near, Spread(near, device.between))
 
     @classmethod
-    def of(cls, device: Device, per_node: int, tensor: int, context: int, expert: int, data: int, pipeline: int) -> Links:
+    def of(
+        cls,
+        device: Device,
+        per_node: int,
+        tensor: int,
+        context: int,
+        expert: int,
+        data: int,
+        pipeline: int,
+        expert_tensor: int | None = None,
+    ) -> Links:
         """For a layout on nodes of ``per_node`` GPUs.
 
         Args:
-            expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism; as many share
-                each of these as share the other layers.
+            expert: ranks that share the experts of a layer, among those of tensor, context and data parallelism.
+            expert_tensor: neighbours that share each of these; as many as share the other layers where it is None.
         """
-        stage, own = tensor * context * data, tensor * expert  # those of a stage, and those that have all of its experts
+        parts = expert_tensor or tensor
+        stage, own = tensor * context * data, parts * expert  # ranks of a stage, and those of them that have all of its experts
 
         def stays(ranks: int) -> bool:
             """Whether every group of that number of neighbours is on one node."""
@@ -86,14 +99,15 @@ class Links:
 
         together = None
         if not stays(own):  # unless nodes have equal parts of every group, some rank is alone on its node
-            together = max(1, per_node // tensor) if own % per_node == 0 else 1
+            together = max(1, per_node // parts) if own % per_node == 0 else 1
         return cls(
             # If any stage's neighbour is on another node: the slowest hop sets the pace of all.
             hop=device.hop if stage * pipeline <= per_node or pipeline == 1 else device.between,
             tensor=group(1, tensor),
             context=group(tensor, context),
             data=group(tensor, context * data),
-            experts=group(tensor, expert),
+            expert_tensor=group(1, parts),
+            experts=group(parts, expert),
             expert_data=group(own, stage // own),
             expert=Spread(device.within, device.between, together),
         )
@@ -106,8 +120,16 @@ def links_of(device: Device, per_node: int, args: Namespace) -> Links:
         per_node: GPUs of a node.
         args: its flags, with ``data_parallel_size``.
     """
-    tensor, context, expert = args.tensor_model_parallel_size, args.context_parallel_size, args.expert_model_parallel_size
-    return Links.of(device, per_node, tensor, context, expert, args.data_parallel_size, args.pipeline_model_parallel_size)
+    return Links.of(
+        device,
+        per_node,
+        args.tensor_model_parallel_size,
+        args.context_parallel_size,
+        args.expert_model_parallel_size,
+        args.data_parallel_size,
+        args.pipeline_model_parallel_size,
+        args.expert_tensor_parallel_size,
+    )
 
 
 def collective_seconds(kind: str, size: float, ranks: int, link: Link, spread: Spread | None = None) -> float:
@@ -164,7 +186,7 @@ def exchange_seconds(shape: Shape, links: Links) -> float:
     else:
         sent = experts.topk * own
         across = links.expert.all_to_all(sent, experts.parallel)
-    parts = links.tensor.all_gather(experts.tensor * sent, experts.tensor) if held.sequence_parallel else 0.0
+    parts = links.expert_tensor.all_gather(experts.tensor * sent, experts.tensor) if held.sequence_parallel else 0.0
     return experts.share * (across + parts)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.costmodel import activations
-from megatron.pipeline.costmodel.device import named
+from megatron.pipeline.costmodel.device import Device, named
 from megatron.pipeline.costmodel.estimate import estimate
 from megatron.pipeline.costmodel.parameters import Parameters, parameters
 from megatron.pipeline.schedule.core.costs import uniform
@@ -30,8 +30,8 @@ from megatron.pipeline.shape.gpt import SINGLE, Shape
 GIB = 2**30
 # CUDA's context, NCCL's buffers, the workspaces of products, messages, and what the allocator cannot use: a guess, not measured.
 OVERHEAD = 2 * GIB
-SHARE = 0.95  # of a GPU's memory that a search plans for: predictions are off by a few percent
-_ANY = "A100-80GB"  # memory is the same on all
+SHARE = 0.95  # of a GPU's memory that a prediction may take: it is off by a few percent
+_ANY = "H100-80GB"  # where no GPU is named: activations are the same on all, workspaces hardly differ
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class RankMemory:
         activations: at their peak.
         microbatches: that are held then, from F to W, a chunk of several counting as its part.
         temporary: in addition to the activations, or the excess of the optimizer's step over them.
+        workspaces: of libraries, a part of ``OVERHEAD`` that torch allocates.
     """
 
     layers: int
@@ -53,24 +54,36 @@ class RankMemory:
     activations: float
     microbatches: float
     temporary: float
+    workspaces: float = 0.0
+
+    @property
+    def counted(self) -> float:
+        """All but ``OVERHEAD``."""
+        return self.state + self.activations + self.temporary
 
     @property
     def allocated(self) -> float:
         """What torch's ``max_memory_allocated`` would be."""
-        return self.state + self.activations + self.temporary
+        return self.counted + self.workspaces
 
     @property
     def total(self) -> float:
-        return self.allocated + OVERHEAD
+        return self.counted + OVERHEAD
 
 
-def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[RankMemory]:
+def usable(memory: float) -> float:
+    """Bytes of a GPU's memory that a prediction may take, so that the training fits although the prediction is off."""
+    return SHARE * memory
+
+
+def predict(args: Namespace, schedule: Schedule, layers: Sequence[int], gpu: Device | None = None) -> list[RankMemory]:
     """The memory of every pipeline rank.
 
     Args:
         args: Megatron-LM's flags after ``validate``, with ``padded_vocab_size``.
         schedule: what an iteration runs; its vocabulary is sharded if the schedule says so, even if ``args`` differ.
         layers: transformer layers of every stage, in the model's order.
+        gpu: whose workspaces count.
 
     Raises:
         ValueError: ``layers`` are of another number of stages than the schedule has.
@@ -84,7 +97,8 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
     microbatches = activation_peaks(schedule, uniform(placement))
     schedule = recomputed(args, shape, schedule)
     split = any(work.kind is Kind.W for row in schedule.passes for work in row)
-    costs = estimate(shape, placement, layers, named(_ANY), schedule.vocabulary, split)
+    gpu = gpu or named(_ANY)
+    costs = estimate(shape, placement, layers, gpu, schedule.vocabulary, split)
     held = activation_peaks(schedule, costs)
     all_fixed = fixed_memory(args, placement, layers, schedule.vocabulary)
     return [
@@ -95,6 +109,7 @@ def predict(args: Namespace, schedule: Schedule, layers: Sequence[int]) -> list[
             activations=peak,
             microbatches=held_then,
             temporary=max(fixed.temporary, step_bytes(args, fixed.count) - peak),
+            workspaces=gpu.grouped_workspaces if args.moe_grouped_gemm else gpu.workspaces,
         )
         for stages, fixed, peak, held_then in zip(placement.stages, all_fixed, held, microbatches, strict=True)
     ]

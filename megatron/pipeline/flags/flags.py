@@ -336,7 +336,7 @@ MEGATRON = {
         memory("--recompute-method", "which layers, with --recompute-granularity full", ["uniform", "block"]),
         memory("--recompute-num-layers", "layers per unit (uniform) or per chunk (block)", positive_int),
         memory("--recompute-modules", "what --recompute-granularity selective covers; core_attn",
-            ["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"], nargs="*"),
+            ["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"], nargs="*"),
     ],
     "fused kernels": [
         add("--no-masked-softmax-fusion", "plain masked softmax", clears="masked_softmax_fusion"),

@@ -10,7 +10,12 @@ import torch
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of, given
-from megatron.pipeline.flags.validation_experts import check_experts, check_overlap, check_prediction
+from megatron.pipeline.flags.validation_experts import (
+    check_experts,
+    check_grouped_experts,
+    check_overlap,
+    check_prediction,
+)
 from megatron.pipeline.flags.validation_files import check_checkpoints, check_data, check_outputs
 from megatron.pipeline.flags.validation_latent import check_latent
 from megatron.pipeline.flags.validation_offload import check_offload
@@ -21,17 +26,20 @@ from megatron.pipeline.model import te_linear
 from megatron.pipeline.schedule.core.names import STOCK
 
 
-def validate(args: Namespace, world_size: int) -> None:
+def validate(args: Namespace, world_size: int, elsewhere: bool = False) -> None:
     """Check the flags against each other and against the number of ranks, and complete them in place.
 
     Sets what was left open (``ffn_hidden_size``, ``kv_channels``, ``global_batch_size``, ...) and what follows:
     ``data_parallel_size``, ``chunks`` (per rank, None for the schedule's own number).
 
+    Args:
+        elsewhere: the training is predicted for machines with GPUs and all packages, not run here.
+
     Raises:
         ValueError: the flags contradict each other; the message has the numbers and what to change.
     """
     _check_required(args)
-    _check_platform(args)
+    _check_platform(args, elsewhere)
     world_size = rehearsed_ranks(args, world_size)
     _check_parallel_sizes(args, world_size)
     _check_model(args)
@@ -46,6 +54,8 @@ def validate(args: Namespace, world_size: int) -> None:
     _check_post_validation(args)
     check_new_flags(args)
     check_overlap(args)
+    if not elsewhere:
+        check_packages(args)
 
 
 def check_new_flags(args: Namespace) -> None:
@@ -54,8 +64,6 @@ def check_new_flags(args: Namespace) -> None:
     Raises:
         ValueError: they contradict each other, or some of its own.
     """
-    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != STOCK:
-        te_linear.check_version()
     if args.recompute_fused_backward and not args.recompute_granularity:
         raise ValueError("--recompute-fused-backward needs --recompute-granularity full or selective")
     check_quantized(args)
@@ -65,6 +73,23 @@ def check_new_flags(args: Namespace) -> None:
     _check_timeouts(args)
     _check_timers(args)
     check_outputs(args)
+
+
+def check_packages(args: Namespace) -> None:
+    """Refuse what the packages that are installed here cannot train.
+
+    Raises:
+        ValueError: says which one, and what to change.
+    """
+    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != STOCK:
+        te_linear.check_version()
+    discarding = sorted(set(args.recompute_modules or ()) & {"layernorm", "moe_act"})
+    if discarding and not has_transformer_engine():
+        raise ValueError(
+            f"--recompute-modules {' '.join(discarding)} needs the package transformer-engine, which is not here: megatron-core "
+            "discards and restores outputs by its means"
+        )
+    check_grouped_experts(args)
 
 
 def batch_sizes(args: Namespace) -> list[int]:
@@ -102,10 +127,9 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def _check_platform(args: Namespace) -> None:
-    """Choose the backend and the layers that this machine has, and refuse those it lacks."""
-    cuda = torch.cuda.is_available()
-    engine = has_transformer_engine()
+def _check_platform(args: Namespace, elsewhere: bool) -> None:
+    """Choose the backend and the layers that the machine has, and refuse those it lacks."""
+    cuda, engine = elsewhere or torch.cuda.is_available(), elsewhere or has_transformer_engine()
     args.distributed_backend = args.distributed_backend or ("nccl" if cuda else "gloo")
     args.transformer_impl = args.transformer_impl or ("transformer_engine" if cuda and engine else "local")
     if args.distributed_backend == "nccl" and not cuda:
@@ -146,20 +170,26 @@ def _check_parallel_sizes(args: Namespace, world_size: int) -> None:
 
 
 def chunks_per_rank(args: Namespace) -> int | None:
-    """Chunks per rank, from whichever of Megatron's flags was given; None to leave them to the schedule.
+    """Chunks per rank, from whichever of Megatron's flags were given; None to leave them to the schedule.
 
     Raises:
-        ValueError: several were given, or the numbers do not divide.
+        ValueError: they say different numbers, or the numbers do not divide.
     """
-    layers, chunks = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
+    layers, chunks, layout = (getattr(args, name) for name in CHUNK_FLAGS)
     ranks = args.pipeline_model_parallel_size
-    several = given(args, *CHUNK_FLAGS)
-    if len(several) > 1:
-        raise ValueError(f"{' and '.join(several)} each say how many chunks a rank has: give one")
-    if args.pipeline_model_parallel_layout:
-        return _chunks_of_layout(args.pipeline_model_parallel_layout, ranks)
-    if layers is None:
-        return int(chunks) if chunks else None
+    said = [
+        None if layers is None else _chunks_of_layers(args, layers, ranks),
+        int(chunks) if chunks else None,
+        _chunks_of_layout(layout, ranks) if layout else None,
+    ]
+    numbers = {flag_of(name): number for name, number in zip(CHUNK_FLAGS, said, strict=True) if number is not None}
+    if len(set(numbers.values())) > 1:
+        words = " and ".join(f"{flag} ({number})" for flag, number in numbers.items())
+        raise ValueError(f"{words} each say how many chunks a rank has: give one")
+    return next(iter(numbers.values()), None)
+
+
+def _chunks_of_layers(args: Namespace, layers: int, ranks: int) -> int:
     if args.num_layers % (ranks * layers):
         raise ValueError(
             f"--num-layers {args.num_layers} is not a multiple of {ranks} pipeline ranks x "
@@ -300,12 +330,8 @@ def _check_recompute(args: Namespace) -> None:
     if args.recompute_granularity != "selective" and args.recompute_modules:
         raise ValueError("--recompute-modules needs --recompute-granularity selective")
     modules = set(args.recompute_modules or ())
-    discarding = sorted(modules & {"layernorm", "moe_act"})
-    if discarding and not has_transformer_engine():
-        raise ValueError(
-            f"--recompute-modules {' '.join(discarding)} needs the package transformer-engine, which is not here: megatron-core "
-            "discards and restores outputs by its means"
-        )
+    if "moe_act" in modules and not args.moe_grouped_gemm:
+        raise ValueError("--recompute-modules moe_act needs --moe-grouped-gemm: megatron-core recomputes grouped experts alone")
     if "mlp" in modules and args.add_bias_linear:
         raise ValueError(
             "--recompute-modules mlp needs --disable-bias-linear: megatron-core's checkpoint makes a bias that an MLP hands on a "

@@ -48,15 +48,23 @@ def check_experts(args: Namespace, world_size: int) -> None:
     if args.moe_grouped_gemm and args.transformer_impl == "local":
         if args.add_bias_linear or not args.bf16:
             raise ValueError("--moe-grouped-gemm with --transformer-impl local needs --bf16 and --disable-bias-linear")
-        if not compat.has_local_grouped_experts():
-            raise ValueError(
-                f"--moe-grouped-gemm with --transformer-impl local needs megatron-core 0.16 or older, and {compat.version()} is "
-                "installed: leave --moe-grouped-gemm out, or take --transformer-impl transformer_engine"
-            )
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise ValueError(f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}")
     _check_router(args, experts)
+
+
+def check_grouped_experts(args: Namespace) -> None:
+    """Refuse grouped experts that the installed megatron-core does not have.
+
+    Raises:
+        ValueError: says what to change.
+    """
+    if args.moe_grouped_gemm and args.transformer_impl == "local" and not compat.has_local_grouped_experts():
+        raise ValueError(
+            f"--moe-grouped-gemm with --transformer-impl local needs megatron-core 0.16 or older, and {compat.version()} is "
+            "installed: leave --moe-grouped-gemm out, or take --transformer-impl transformer_engine"
+        )
 
 
 def experts_drift(args: Namespace) -> str | None:

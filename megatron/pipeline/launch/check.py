@@ -137,6 +137,8 @@ def complete(args: Namespace) -> Namespace:
     tokenizer = get_tokenizer() if args.vocab_size is None else None
     ours.vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
     check_new_flags(ours)
+    if args.transformer_impl == "transformer_engine" and args.pipeline_schedule != STOCK:
+        te_linear.check_version()
     if args.pipeline_schedule != STOCK:
         check_prediction(ours)
         check_overlap(ours)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 HALF, SINGLE = 2, 4  # bytes of a number in fp16 or bf16, and in float32
+_FUSED_KEYS = 4096  # the most that megatron-core's kernel of softmax takes
 
 # Weights in 16 bits, gradients in float32, and Adam's float32 weights and two moments; 2 less with gradients in 16 bits.
 STATE_BYTES = HALF + SINGLE + 3 * SINGLE
@@ -143,6 +144,8 @@ class Holding:
         tensor, context: ranks that share each layer, and ranks that share each sequence.
         sequence_parallel: norms and dropout are cut along the sequence over the former as well.
         attention_matrices: attention is not fused and keeps what it makes of every query and key.
+        wide_softmax: that attention's softmax is not fused either: it keeps its probabilities in float32, and a copy in 16 bits.
+        fused_norms: a norm is one module with the linear layer behind it, where one layer reads it: Transformer Engine's.
         hidden_masks, attention_masks: there is dropout of hidden states, and of attention probabilities.
         recomputed: what B makes again in every layer, by the names of ``--recompute-modules``.
         recompute_layers: layers of a unit of which F keeps the input alone; 0 where no whole layers are made again.
@@ -155,6 +158,8 @@ class Holding:
     context: int = 1
     sequence_parallel: bool = False
     attention_matrices: bool = False
+    wide_softmax: bool = False
+    fused_norms: bool = False
     hidden_masks: bool = True
     attention_masks: bool = True
     recomputed: frozenset[str] = frozenset()
@@ -172,6 +177,8 @@ class Holding:
             context=args.context_parallel_size,
             sequence_parallel=args.sequence_parallel,
             attention_matrices=args.transformer_impl == "local",
+            wide_softmax=not fuses_softmax(args),
+            fused_norms=args.transformer_impl != "local",
             hidden_masks=args.hidden_dropout > 0,
             attention_masks=args.attention_dropout > 0,
             recomputed=frozenset(modules if args.recompute_granularity == "selective" else ()),
@@ -194,6 +201,14 @@ class Holding:
     def of_cut_layers(self) -> float:
         """The share of what they cut by heads and by the width of the MLP."""
         return 1 / (self.context * self.tensor)
+
+
+def fuses_softmax(args: Namespace) -> bool:
+    """Whether a kernel scales, masks and takes the softmax at once, of attention that is not fused.
+
+    megatron-core's ``fused_softmax.py`` has one for up to 4096 keys; ours of context parallelism has none.
+    """
+    return bool(args.masked_softmax_fusion and args.context_parallel_size == 1 and args.seq_length <= _FUSED_KEYS)
 
 
 def number_bytes(args: Namespace) -> int:
@@ -320,11 +335,28 @@ class Shape:
     @property
     def cut_attention_weights(self) -> int:
         """The other weights of attention, of which such a rank has a part."""
-        hidden, latent = self.hidden, self.latent
+        if self.latent is None:
+            return self.hidden * (2 * self.queries + self.keys_and_values)
+        return self.widening_weights + self.hidden * self.attended
+
+    @property
+    def widening_weights(self) -> int:
+        """Those of them that make queries, keys and values from narrow vectors."""
+        latent = self.latent
         if latent is None:
-            return hidden * (2 * self.queries + self.keys_and_values)
-        made = (latent.queries or hidden) * self.queries + latent.keys * self.projected_keys_and_values
-        return made + hidden * self.attended
+            return 0
+        return (latent.queries or self.hidden) * self.queries + latent.keys * self.projected_keys_and_values
+
+    @property
+    def norms_alone(self) -> float:
+        """Norms of a layer that are modules of their own, as a mean over the layers.
+
+        Those of megatron-core's ``gpt_layer_specs.py``: Transformer Engine has a norm within the linear layer that reads it, unless
+        two of them do, as in multi-latent attention, or experts.
+        """
+        if not self.holding.fused_norms:
+            return 2.0
+        return (self.latent is not None) + (self.experts.share if self.experts else 0.0)
 
     @property
     def layer_weights(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 
 import torch
 
@@ -25,8 +26,9 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
 
 
 def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:
-    """What every pipeline rank needs."""
-    return predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement))
+    """What every pipeline rank needs; on a machine without a GPU no library keeps workspaces."""
+    ranks = predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement))
+    return ranks if torch.cuda.is_available() else [replace(rank, workspaces=0.0) for rank in ranks]
 
 
 def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -> None:

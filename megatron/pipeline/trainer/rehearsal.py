@@ -69,7 +69,7 @@ def price_absent_ranks(args: Namespace) -> None:
         (parallel_state.get_context_parallel_group(), links.context, None),
         (parallel_state.get_tensor_and_context_parallel_group(), slower, None),
         (parallel_state.get_expert_model_parallel_group(), links.experts, links.expert),
-        (parallel_state.get_expert_tensor_parallel_group(), links.tensor, None),
+        (parallel_state.get_expert_tensor_parallel_group(), links.expert_tensor, None),
         (parallel_state.get_expert_tensor_and_model_parallel_group(), links.experts, links.expert),
     ):
         if group.size() > 1:

@@ -170,7 +170,7 @@ def evaluate(cluster: Cluster, candidate: Candidate, beat: float = float("inf"))
         if isinstance(planned, Dominated):
             return planned
         schedule, memory_bound, pipeline = planned
-        ranks = predict(args, schedule, candidate.layers)
+        ranks = predict(args, schedule, candidate.layers, cluster.device)
         if max(rank.total for rank in ranks) <= cluster.device.memory * (1 + 1e-9):
             break
     else:

@@ -119,9 +119,7 @@ class Layouts:
         args = copy.copy(self.base)
         for name, value in (SEARCHED | dict(changes)).items():
             setattr(args, name, value)
-        engine, args.transformer_impl = args.transformer_impl, "local"  # what is tried here runs elsewhere
-        validate(args, self.cluster.gpus)
-        args.transformer_impl = engine
+        validate(args, self.cluster.gpus, elsewhere=True)
         args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
         return args
 
