@@ -327,6 +327,16 @@ def reduces_experts_right() -> bool:
     return _minor(version()) >= (0, 19)
 
 
+def reads_data_by_stage() -> bool:
+    """Whether scripts of Megatron-LM ask ``is_first_or_last_pipeline_stage`` which chunks read data; 0.14's ask for ranks."""
+    return _minor(version()) >= (0, 15)
+
+
+def shares_packed_sequences() -> bool:
+    """Whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
+    return _minor(version()) >= (0, 17)
+
+
 def has_local_grouped_experts() -> bool:
     """Whether experts in one grouped product work without Transformer Engine; the class for it was removed in 0.17."""
     return optional("megatron.core.transformer.moe.experts", "GroupedMLP") is not None

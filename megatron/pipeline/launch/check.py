@@ -12,6 +12,7 @@ from megatron.pipeline.patches import compat, unsupported
 
 from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
+from megatron.pipeline.flags.cautions import PACKED
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_overlap, check_prediction, experts_drift
@@ -50,6 +51,11 @@ def check_flags(args: Namespace) -> None:
         return
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
+    if separates_documents(args) and args.pipeline_model_parallel_size > 2 and not compat.reads_data_by_stage():
+        raise ValueError(
+            f"attention within documents with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: scripts of "
+            f"Megatron-LM {compat.version()} give data to the first and the last rank alone: take release 0.15 or later"
+        )
     _check_settings(args)
     check_quantized(args)
     args.chunks = chunks_per_rank(args)
@@ -84,7 +90,38 @@ def check_source(args: Namespace) -> None:
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
+    tensor = args.tensor_model_parallel_size
+    if getattr(args, "sft", False) and tensor > 1 and not compat.shares_packed_sequences():
+        return (
+            f"--sft with --tensor-model-parallel-size {tensor}: Megatron-LM {compat.version()} does not tell all tensor-parallel "
+            "ranks where packed sequences begin: give --tensor-model-parallel-size 1, or take release 0.17 or later"
+        )
     return None if compat.reduces_experts_right() else experts_drift(args)
+
+
+def separates_documents(args: Namespace) -> bool:
+    """Whether attention stays within documents, which only the data tells: every stage then reads all of it."""
+    return any(getattr(args, name, False) for name in ("reset_attention_mask", *PACKED))
+
+
+def documents_run_together(args: Namespace) -> str | None:
+    """Why attention of some layers would go across documents under Megatron-LM's own schedules; None if it stays within.
+
+    Megatron-LM's scripts read data for the first and the last stage, and packed sequences from 0.17 on for every stage.
+
+    Args:
+        args: validated.
+    """
+    by_stage = compat.reads_data_by_stage()
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1 if by_stage else 1)
+    packed = not compat.shares_packed_sequences() and any(getattr(args, name, False) for name in PACKED)
+    if stages <= 2 or not (args.reset_attention_mask or packed):
+        return None
+    flag = "--reset-attention-mask" if args.reset_attention_mask else "--sft"
+    return (
+        f"{flag}: Megatron-LM's script gives it to the first and the last of {stages} stages alone, so the layers of all others "
+        "attend across documents; schedules of ours give it to all"
+    )
 
 
 def untested(args: Namespace) -> list[str]:

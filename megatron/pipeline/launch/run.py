@@ -37,7 +37,9 @@ from megatron.pipeline.launch.check import (
     check_validated,
     complete,
     defaults_without_gpu,
+    documents_run_together,
     hidden,
+    separates_documents,
     untested,
     wrong_in_megatron_core,
 )
@@ -122,6 +124,8 @@ class Run:
             result = original(args, *rest, **options)
         with _refusing():
             check_validated(args)
+        if stock and (wrong := documents_run_together(args)) and os.environ.get("RANK", "0") == "0":
+            self._print_once(f"WARNING: {wrong}")
         return result
 
     def plan(self, args: Namespace) -> None:
@@ -216,14 +220,16 @@ class Run:
         if pipeline is None:
             return original(vp_stage)
         stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), vp_stage or 0)
-        return stage.first or stage.last or (self._shards_vocabulary and not vp_stage)
+        return stage.first or stage.last or separates_documents(self._ours) or (self._shards_vocabulary and not vp_stage)
 
     @property
     def shares_whole_batches(self) -> bool:
         """Whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
         pipeline = self._placed
         return pipeline is not None and (
-            self._shards_vocabulary or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
+            self._shards_vocabulary
+            or separates_documents(self._ours)
+            or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
         )
 
     # iterations
