@@ -40,7 +40,7 @@ def run(
         arguments = [*before.split(), str(script), *arguments]
     processes = [forked(function, number, ranks, port, output, arguments) for number in range(started or ranks)]
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=400)
         process.kill()
         process.join()
     lines = metrics.read_text().splitlines() if metrics.exists() else []

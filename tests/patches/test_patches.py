@@ -46,7 +46,7 @@ def test_unknown_version_is_told_with_what_was_checked(pool: Pool) -> None:
     message, other_rank = pool.run(2, version_as, "0.99.0")
     assert not other_rank
     assert message.count("not tested with megatron-core 0.99.0, but with the releases 0.14, 0.15, 0.16, 0.17, 0.18, 0.19") == 1
-    assert "megatron.core.pipeline_parallel.schedules has forward_step, backward_step" in message
+    assert message.endswith("; it goes on, because all 2 names that it relies on are there") and "\n" not in message
 
 
 @pytest.mark.parametrize(

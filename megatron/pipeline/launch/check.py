@@ -23,6 +23,8 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
 
+DOCUMENTS = ("reset_attention_mask", *PACKED)  # with these attention stays within documents, which only the data tells
+
 
 def check_flags(args: Namespace) -> None:
     """Refuse flags that our schedules do not support; ``args`` are as the parser has read them.
@@ -100,8 +102,8 @@ def wrong_in_megatron_core(args: Namespace) -> str | None:
 
 
 def separates_documents(args: Namespace) -> bool:
-    """Whether attention stays within documents, which only the data tells: every stage then reads all of it."""
-    return any(getattr(args, name, False) for name in ("reset_attention_mask", *PACKED))
+    """Whether attention stays within documents: every stage then reads all of the data."""
+    return any(getattr(args, name, False) for name in DOCUMENTS)
 
 
 def documents_run_together(args: Namespace) -> str | None:
@@ -112,14 +114,15 @@ def documents_run_together(args: Namespace) -> str | None:
     Args:
         args: validated.
     """
-    by_stage = compat.reads_data_by_stage()
-    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1 if by_stage else 1)
-    packed = not compat.shares_packed_sequences() and any(getattr(args, name, False) for name in PACKED)
-    if stages <= 2 or not (args.reset_attention_mask or packed):
+    given = [name for name in DOCUMENTS if getattr(args, name, False) and not (name in PACKED and compat.shares_packed_sequences())]
+    if not given:
         return None
-    flag = "--reset-attention-mask" if args.reset_attention_mask else "--sft"
+    chunks = args.virtual_pipeline_model_parallel_size if compat.reads_data_by_stage() else 1
+    stages = args.pipeline_model_parallel_size * (chunks or 1)
+    if stages <= 2:
+        return None
     return (
-        f"{flag}: Megatron-LM's script gives it to the first and the last of {stages} stages alone, so the layers of all others "
+        f"{flag_of(given[0])}: Megatron-LM's script gives it to the first and the last of {stages} stages alone, so the layers of all others "
         "attend across documents; schedules of ours give it to all"
     )
 
