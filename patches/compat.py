@@ -226,8 +226,8 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
         return
     if not is_tested(installed):
         _warn(
-            f"megatron-core {installed}, but with the releases {', '.join(RELEASES)}; it goes on, because all {checked} names that "
-            "it relies on are there"
+            f"megatron-core {installed}, but with the releases {', '.join(RELEASES)}; it goes on, because all {checked} names "
+            "that it relies on are there"
         )
     if not TORCH[0] <= _minor(torch.__version__) <= TORCH[1]:
         first, last = (f"{major}.{minor}" for major, minor in TORCH)
@@ -332,6 +332,11 @@ def reduces_experts_right() -> bool:
 def reads_data_by_stage() -> bool:
     """Whether scripts of Megatron-LM ask ``is_first_or_last_pipeline_stage`` which chunks read data; 0.14's ask for ranks."""
     return _minor(version()) >= (0, 15)
+
+
+def packs_sequences() -> bool:
+    """Whether --sft packs conversations into a sequence, within which attention stays, as from 0.16 on."""
+    return _minor(version()) >= (0, 16)
 
 
 def shares_packed_sequences() -> bool:

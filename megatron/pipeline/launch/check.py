@@ -23,8 +23,6 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import STOCK
 
-DOCUMENTS = ("reset_attention_mask", *PACKED)  # with these attention stays within documents, which only the data tells
-
 
 def check_flags(args: Namespace) -> None:
     """Refuse flags that our schedules do not support; ``args`` are as the parser has read them.
@@ -93,7 +91,7 @@ def check_source(args: Namespace) -> None:
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
     tensor = args.tensor_model_parallel_size
-    if getattr(args, "sft", False) and tensor > 1 and not compat.shares_packed_sequences():
+    if separates_documents(args) == "sft" and tensor > 1 and not compat.shares_packed_sequences():
         return (
             f"--sft with --tensor-model-parallel-size {tensor}: Megatron-LM {compat.version()} does not tell all tensor-parallel "
             "ranks where packed sequences begin: give --tensor-model-parallel-size 1, or take release 0.17 or later"
@@ -101,9 +99,10 @@ def wrong_in_megatron_core(args: Namespace) -> str | None:
     return None if compat.reduces_experts_right() else experts_drift(args)
 
 
-def separates_documents(args: Namespace) -> bool:
-    """Whether attention stays within documents: every stage then reads all of the data."""
-    return any(getattr(args, name, False) for name in DOCUMENTS)
+def separates_documents(args: Namespace) -> str | None:
+    """The flag, by its name, with which attention stays within documents, which only data tell: all stages then read all."""
+    names = ("reset_attention_mask", *(PACKED if compat.packs_sequences() else ()))
+    return next((name for name in names if getattr(args, name, False)), None)
 
 
 def documents_run_together(args: Namespace) -> str | None:
@@ -114,16 +113,16 @@ def documents_run_together(args: Namespace) -> str | None:
     Args:
         args: validated.
     """
-    given = [name for name in DOCUMENTS if getattr(args, name, False) and not (name in PACKED and compat.shares_packed_sequences())]
-    if not given:
+    given = separates_documents(args)
+    if given is None or (given in PACKED and compat.shares_packed_sequences()):
         return None
     chunks = args.virtual_pipeline_model_parallel_size if compat.reads_data_by_stage() else 1
     stages = args.pipeline_model_parallel_size * (chunks or 1)
     if stages <= 2:
         return None
     return (
-        f"{flag_of(given[0])}: Megatron-LM's script gives it to the first and the last of {stages} stages alone, so the layers of all others "
-        "attend across documents; schedules of ours give it to all"
+        f"{flag_of(given)}: Megatron-LM's script tells documents to the first and the last of {stages} stages alone, and the "
+        "layers of all others attend across them; schedules of ours tell all"
     )
 
 
