@@ -153,7 +153,13 @@ FEATURES = (
     Feature("delayed weight gradients", _on("delay_wgrad_compute"), _NO, _NO, "W passes are that"),
     Feature("dropout", {"hidden_dropout": (), "attention_dropout": ()}, _YES, _YES, "launch: not in slices, nor with passes R"),
     Feature("packed sequences (--sft)", _on("sft", "dataloader_inter_document_masking"), _NO, _WARNS),
-    Feature("attention and positions reset at documents' ends", _on("reset_attention_mask"), _YES, _YES),
+    Feature(
+        "attention and positions reset at documents' ends",
+        _on("reset_attention_mask"),
+        _YES,
+        _YES,
+        "on every stage; Transformer Engine's attention ignores it, with a warning",
+    ),
     Feature("fine-tuning from weights alone", _on("finetune"), _YES, _YES),
     Feature("frozen layers", _on("freeze_all_layers"), _NO, _WARNS),
     Feature(
