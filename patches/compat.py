@@ -206,12 +206,12 @@ NAMES: dict[str, dict[str, Name]] = {
 def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
     """Import the modules of megatron.core that are in the table, and check that the required names are there.
 
-    On rank 0, log one warning if the release is not tested, with the names that were checked, and one if torch's is not.
+    On rank 0, log one warning if the release is not tested, and one if torch's is not.
 
     Raises:
         RuntimeError: megatron-core is missing, or names are: one message with all of them and what they are for.
     """
-    installed, missing, present = version(), [], []
+    installed, missing, checked = version(), [], 0
     for path, rows in names.items():
         required = {symbol: row.purpose for symbol, row in rows.items() if _required(row)}
         if not required or not path.startswith("megatron.core."):
@@ -219,14 +219,16 @@ def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
         loaded = importlib.import_module(path)
         lacks = [symbol for symbol in required if not _has(loaded, symbol)]
         missing += [f"{path}.{symbol} ({required[symbol]})" for symbol in lacks]
-        present.append(f"  {path} has {', '.join(symbol for symbol in required if symbol not in lacks)}")
+        checked += len(required)
     if missing:
         raise RuntimeError(f"megatron-core {installed} lacks what megatron.pipeline relies on: {'; '.join(missing)}; {ADVICE}")
     if os.environ.get("RANK", "0") != "0":
         return
     if not is_tested(installed):
-        found = "; it goes on, because the names that it relies on are there:\n" + "\n".join(present)
-        _warn(f"megatron-core {installed}, but with the releases {', '.join(RELEASES)}{found}")
+        _warn(
+            f"megatron-core {installed}, but with the releases {', '.join(RELEASES)}; it goes on, because all {checked} names "
+            "that it relies on are there"
+        )
     if not TORCH[0] <= _minor(torch.__version__) <= TORCH[1]:
         first, last = (f"{major}.{minor}" for major, minor in TORCH)
         _warn(f"torch {torch.__version__}, but with {first} to {last}")
@@ -325,6 +327,21 @@ def version() -> str:
 def reduces_experts_right() -> bool:
     """Whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
     return _minor(version()) >= (0, 19)
+
+
+def reads_data_by_stage() -> bool:
+    """Whether scripts of Megatron-LM ask ``is_first_or_last_pipeline_stage`` which chunks read data; 0.14's ask for ranks."""
+    return _minor(version()) >= (0, 15)
+
+
+def packs_sequences() -> bool:
+    """Whether --sft packs conversations into a sequence, within which attention stays, as from 0.16 on."""
+    return _minor(version()) >= (0, 16)
+
+
+def shares_packed_sequences() -> bool:
+    """Whether every stage and tensor-parallel rank learns where packed sequences begin, as from 0.17 on."""
+    return _minor(version()) >= (0, 17)
 
 
 def has_local_grouped_experts() -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 _ORDER = "relies on the order of megatron-core's own schedules"
+_FUSED = "runs modules of Transformer Engine without the inputs from which W computes their weight gradients"
+_HYBRID = "lists the layers of a hybrid model, and our schedules place those of a GPTModel"
 _WEIGHTS = "shards parameters in a way that does not support delayed weight gradients"
 
 
@@ -42,6 +44,13 @@ UNSUPPORTED: dict[str, Setting] = {
         "half as many",
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
     ),
+    "overlap_p2p_comm_warmup_flush": Setting(_ORDER, in_config=True, flag="--overlap-p2p-communication-warmup-flush"),
+    "use_transformer_engine_op_fuser": Setting(_FUSED, in_config=True),
+    "use_grouped_gemm_for_dense_mlp": Setting(_FUSED, in_config=True),
+    "use_grouped_gemm_for_shared_expert": Setting(_FUSED, in_config=True),
+    "inprocess_restart": Setting("restarts ranks that fail within their processes, which our watchdog ends"),
+    "hybrid_layer_pattern": Setting(_HYBRID),
+    "hybrid_override_pattern": Setting(_HYBRID),
     "moe_paged_stash": Setting(_ORDER, in_config=True),
     "overlap_dispatch_backward_with_experts_wgrad": Setting(
         "delays the experts' weight gradients on a stream of its own; W delays them as the schedule says", in_config=True

@@ -40,7 +40,6 @@ _FLAGS = {
     "optimizers: Adam, SGD": (2, "--optimizer sgd"),
     "recomputation, selective and full": (2, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "dropout": (2, "--attention-dropout 0.1 --hidden-dropout 0.1"),
-    "attention and positions reset at documents' ends": (2, "--reset-attention-mask --reset-position-ids"),
     "rampup of the batch size": (2, "--rampup-batch-size 4 4 16 --train-samples 48"),
 }
 # The same, under ZB-H1 alone: megatron-core's own schedule would need another placement for it.

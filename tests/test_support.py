@@ -41,6 +41,7 @@ def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     without = {  # details of a schedule of upstream's, no features
         "mlp_chunks_for_training", "microbatch_group_size_per_vp_stage",
         "overlap_param_gather_with_optimizer_step", "overlap_dispatch_backward_with_experts_wgrad",
+        "overlap_p2p_comm_warmup_flush",
         "gtp_weight_remat_size", "expert_gtp_weight_remat_size",  # upstream computes these from flags
     }  # fmt: skip
     assert (name in of_a_feature) != (name in without)
@@ -61,7 +62,15 @@ def test_every_flag_that_switches_an_untested_feature_on_is_warned_of(given: dic
     assert [feature.title for feature in untested(Namespace(**given))] == [title]
 
 
-@pytest.mark.parametrize("given", [{"moe_token_dispatcher_type": "alltoall"}, {"kitchen_recipe_number": None}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moe_token_dispatcher_type": "alltoall"},
+        {"kitchen_recipe_number": None},
+        # What Megatron-LM's parser leaves without any flag.
+        {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "multi_latent_attention": False},
+    ],
+)
 def test_values_that_switch_nothing_on_are_silent(given: dict[str, object]) -> None:
     assert untested(Namespace(**given)) == []
 
@@ -73,6 +82,7 @@ def test_values_that_switch_nothing_on_are_silent(given: dict[str, object]) -> N
         ("fp8_recipe", "FP8"),
         ("fp8-output-proj", "output layer in FP8"),
         ("sft", "packed sequences (--sft)"),
+        ("kv-lora-rank", "multi-latent attention"),
         ("optimizer-cpu-offload", "optimizer in host memory"),
         ("optimizer-offload-fraction", None),
         ("cpu-offloading-num-layers", "activations in host memory, by layer"),

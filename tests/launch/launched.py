@@ -22,7 +22,7 @@ Steps = list[tuple[float, float]]
 
 
 def launch(directory: Path, script: Path, flags: str, ranks: int = 2, before: str = "") -> Steps:
-    """Losses and gradient norms of a run that must end well."""
+    """Losses and gradient norms of a run that must end well; it has 2 pipeline ranks, or as many as the flags say."""
     codes, output, metrics = run(directory, script, flags, ranks, before)
     assert codes == [0] * ranks, output
     return metrics
@@ -34,13 +34,13 @@ def run(
     """Exit codes of the ranks that are started, by default all; what they printed; and losses and gradient norms."""
     directory.mkdir(parents=True, exist_ok=True)
     port, output, metrics = free_port(), directory / "output", directory / "metrics.jsonl"
-    arguments = [*flags.split(), "--pipeline-model-parallel-size", "2", "--metrics", str(metrics)]
+    arguments = ["--pipeline-model-parallel-size", "2", *flags.split(), "--metrics", str(metrics)]
     function = own if script == OWN else rank
     if script != OWN:
         arguments = [*before.split(), str(script), *arguments]
     processes = [forked(function, number, ranks, port, output, arguments) for number in range(started or ranks)]
     for process in processes:
-        process.join(timeout=120)
+        process.join(timeout=400)
         process.kill()
         process.join()
     lines = metrics.read_text().splitlines() if metrics.exists() else []

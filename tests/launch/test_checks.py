@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import cast
 
 import pytest
 from launch.launched import STAND_IN
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.distrib_optimizer import SavedWrongError
 from packaging.version import Version
 from releases import reduces_experts_wrong
@@ -16,7 +18,8 @@ from releases import reduces_experts_wrong
 from megatron.pipeline.cli import main
 from megatron.pipeline.dist import processes
 from megatron.pipeline.flags.arguments import parse
-from megatron.pipeline.flags.flags import NEW, add_flags
+from megatron.pipeline.flags.cautions import cautions
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, NEW, add_flags
 from megatron.pipeline.flags.validation import check_new_flags
 from megatron.pipeline.flags.validation_experts import check_overlap
 from megatron.pipeline.flags.validation_quantized import check_quantized
@@ -135,6 +138,13 @@ def test_what_is_drawn_at_random_needs_forwards_that_run_once_and_whole(flags: d
     ("flags", "words"),
     [
         ({"tp_comm_overlap": True}, "--tp-comm-overlap leaves inputs .* take --pipeline-schedule stock"),
+        ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser runs modules .* take --pipeline-sch"),
+        ({"use_grouped_gemm_for_dense_mlp": True}, "--use-grouped-gemm-for-dense-mlp runs modules .* take --pipeline-schedule"),
+        ({"use_grouped_gemm_for_shared_expert": True}, "--use-grouped-gemm-for-shared-expert runs modules .* take --pipeline"),
+        ({"overlap_p2p_comm_warmup_flush": True}, "--overlap-p2p-communication-warmup-flush relies on the order .* take --pip"),
+        ({"inprocess_restart": True}, "--inprocess-restart restarts ranks .* our watchdog ends: leave it out, or take --pipe"),
+        ({"hybrid_override_pattern": "M-M*"}, "--hybrid-override-pattern lists .* hybrid .* take --pipeline-schedule stock"),
+        ({"hybrid_layer_pattern": "M-M*"}, "--hybrid-layer-pattern lists the layers .* take --pipeline-schedule stock"),
         ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 .* take --pipeline-schedule stock"),
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp .* take --pipeline-schedule stock"),
         ({"cuda_graph_impl": "transformer_engine"}, r"--cuda-graph-impl \(CUDA graphs\) .* take --pipeline-schedule stock"),
@@ -179,6 +189,90 @@ def test_what_transformer_engine_does_only_under_its_own_order_is_refused(
     if words.startswith("^"):  # numbers in FP8: the trainer's own flags are checked alike
         with pytest.raises(ValueError, match=words):
             check_new_flags(refused)
+
+
+@pytest.mark.parametrize("version", [None, Version("0.0.0")])  # what releases of megatron-core say where none is installed
+def test_a_transformer_engine_that_is_not_installed(version: Version | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te_linear, "get_te_version", lambda: version)
+    with pytest.raises(ValueError, match=r"transformer-engine >= \S+, and it is not installed: pip install"):
+        te_linear.check_version()
+    with pytest.raises(ValueError, match=r"^--fp8-format e4m3 needs Transformer Engine, which is not installed: pip"):
+        check_flags(as_read(**SIZES_OF_RANKS, pipeline_schedule="zb-h1", transformer_impl="local", fp8="e4m3"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "release", "words"),
+    [
+        ({"reset_attention_mask": True}, "0.16.1", "^--reset-attention-mask: .* first and the last of 4 stages alone"),
+        ({"reset_attention_mask": True}, "0.19.2", "^--reset-attention-mask: "),
+        ({"sft": True}, "0.15.3", None),  # and packs none
+        ({"sft": True}, "0.16.1", "^--sft: .* the layers of all others attend across them"),
+        ({"sft": True}, "0.17.1", None),  # upstream's script reads packed sequences everywhere
+        ({"dataloader_inter_document_masking": True}, "0.19.2", None),
+        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 2}, "0.16.1", None),
+        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 2, "chunks": 2}, "0.16.1", "first and the last of 4"),
+        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 2, "chunks": 2}, "0.14.0", None),  # reads on every rank
+        ({"reset_position_ids": True, "eod_mask_loss": True}, "0.16.1", None),
+    ],
+)
+def test_under_stock_documents_that_run_together_are_told(
+    flags: dict[str, object], release: str, words: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda: release)
+    monkeypatch.setenv("RANK", "0")
+    sizes = SIZES_OF_RANKS | {"pipeline_schedule": "stock", "pipeline_model_parallel_size": 4, "reset_attention_mask": False}
+    args = as_read(**sizes | flags)
+    Run(Versions(release, Path("core"), Path("training"), release)).validate(
+        lambda given: setattr(given, "virtual_pipeline_model_parallel_size", flags.get("chunks")), args
+    )
+    said = [line.removeprefix(" WARNING: ") for line in capsys.readouterr().out.splitlines()]
+    assert (said == []) if words is None else (len(said) == 1 and re.search(words, said[0])), said
+
+
+@pytest.mark.parametrize(
+    ("flags", "release", "words"),
+    [
+        (
+            {"reset_attention_mask": True},
+            "0.14.0",
+            "^attention within documents with --pipeline-model-parallel-size 4: .* 0.15",
+        ),
+        ({"sft": True, "tensor_model_parallel_size": 2}, "0.16.1", "^--sft with --tensor-model-parallel-size 2: .* 0.17 or"),
+        ({"sft": True, "tensor_model_parallel_size": 2}, "0.15.3", None),
+        ({"sft": True, "tensor_model_parallel_size": 2}, "0.17.1", None),
+        ({"reset_attention_mask": True, "tensor_model_parallel_size": 2}, "0.15.3", None),
+    ],
+)
+def test_documents_that_no_stage_can_keep_apart_are_refused(
+    flags: dict[str, object], release: str, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "version", lambda: release)
+    args = as_read(**SIZES_OF_RANKS | {"pipeline_schedule": "zb-h1", "pipeline_model_parallel_size": 4} | flags)
+    vars(args).update(dict.fromkeys(CHUNK_FLAGS), **flags)
+    with nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        check_flags(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--eod-mask-loss", None),
+        ("--context-parallel-size 2", None),
+        (
+            "--eod-mask-loss --context-parallel-size 2",
+            "--eod-mask-loss with --context-parallel-size 2: .* give --calculate-",
+        ),
+        ("--eod-mask-loss --context-parallel-size 2 --calculate-per-token-loss", None),
+        ("--reset-attention-mask --transformer-impl local", None),
+        ("--reset-attention-mask --transformer-impl transformer_engine", "has no effect: Transformer Engine's causal attention"),
+    ],
+)
+def test_flags_that_do_less_than_they_say_are_told(flags: str, words: str | None) -> None:
+    found = cautions(parse(flags.split()))
+    assert (found == []) if words is None else (len(found) == 1 and re.search(words, found[0])), found
+    launched = parse(flags.split())
+    launched.create_attention_mask_in_dataloader = False
+    assert len(cautions(launched)) == max(len(found), "--reset-attention-mask" in flags)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "mxfp8", "blockwise"])

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,43 @@ def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flag
     assert [loss for loss, _ in found] == [loss for loss, _ in stock]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-6)
     assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
+
+
+@pytest.fixture(scope="module")
+def on_one_stage(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """Losses without a pipeline, of flags that end with the tensor-parallel size."""
+
+    @functools.cache
+    def losses(flags: str) -> list[float]:
+        flags = f"{SIZES} --train-iters 3 --pipeline-model-parallel-size 1 {flags}"
+        steps = launch(tmp_path_factory.mktemp("one"), STAND_IN, flags, ranks=int(flags[-1]))
+        return [loss for loss, _ in steps]
+
+    return losses
+
+
+UNTIED = "--untie-embeddings-and-output-weights"
+
+
+@pytest.mark.parametrize(
+    ("flags", "model", "tolerance"),
+    [
+        ("zb-h1 --pipeline-model-parallel-size 4", f"{UNTIED} --tensor-model-parallel-size 1", 0.0),
+        ("zb-v --pipeline-model-parallel-size 4", f"{UNTIED} --tensor-model-parallel-size 1", 0.0),
+        ("zb-v --pipeline-model-parallel-size 2", f"{UNTIED} --tensor-model-parallel-size 2", 0.0),
+        ("zb-v --pipeline-model-parallel-size 4 --vocab-parallel 2", "--tensor-model-parallel-size 1", 1e-5),
+        ("seq-1f1b --pipeline-model-parallel-size 4", "--tensor-model-parallel-size 1", 1e-5),
+    ],
+)
+def test_attention_stays_within_documents_on_every_stage(
+    tmp_path: Path, on_one_stage: Callable[[str], list[float]], flags: str, model: str, tolerance: float
+) -> None:
+    # Upstream's script reads data for the first and the last stage alone.
+    within, across = on_one_stage(f"--reset-attention-mask {model}"), on_one_stage(model)
+    steps = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 --reset-attention-mask {model} --pipeline-schedule {flags}", 4)
+    losses = [loss for loss, _ in steps]
+    assert losses == pytest.approx(within, rel=tolerance, abs=0)
+    assert losses != pytest.approx(across, rel=1e-3), "documents are too long to tell the masks apart"
 
 
 @pytest.mark.parametrize("schedule", ["stock", "zb-v"])

@@ -7,13 +7,16 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
+from argparse import Namespace
 from pathlib import Path
 
+import numpy
 import pytest
 from launch.launched import OWN, SIZES, launch, run
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+from megatron.pipeline.patches import unsupported
 
-from megatron.pipeline.flags.support import FEATURES
+from megatron.pipeline.flags.support import FEATURES, untested
 
 CHECKOUT = os.environ.get("MEGATRON_LM")
 UPSTREAM = Path(CHECKOUT or "nowhere") / "pretrain_gpt.py"
@@ -24,21 +27,39 @@ ON_UPSTREAM = (
 DISTRIBUTED = "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 
 
-@needs_upstream
-@pytest.mark.slow
-def test_features_are_known_by_the_names_that_upstreams_parser_gives_them() -> None:
+@pytest.fixture(scope="module")
+def flags_of_upstream() -> dict[str, str | None]:
+    """What upstream's parser makes of no flags, by its names; what is no text, number or switch is None."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import json, sys; sys.path.insert(0, sys.argv[1])\n"
         "from argparse import ArgumentParser\n"
         "from megatron.training.arguments import add_megatron_arguments\n"
-        "print(*{action.dest for action in add_megatron_arguments(ArgumentParser())._actions})"
+        "args = vars(add_megatron_arguments(ArgumentParser()).parse_args([]))\n"
+        "plain = {name: value if isinstance(value, (str, int, float)) else None for name, value in args.items()}\n"
+        "print(json.dumps(plain))"
     )
     command = [sys.executable, "-c", code, str(UPSTREAM.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    names = set(done.stdout.splitlines()[-1].split())
-    unknown = {feature.title for feature in FEATURES if not names & set(feature.names)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_features_are_known_by_the_names_that_upstreams_parser_gives_them(flags_of_upstream: dict[str, str | None]) -> None:
+    unknown = {feature.title for feature in FEATURES if not flags_of_upstream.keys() & set(feature.names)}
     # Of one release or another: gone from 0.19, or new in 0.18 or 0.19.
-    assert unknown <= {"legacy models", "paged stash of experts", "weights gathered again", "batch size by steps"}
+    assert unknown <= {
+        "legacy models", "paged stash of experts", "weights gathered again", "batch size by steps",
+        "Transformer Engine's fused operations and grouped products of dense layers",
+    }  # fmt: skip
+
+
+@needs_upstream
+@pytest.mark.slow
+def test_without_flags_nothing_is_untested_or_refused(flags_of_upstream: dict[str, str | None]) -> None:
+    args = Namespace(**flags_of_upstream)
+    assert [feature.title for feature in untested(args)] == ["Transformer Engine"]
+    assert unsupported.reason(args) is None
 
 
 @needs_upstream
@@ -55,6 +76,40 @@ def test_upstreams_own_script(tmp_path: Path) -> None:
     for steps in found.values():
         assert [loss for loss, _ in steps] == [loss for loss, _ in found["stock"]]
         assert [norm for _, norm in steps] == pytest.approx([norm for _, norm in found["stock"]], rel=1e-6)
+
+
+def short_documents(prefix: Path) -> Path:
+    """A dataset of documents of 3 to 8 tokens, in sequences of 16."""
+    drawn, end = numpy.random.default_rng(5), 61  # the end is the token after the 61 of SIZES
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=numpy.uint16)
+    for _ in range(400):
+        tokens = drawn.integers(0, end, drawn.integers(2, 8))
+        builder.add_document(numpy.append(tokens, end), [len(tokens) + 1])
+    builder.finalize(get_idx_path(str(prefix)))
+    return prefix
+
+
+@needs_upstream
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_documents_of_upstreams_own_script_stay_apart_on_every_stage(tmp_path: Path, tensor: int) -> None:
+    data = f"--data-path {short_documents(tmp_path / 'data')} --split 100,0,0 --data-cache-path {tmp_path}/cache"
+    flags = f"{SIZES} {ON_UPSTREAM.replace('--mock-data', data)} --tensor-model-parallel-size {tensor} --eod-mask-loss "
+    flags += f"--untie-embeddings-and-output-weights --reset-position-ids --{{}} {tmp_path}/checkpoint "
+
+    def losses(pipeline: int, schedule: str, mask: str, verb: str = "load") -> list[float]:
+        stages = f"--pipeline-model-parallel-size {pipeline} --pipeline-schedule {schedule} {mask}"
+        folder = tmp_path / f"{schedule}{pipeline}{mask[:9]}{verb}"
+        return [loss for loss, _ in launch(folder, UPSTREAM, flags.format(verb) + stages, pipeline * tensor, "--core pip")]
+
+    reset, end = "--reset-attention-mask", "--save-interval 1 --exit-interval 1"
+    losses(1, "stock", f"{reset} {end}", verb="save")
+    within, across = losses(1, "stock", reset), losses(1, "stock", "")
+    assert len(within) == 4 and within != pytest.approx(across, rel=1e-4)
+    for pipeline, schedule in ((4, "zb-h1"), (4, "zb-v"), (2, "zb-v")) if tensor == 1 else ((2, "zb-v"),):
+        assert losses(pipeline, schedule, reset) == within
+    if tensor == 1:
+        assert losses(4, "zb-v", f"{reset} --vocab-parallel 2") == pytest.approx(within, rel=1e-5)
 
 
 @needs_upstream
@@ -93,9 +148,7 @@ def test_checkpoints_of_upstreams_own_script_and_of_ours_go_on_in_the_other(tmp_
 def test_upstreams_own_script_with_its_own_core(tmp_path: Path) -> None:
     pytest.importorskip("pybind11", reason="a checkout compiles its datasets with pybind11")
     command = [sys.executable, "-m", "megatron.pipeline.cli", "launch", "--standalone", "--nproc-per-node", "2", str(UPSTREAM)]
-    # In a virtual environment the python3-config that make finds may be another Python's.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MAKEFLAGS": "-e", "LIBEXT": sysconfig.get_config_var("EXT_SUFFIX")}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}  # no activated environment
     losses = []
     for schedule in ("stock", "zb-h1"):
         metrics = tmp_path / f"{schedule}.jsonl"

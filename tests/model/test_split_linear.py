@@ -160,6 +160,28 @@ def test_names_what_runs_fused(pool: Pool) -> None:
     assert fused.startswith("output_layer: shares its weight with the embedding")
 
 
+def what_the_log_says_is_fused() -> list[str]:
+    import logging
+
+    import tiny_gpt
+
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron.pipeline.model.build")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    tiny_gpt.Run("zb-v", pp=2, flags=("--num-experts", "2", "--untie-embeddings-and-output-weights", "--disable-bias-linear"))
+    logger.removeHandler(handler)
+    return logged
+
+
+def test_the_log_names_a_reason_once_with_the_number_of_modules(pool: Pool) -> None:
+    for line in (line for (line,) in pool.run(2, what_the_log_says_is_fused)):
+        assert line.count("TopKRouter has no backward that splits") == 1
+        assert line.startswith("backward is not split, runs fused in B: chunk 0: ") and " and 1 more: TopKRouter" in line
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("main_dtype", ["float32", "same"])

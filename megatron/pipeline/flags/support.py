@@ -34,6 +34,7 @@ class Feature(NamedTuple):
         trainer: under this project's ``pretrain_gpt.py``. What is refused there has no flag, or a value that is refused.
         launch: under ``mpipe launch`` of Megatron-LM's own script.
         note: with what condition, or what to use in its place.
+        details: settings that belong to it and, since Megatron-LM's parser gives them values of its own, do not switch it on.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Feature(NamedTuple):
     trainer: Support
     launch: Support
     note: str = ""
+    details: tuple[str, ...] = ()
 
     def is_on(self, args: Namespace) -> bool:
         given = {name: getattr(args, name, None) for name in self.names}
@@ -73,6 +75,12 @@ FEATURES = (
         _WARNS,
         "its Python is tested on CPUs, its kernels are not",
     ),
+    Feature(
+        "Transformer Engine's fused operations and grouped products of dense layers",
+        _on("use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+        _NO,
+        _NO,
+    ),
     Feature("tensor and sequence parallelism", _on("sequence_parallel"), _YES, _YES),
     Feature("tensor-parallel communication within products", _on("tp_comm_overlap"), _NO, _NO),
     Feature(
@@ -103,10 +111,11 @@ FEATURES = (
     Feature("multi-token prediction", _on("mtp_num_layers"), _YES, _YES, "not with tied embeddings"),
     Feature(
         "multi-latent attention",
-        _on("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+        _on("multi_latent_attention"),
         _NO,
         _WARNS,
         "needs Transformer Engine; mpipe tune and mpipe memory predict it",
+        ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     ),
     Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
     Feature(
@@ -144,7 +153,13 @@ FEATURES = (
     Feature("delayed weight gradients", _on("delay_wgrad_compute"), _NO, _NO, "W passes are that"),
     Feature("dropout", {"hidden_dropout": (), "attention_dropout": ()}, _YES, _YES, "launch: not in slices, nor with passes R"),
     Feature("packed sequences (--sft)", _on("sft", "dataloader_inter_document_masking"), _NO, _WARNS),
-    Feature("attention and positions reset at documents' ends", _on("reset_attention_mask"), _YES, _YES),
+    Feature(
+        "attention and positions reset at documents' ends",
+        _on("reset_attention_mask"),
+        _YES,
+        _YES,
+        "on every stage; Transformer Engine's attention ignores it, with a warning",
+    ),
     Feature("fine-tuning from weights alone", _on("finetune"), _YES, _YES),
     Feature("frozen layers", _on("freeze_all_layers"), _NO, _WARNS),
     Feature(
@@ -157,8 +172,9 @@ FEATURES = (
     Feature("reinforcement learning", _on("perform_rl_step"), _NO, _NO, "--pipeline-schedule stock"),
     Feature("rampup of the batch size", _on("rampup_batch_size"), _YES, _YES, "launch: ignored by megatron-core from 0.18 on"),
     Feature("batch size by steps", _on("step_batch_size_schedule"), _NO, _WARNS, "--rampup-batch-size"),
-    Feature("in-process restart", _on("inprocess_restart"), _NO, _WARNS),
+    Feature("in-process restart", _on("inprocess_restart"), _NO, _NO),
     Feature("a YAML file in place of flags", _on("yaml_cfg"), _NO, _NO, "--config FILE"),
+    Feature("hybrid models", _on("hybrid_layer_pattern", "hybrid_override_pattern"), _NO, _NO, "--pipeline-schedule stock"),
     Feature("models on the meta device", _on("init_model_with_meta_device"), _NO, _NO),
     Feature("legacy models", _on("use_legacy_models"), _NO, _NO),
 )
@@ -179,7 +195,9 @@ def of_flag(flag: str) -> Feature | None:
 
     def has(feature: Feature) -> bool:
         names = feature.names.items()
-        return any(given == name or (not values and given.startswith(f"{name}_")) for name, values in names)
+        return given in feature.details or any(
+            given == name or (not values and given.startswith(f"{name}_")) for name, values in names
+        )
 
     return next((feature for feature in FEATURES if feature.trainer is Support.REFUSED and has(feature)), None)
 

@@ -12,6 +12,7 @@ from megatron.pipeline.patches import compat, unsupported
 
 from megatron.pipeline.dist.device import local_device
 from megatron.pipeline.flags import support
+from megatron.pipeline.flags.cautions import PACKED
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, flag_of
 from megatron.pipeline.flags.validation import check_new_flags, check_rotary, chunks_per_rank
 from megatron.pipeline.flags.validation_experts import check_overlap, check_prediction, experts_drift
@@ -50,6 +51,11 @@ def check_flags(args: Namespace) -> None:
         return
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
+    if separates_documents(args) and args.pipeline_model_parallel_size > 2 and not compat.reads_data_by_stage():
+        raise ValueError(
+            f"attention within documents with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: scripts of "
+            f"Megatron-LM {compat.version()} give data to the first and the last rank alone: take release 0.15 or later"
+        )
     _check_settings(args)
     check_quantized(args)
     args.chunks = chunks_per_rank(args)
@@ -84,7 +90,40 @@ def check_source(args: Namespace) -> None:
 
 def wrong_in_megatron_core(args: Namespace) -> str | None:
     """Which flags this release of megatron-core trains wrongly under any schedule, also its own; None if nothing is known."""
+    tensor = args.tensor_model_parallel_size
+    if separates_documents(args) == "sft" and tensor > 1 and not compat.shares_packed_sequences():
+        return (
+            f"--sft with --tensor-model-parallel-size {tensor}: Megatron-LM {compat.version()} does not tell all tensor-parallel "
+            "ranks where packed sequences begin: give --tensor-model-parallel-size 1, or take release 0.17 or later"
+        )
     return None if compat.reduces_experts_right() else experts_drift(args)
+
+
+def separates_documents(args: Namespace) -> str | None:
+    """The flag, by its name, with which attention stays within documents, which only data tell: all stages then read all."""
+    names = ("reset_attention_mask", *(PACKED if compat.packs_sequences() else ()))
+    return next((name for name in names if getattr(args, name, False)), None)
+
+
+def documents_run_together(args: Namespace) -> str | None:
+    """Why attention of some layers would go across documents under Megatron-LM's own schedules; None if it stays within.
+
+    Megatron-LM's scripts read data for the first and the last stage, and packed sequences from 0.17 on for every stage.
+
+    Args:
+        args: validated.
+    """
+    given = separates_documents(args)
+    if given is None or (given in PACKED and compat.shares_packed_sequences()):
+        return None
+    chunks = args.virtual_pipeline_model_parallel_size if compat.reads_data_by_stage() else 1
+    stages = args.pipeline_model_parallel_size * (chunks or 1)
+    if stages <= 2:
+        return None
+    return (
+        f"{flag_of(given)}: Megatron-LM's script tells documents to the first and the last of {stages} stages alone, and the "
+        "layers of all others attend across them; schedules of ours tell all"
+    )
 
 
 def untested(args: Namespace) -> list[str]:

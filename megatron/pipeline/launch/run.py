@@ -37,7 +37,9 @@ from megatron.pipeline.launch.check import (
     check_validated,
     complete,
     defaults_without_gpu,
+    documents_run_together,
     hidden,
+    separates_documents,
     untested,
     wrong_in_megatron_core,
 )
@@ -122,6 +124,8 @@ class Run:
             result = original(args, *rest, **options)
         with _refusing():
             check_validated(args)
+        if stock and (wrong := documents_run_together(args)) and os.environ.get("RANK", "0") == "0":
+            self._print_once(f"WARNING: {wrong}")
         return result
 
     def plan(self, args: Namespace) -> None:
@@ -200,6 +204,10 @@ class Run:
     def _shards_vocabulary(self) -> bool:
         return bool(self._ours.vocab_parallel != OFF)
 
+    @property
+    def _separates_documents(self) -> bool:
+        return separates_documents(self._ours) is not None
+
     def _complete(self, models: list[Any], stages: list[Stage]) -> None:
         """Finish this rank's chunks, after the script has built the last of them."""
         if self._shards_vocabulary:
@@ -216,14 +224,14 @@ class Run:
         if pipeline is None:
             return original(vp_stage)
         stage = Stage(pipeline.placement, parallel_state.get_pipeline_model_parallel_rank(), vp_stage or 0)
-        return stage.first or stage.last or (self._shards_vocabulary and not vp_stage)
+        return stage.first or stage.last or self._separates_documents or (self._shards_vocabulary and not vp_stage)
 
     @property
     def shares_whole_batches(self) -> bool:
         """Whether tensor-parallel ranks need all of a batch, not what the first or the last rank alone would use."""
         pipeline = self._placed
         return pipeline is not None and (
-            self._shards_vocabulary or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
+            self._shards_vocabulary or self._separates_documents or pipeline.placement.home(pipeline.placement.last_stage)[0] == 0
         )
 
     # iterations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -58,13 +59,14 @@ def build_model(
         shard_vocabulary(args, config, models, stages)
 
     if split:
-        fused = [
-            name if len(models) == 1 else f"chunk {chunk}: {name}"  # layers count from 0 in every chunk
-            for chunk, model in enumerate(models)
-            for name in split_weights(model, args.recompute_fused_backward)
-        ]
+        fused: dict[str, list[str]] = defaultdict(list)
+        for chunk, model in enumerate(models):
+            for line in split_weights(model, args.recompute_fused_backward):
+                name, _, reason = line.partition(": ")
+                fused[reason].append(name if len(models) == 1 else f"chunk {chunk}: {name}")  # layers count from 0 in every chunk
         if fused:
-            logger.info("backward is not split, runs fused in B: %s", "; ".join(fused))
+            parts = (f"{name}{f' and {len(more)} more' if more else ''}: {reason}" for reason, (name, *more) in fused.items())
+            logger.info("backward is not split, runs fused in B: %s", "; ".join(parts))
 
     for model in models:
         model.to(this_device())

@@ -29,6 +29,11 @@ OLDEST = "2.8"
 _DELAYED = re.compile(r"(weight|bias)\d*")  # a norm's parameters have other names
 
 
+def is_installed() -> bool:
+    """Whether there is a Transformer Engine; where there is none, megatron-core says None, or from 0.19 on 0.0.0."""
+    return str(get_te_version() or "0.0.0") != "0.0.0"
+
+
 def check_version() -> None:
     """Refuse a Transformer Engine whose backward cannot be split under DDP.
 
@@ -37,9 +42,8 @@ def check_version() -> None:
     """
     from packaging.version import Version
 
-    version = get_te_version()
-    if version is None or version < Version(OLDEST):
-        found = "it is not installed" if version is None else f"{version} is installed"
+    if not is_installed() or get_te_version() < Version(OLDEST):
+        found = f"{get_te_version()} is installed" if is_installed() else "it is not installed"
         raise ValueError(
             f"splitting the backward of Transformer Engine's layers needs transformer-engine >= {OLDEST}, and {found}: "
             f"pip install 'transformer-engine[pytorch]>={OLDEST}', or take --transformer-impl local"

@@ -10,6 +10,7 @@ import torch
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB
+from megatron.pipeline.flags.cautions import cautions
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
@@ -73,7 +74,8 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
         lines.append(offload_in_words(args, pipeline))
     if pipeline.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
-    return lines + [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
+    lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
+    return lines + [f" WARNING: {caution}" for caution in cautions(args)]
 
 
 _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braids pay

@@ -12,7 +12,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_batch_on_this_tp_rank, is_first_or_last_pipeline_stage
 
-NAMES = ("tokens", "labels", "loss_mask", "position_ids")
+NAMES = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None):
@@ -41,7 +41,12 @@ class Samples:
         positions = torch.arange(args.seq_length).expand(args.micro_batch_size, -1).contiguous()
         mask = torch.ones(args.micro_batch_size, args.seq_length)
         mask[:, ::3] = 0
-        return dict(zip(NAMES, (text[:, :-1].contiguous(), text[:, 1:].contiguous(), mask, positions), strict=True))
+        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        hidden = torch.ones(args.seq_length, args.seq_length).triu(1).bool().expand(args.micro_batch_size, 1, -1, -1).clone()
+        if args.reset_attention_mask:  # documents that end with a token below 8: some two in a sequence
+            document = (tokens < 8).cumsum(dim=1) - (tokens < 8).long()
+            hidden |= (document[:, :, None] != document[:, None, :])[:, None]
+        return dict(zip(NAMES, (tokens, labels, mask, positions, hidden), strict=True))
 
 
 def datasets_provider(vp_stage=None):
@@ -58,8 +63,9 @@ def loss_func(loss_mask, output_tensor, model=None):
 def forward_step(data_iterator, model):
     chunk = get_attr_wrapped_model(model, "vp_stage")
     batch = get_batch_on_this_tp_rank(data_iterator) if is_first_or_last_pipeline_stage(chunk) else dict.fromkeys(NAMES)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=batch["loss_mask"])
-    return output, partial(loss_func, batch["loss_mask"], model=model)
+    tokens, labels, loss_mask, positions, hidden = (batch[name] for name in NAMES)
+    output = model(tokens, positions, hidden, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss_func, loss_mask, model=model)
 
 
 def same_weights_everywhere(model):

@@ -13,21 +13,25 @@ def is_first_or_last_pipeline_stage(vp_stage):
 
 
 def get_batch_on_this_tp_rank(data_iterator, mtp_on_this_rank=False):
-    """Tokens to the first pipeline rank, labels to the last, everything only if asked."""
+    """Tokens to the first pipeline rank, labels to the last, nothing to others, and everything only if asked."""
     args = get_args()
-    shape = args.micro_batch_size, args.seq_length
+    sequence = args.micro_batch_size, args.seq_length
     if mpu.get_tensor_model_parallel_rank() == 0:
         batch = {name: part.cuda() for name, part in next(data_iterator).items()}
     else:
-        batch = {name: torch.empty(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
-        batch["loss_mask"] = torch.empty(shape)
-    everything = mtp_on_this_rank or args.pipeline_model_parallel_size == 1
-    for name in batch:
-        if everything or (
-            name in ("tokens", "position_ids") if mpu.is_pipeline_first_stage() else name in ("labels", "loss_mask")
-        ):
+        batch = {name: torch.zeros(sequence, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
+        batch["loss_mask"] = torch.zeros(sequence)
+        batch["attention_mask"] = torch.zeros(sequence[0], 1, sequence[1], sequence[1], dtype=torch.bool)
+    if mtp_on_this_rank or args.pipeline_model_parallel_size == 1:
+        wanted = set(batch)
+    elif mpu.is_pipeline_first_stage():
+        wanted = {"tokens", "position_ids", "attention_mask"}
+    else:
+        wanted = {"labels", "loss_mask", "attention_mask"} if mpu.is_pipeline_last_stage() else set()
+    for name in sorted(batch):
+        if name in wanted:
             source, group = mpu.get_tensor_model_parallel_src_rank(), mpu.get_tensor_model_parallel_group()
             torch.distributed.broadcast(batch[name], source, group=group)
-        elif mpu.get_tensor_model_parallel_rank() > 0:
+        elif mpu.get_tensor_model_parallel_rank() > 0 and name != "attention_mask":
             batch[name] = None
     return batch
