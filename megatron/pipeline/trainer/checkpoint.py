@@ -54,7 +54,7 @@ from megatron.pipeline.trainer.state import Training
 # What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.
 _FORM = {"distrib_optim_sharding_type": RESHARDABLE, "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
 
-_ARCHIVE = 1500  # bytes of what torch.save writes around a tensor
+_ARCHIVE = 1900  # bytes of what torch.save writes around a tensor, and of its place in the description of all
 _FULL = 64 * 2**10  # bytes free below which a write has failed for lack of space
 
 

@@ -19,8 +19,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron.pipeline.dist.groups import done_by_rank_0
 
 LOCK = "saving_run.json"
