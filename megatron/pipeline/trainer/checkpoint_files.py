@@ -331,7 +331,9 @@ def _instead(root: Path, damaged: Path | None = None) -> str:
 
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
     return ", ".join(
-        f"{name} {_shown(value)} there and {_shown(here[name])} here" for name, value in saved.items() if value != here[name]
+        f"{name} {_shown(value)} there and {_shown(here[name])} here"
+        for name, value in saved.items()
+        if name in here and value != here[name]
     )
 
 
