@@ -190,6 +190,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "get_model": Name("wrapped: chunks where the placement has them"),
         "train": Name("wrapped: the watchdog, metrics and traces"),
         "train_step": Name("wrapped: times an iteration"),
+        "save_checkpoint": Name("wrapped: one run saves into a directory"),
         "get_args": Name("upstream's flags"),
         "Float16Module": Name("replaced while models are built"),
         "finalize_model_grads": Name("replaced: the first and the last stage may be on any rank"),

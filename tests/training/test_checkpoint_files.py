@@ -96,6 +96,7 @@ def only(path: Path, *names: str) -> None:
     [
         (shutil.rmtree, "is missing"),
         (only, "is empty"),
+        (lambda path: only(path, ".metadata"), "is empty but for .metadata"),
         (lambda path: (path / ".metadata").unlink(), "is damaged: .metadata missing"),
         (lambda path: (path / "common.pt").unlink(), "is damaged: common.pt missing"),
         (

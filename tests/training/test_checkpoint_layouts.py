@@ -154,3 +154,45 @@ def test_all_ranks_load_the_checkpoint_that_one_has_found(pool: Pool, data: str,
     loading = f"{flags} --load {tmp_path}/saved --metrics {tmp_path}/resumed.jsonl"
     assert pool.run(2, train_where_the_tracker_moves, loading) == [""] * 2
     assert metrics(tmp_path / "resumed.jsonl") == metrics(tmp_path / "whole.jsonl")[2:]
+
+
+@pytest.mark.parametrize("optimizer", ["", "--use-distributed-optimizer"])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+def test_experts_with_and_without_an_optimizer_of_their_own(
+    pool: Pool, data: str, tmp_path: Path, optimizer: str, saved: int, loaded: int
+) -> None:
+    flags = (
+        f"{data} {optimizer} --num-experts 4 --num-layers 4 --disable-bias-linear --pipeline-model-parallel-size 2 "
+        f"--expert-model-parallel-size"
+    )
+    assert pool.run(4, train, f"{flags} {saved} --exit-interval 1 --save {tmp_path}") == [""] * 4
+    for error in pool.run(4, train, f"{flags} {loaded} --exit-interval 2 --load {tmp_path}"):
+        assert error.startswith(
+            f"the checkpoint {tmp_path}/iter_0000001 is of another optimizer: an own optimizer for experts "
+            f"(--expert-model-parallel-size above 1) {saved > 1} there and {loaded > 1} here; give its values, or leave the "
+            "optimizer's state out with --no-load-optim"
+        )
+    assert pool.run(4, train, f"{flags} {loaded} --exit-interval 2 --load {tmp_path} --no-load-optim") == [""] * 4
+
+
+def overwrite(file: Path, start: int, count: int = 4096) -> None:
+    with file.open("r+b") as there:
+        there.seek(start)
+        there.write(bytes(255 - byte for byte in file.read_bytes()[start : start + count]))
+
+
+@pytest.mark.parametrize("where", [0, 0.5, 1], ids=["start", "middle", "end"])
+def test_a_file_that_the_disk_has_changed_is_named_with_an_earlier_checkpoint(
+    pool: Pool, data: str, tmp_path: Path, where: float
+) -> None:
+    """Also where only numbers are: torch would load others."""
+    flags = f"{data} {FLAGS} --num-layers 2 --pipeline-schedule 1f1b --hidden-size 64"
+    assert pool.run(2, train, f"{flags} --save {tmp_path} --save-interval 1 --exit-interval 2") == [""] * 2
+    path = tmp_path / "iter_0000002"
+    file = max(path.glob("__1_*.distcp"), key=lambda one: one.stat().st_size)
+    overwrite(file, int(where * (file.stat().st_size - 4096)))
+    for error in pool.run(2, train, f"{flags} --load {tmp_path} --exit-interval 3"):
+        assert error.startswith(f"the checkpoint {path} is damaged: {file.name} is not as it was written, between bytes ")
+        assert error.endswith(f"; to go on from iteration 1, write 1 into {tmp_path / TRACKER}") and "\n" not in error
+    (tmp_path / TRACKER).write_text("1")
+    assert pool.run(2, train, f"{flags} --load {tmp_path} --exit-interval 2") == [""] * 2

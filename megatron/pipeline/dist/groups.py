@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron.pipeline.dist.device import this_device
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 def new_group(ranks: Sequence[int], **options: Any) -> torch.distributed.ProcessGroup | None:
@@ -60,6 +61,25 @@ def barrier() -> None:
     """
     on_gpu = torch.distributed.get_backend() == "nccl"
     torch.distributed.barrier(device_ids=[torch.cuda.current_device()] if on_gpu else None)
+
+
+def done_by_rank_0(action: Callable[[], _T]) -> _T:
+    """What a function returns that rank 0 alone calls, on every rank; a collective over the world.
+
+    Raises:
+        Exception: on every rank the one that the function raised.
+    """
+    told: list[Any] = [None, None]
+    if torch.distributed.get_rank() == 0:
+        try:
+            told[0] = action()
+        except Exception as error:
+            told[1] = error
+    torch.distributed.broadcast_object_list(told, src=0)
+    result, failure = told
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[no-any-return]
 
 
 def connect(group: torch.distributed.ProcessGroup | None) -> None:

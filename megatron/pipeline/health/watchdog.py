@@ -52,6 +52,7 @@ class Watchdog:
         pipeline_timeout: seconds that an iteration may go without a pass on any rank.
         stuck_seconds: the same where ranks are outside their iteration, as at the start, in a save, and under stock schedules.
         silence_seconds: a rank without a sign of life for this long is lost.
+        at_end: called, perhaps from another thread, before a failure ends the process.
     """
 
     def __init__(
@@ -60,12 +61,14 @@ class Watchdog:
         pipeline_timeout: float = 300.0,
         stuck_seconds: float = 600.0,
         silence_seconds: float = 20.0,
+        at_end: Callable[[], None] = lambda: None,
     ) -> None:
         world = torch.distributed.get_world_size()
         self._place = situation
         self._interval = _INTERVAL * max(1.0, world / _RANKS_PER_INTERVAL)
         self._pipeline_timeout = pipeline_timeout
         self._stuck = stuck_seconds
+        self._at_end = at_end
         self._silence = max(silence_seconds, 2 * _SILENT_LOOKS * self._interval)
         self._rank = torch.distributed.get_rank()
         self._seen = RanksSeen(world, longest_gap=2 * self._interval)
@@ -155,6 +158,9 @@ class Watchdog:
         news = self._heartbeat.announce(news)
         self._heartbeat.close()  # the rank that keeps the store may be gone before the next exchange
         _print(trace)
+        last = threading.Thread(target=self._at_end, daemon=True)
+        last.start()
+        last.join(self._interval)  # files of a server that is away would keep this process
         looks = 0
         silent = self._seen.silent(_SILENT_LOOKS * self._interval)
         heard = (rank for rank in range(torch.distributed.get_world_size()) if rank not in silent)

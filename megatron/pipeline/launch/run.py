@@ -7,6 +7,7 @@ order in which they stand here. Under ``--pipeline-schedule stock`` each calls t
 from __future__ import annotations
 
 import argparse
+import atexit
 import copy
 import os
 import sys
@@ -14,6 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.trainer import save_lock
 from megatron.pipeline.trainer.planning import plan_pipeline
 from megatron.pipeline.trainer.startup_lines import plan_in_words
 
@@ -173,6 +176,9 @@ class Run:
                 in lower precision; with None it leaves upstream's wrapper, and weight gradients are not delayed.
             provider: builds one chunk, as the script has it.
         """
+        with _refusing():
+            save_lock.take(self._ours.save)
+        atexit.register(save_lock.release, self._ours.save)
         pipeline = self._placed
         if pipeline is None:
             return make(provider, None)
@@ -249,7 +255,9 @@ class Run:
             )
         guard: AbstractContextManager[object] = nullcontext()
         if not pipeline.is_stock:  # upstream's own schedules do not say where they are
-            guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck_seconds(ours.distributed_timeout_minutes))
+            stuck = stuck_seconds(ours.distributed_timeout_minutes)
+            release = partial(save_lock.release, ours.save)
+            guard = Watchdog(lambda: pipeline.situation, ours.pipeline_timeout, stuck, at_end=release)
         self._progress = Progress(ours, pipeline)
         with guard, self._progress:
             return original(*rest, **options)
@@ -283,6 +291,11 @@ class Run:
         if self._progress:
             self._progress.step(training.get_args(), result, optimizer=rest[3], seconds=seconds)
         return result
+
+    def save(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        """Save a checkpoint, unless another run has taken the directory over."""
+        save_lock.take(self._ours.save)
+        return original(*rest, **options)
 
 
 @contextmanager

@@ -6,29 +6,39 @@ global names, so a checkpoint loads under another pipeline size, placement or sc
 
 from __future__ import annotations
 
+import errno
 import json
+import math
+import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
+from megatron.pipeline.patches.torch_checkpoint import DamagedFile
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.pipeline.dist.groups import barrier
+from megatron.pipeline.dist.device import this_device
+from megatron.pipeline.dist.groups import barrier, done_by_rank_0
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.trainer import save_lock
 from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
 from megatron.pipeline.trainer.checkpoint_files import (
     FORMAT,
     RESHARDABLE,
     SUMMARY,
     TRACKER,
+    damaged,
     find,
     latest,
     model_flags,
@@ -43,6 +53,9 @@ from megatron.pipeline.trainer.state import Training
 
 # What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.
 _FORM = {"distrib_optim_sharding_type": RESHARDABLE, "chained_optim_avoid_prefix": True, "singleton_local_shards": False}
+
+_ARCHIVE = 1900  # bytes of what torch.save writes around a tensor, and of its place in the description of all
+_FULL = 64 * 2**10  # bytes free below which a write has failed for lack of space
 
 
 def check_release(args: Namespace, placement: Placement) -> None:
@@ -69,43 +82,87 @@ def save(args: Namespace, training: Training) -> Path:
     """Write the training's state to ``--save``; a collective over all ranks. Returns the checkpoint's directory.
 
     Raises:
-        RuntimeError: it could not be written; the message names the last checkpoint, which is untouched.
+        RuntimeError: it could not be written; the message says why, on every rank where torch tells rank 0 alone, and names the
+            last checkpoint, which is untouched.
     """
     root = Path(args.save)
     final = root / name_of(training.iteration)
     unfinished = final.with_name(final.name + UNFINISHED)
+    needed = 0
+
+    def begin() -> None:
+        save_lock.check(args.save)
+        for leftover in root.glob(f"iter_*{UNFINISHED}"):
+            shutil.rmtree(leftover)
+        unfinished.mkdir(parents=True)
+
+    def check_space() -> None:
+        if _free_bytes(root) < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def end() -> None:
+        progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
+        summary = progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
+        write_text(unfinished / SUMMARY, json.dumps(summary, indent=2))
+        _put_in_place(unfinished, final)
+        write_text(root / TRACKER, str(training.iteration))
+
+    def why(error: BaseException) -> str:
+        # The writer's own words for a full disk may be "unexpected pos 704 vs 598".
+        free = _free_bytes(root)
+        if free < max(needed - _bytes_in(unfinished), _FULL):
+            return f"no space left on {root}: {_megabytes(free)} free, the checkpoint needs {_megabytes(needed)}"
+        return _reason(error)
+
     try:
-        if torch.distributed.get_rank() == 0:
-            for leftover in root.glob(f"iter_*{UNFINISHED}"):
-                shutil.rmtree(leftover)
-            unfinished.mkdir(parents=True)
-        barrier()
+        done_by_rank_0(begin)
         with _gathered_parameters(args, training):
             state = _sharded_state(training, with_optimizer=not args.no_save_optim, is_loading=False)
             state |= _common_state(args, training)
+            needed = _bytes_to_write(state)
+            done_by_rank_0(check_space)
             dist_checkpointing.save(state, str(unfinished), (FORMAT, 1), content_metadata=_FORM)
         barrier()
-        if torch.distributed.get_rank() == 0:
-            progress = {"iteration": training.iteration, "consumed_samples": training.consumed_samples}
-            summary = progress | {"model": model_flags(args), "schedule": schedule_flags(args)}
-            write_text(unfinished / SUMMARY, json.dumps(summary, indent=2))
-            _put_in_place(unfinished, final)
-            write_text(root / TRACKER, str(training.iteration))
-        barrier()
+        done_by_rank_0(end)
     # The writer has errors of many kinds, torch's own not even an Exception. Each message must name the checkpoint that remains.
     except (Exception, CheckpointException) as error:
+        # Every rank gets torch's own, which may have the reason on rank 0 alone.
+        words = done_by_rank_0(partial(why, error)) if isinstance(error, CheckpointException) else why(error)
         usable = latest(args.save)
         left = f"the checkpoint {usable} is complete and unchanged" if usable else "there is no earlier checkpoint"
-        raise RuntimeError(f"the checkpoint {final} could not be written ({_reason(error)}); {left}") from error
+        raise RuntimeError(f"the checkpoint {final} could not be written ({words}); {left}") from error
     return final
+
+
+def _bytes_to_write(state: dict[str, Any]) -> int:
+    """What all ranks will write of a sharded state: the bytes of tensors, with the archive that torch makes of each."""
+    tensors = (one for one in nested_values(state) if isinstance(one, (ShardedTensor, ShardedTensorFactory)))
+    own = sum(one.data.nbytes + _ARCHIVE for one in tensors if one.data is not None and is_main_replica(one.replica_id))
+    total = torch.tensor(own, dtype=torch.int64, device=this_device())
+    torch.distributed.all_reduce(total)
+    return int(total)
+
+
+def _free_bytes(directory: Path) -> float:
+    """What can still be written there; infinite on a file system that does not say it. Quotas are not in it."""
+    found = os.statvfs(directory)
+    blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return blocks * found.f_frsize if found.f_blocks else math.inf
+
+
+def _bytes_in(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*"))
+
+
+def _megabytes(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB"
 
 
 def _reason(error: BaseException) -> str:
     """What went wrong, without the tracebacks that torch's exception prints for every rank."""
     if isinstance(error, CheckpointException):
-        found = {reason(failure, frames) for failure, frames in error.failures.values()}
-        return "; ".join(sorted(found)) or f"{error.args[0]}; another rank says why"
-    return reason(error)
+        return "; ".join(sorted({reason(failure, frames) for failure, frames in error.failures.values()}))
+    return str(error) if isinstance(error, save_lock.CannotSave) else reason(error)
 
 
 def load(args: Namespace, training: Training) -> Path | None:
@@ -126,6 +183,9 @@ def load(args: Namespace, training: Training) -> Path | None:
     try:
         _load(args, training, path)
     except (Exception, CheckpointException) as error:
+        failures = [failure for failure, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if files := sorted({str(failure) for failure in failures if isinstance(failure, DamagedFile)}):
+            raise RuntimeError(damaged(path, f"is damaged: {'; '.join(files)}")) from error
         raise RuntimeError(f"the checkpoint {path} could not be loaded ({_reason(error)})") from error
     return path
 

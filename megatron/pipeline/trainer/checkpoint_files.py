@@ -108,7 +108,7 @@ def _find(root: Path) -> Path | None:
     if not path.exists() and replaced(path).exists():
         path = replaced(path)  # a crash while one of the same iteration took its place
     if wrong := _wrong(path):
-        raise _damaged(path, wrong)
+        raise damaged(path, wrong)
     return path
 
 
@@ -216,17 +216,17 @@ def _read(path: Path, args: Namespace) -> _Saved:
     try:
         common, metadata = _contents(path)
     except _Unreadable as trouble:
-        raise _damaged(path, str(trouble)) from None
+        raise damaged(path, str(trouble)) from None
     if (path / SUMMARY).is_file():
         try:
             summary = json.loads((path / SUMMARY).read_text())
             model, schedule = dict(summary["model"]), dict(summary["schedule"])
         except (OSError, ValueError, KeyError, TypeError):
-            raise _damaged(path, f"is damaged: {SUMMARY} cannot be read") from None
+            raise damaged(path, f"is damaged: {SUMMARY} cannot be read") from None
     elif "args" in common:
         model, schedule = _from_megatron(path, common, args)
     else:
-        raise _damaged(path, f"does not say what model it is of: it has no {SUMMARY}, and common.pt no args")
+        raise damaged(path, f"does not say what model it is of: it has no {SUMMARY}, and common.pt no args")
     sharding = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type", RESHARDABLE)
     return _Saved(model, schedule, common.get("optimizer"), sharding, metadata.state_dict_metadata)
 
@@ -298,8 +298,8 @@ def _wrong(path: Path) -> str:
     if not path.is_dir():
         return "is missing"
     files = {file.name for file in path.iterdir()}
-    if not files:
-        return "is empty"
+    if files <= {".metadata"}:  # which no pattern such as * matches
+        return "is empty" + ("" if not files else " but for .metadata")
     try:
         form = json.loads((path / _PARTS[0]).read_text())["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -314,7 +314,8 @@ def _wrong(path: Path) -> str:
     return f"is damaged: {' and '.join(missing)} missing" if missing else ""
 
 
-def _damaged(path: Path, what: str) -> ValueError:
+def damaged(path: Path, what: str) -> ValueError:
+    """What to say of a checkpoint that cannot be read: what is wrong, and which other one can be taken."""
     return ValueError(f"the checkpoint {path} {what}{_instead(path.parent, path)}")
 
 
@@ -330,7 +331,9 @@ def _instead(root: Path, damaged: Path | None = None) -> str:
 
 def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
     return ", ".join(
-        f"{name} {_shown(value)} there and {_shown(here[name])} here" for name, value in saved.items() if value != here[name]
+        f"{name} {_shown(value)} there and {_shown(here[name])} here"
+        for name, value in saved.items()
+        if name in here and value != here[name]
     )
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.torch_optimizers import WITH_STEPS, allocate_state
 
 from megatron.pipeline.flags.flags import flag_of
 from megatron.pipeline.optimizer.step_ahead import parts_of
 
 _OPTIMIZER, _DISTRIBUTED, _SIXTEEN_BITS = "--optimizer", "--use-distributed-optimizer", "--bf16 or --fp16"
+_EXPERTS = "an own optimizer for experts (--expert-model-parallel-size above 1)"
 
 
 def sharded_state(optimizer: MegatronOptimizer, model: dict[str, Any], is_loading: bool, metadata: dict[str, Any]) -> Any:
@@ -54,14 +56,19 @@ def kind_of_state(state: dict[Any, Any]) -> dict[str, Any]:
         kind = {_OPTIMIZER: "adam", "--adam-beta1": beta1, "--adam-beta2": beta2, "--adam-eps": group["eps"]}
     else:
         kind = {_OPTIMIZER: "sgd", "--sgd-momentum": group["momentum"]}
+    kind |= {_DISTRIBUTED: distributed, _EXPERTS: len(_by_part(state)) > 1}
     # A distributed optimizer keeps float32 weights of any model; without one those of 16 bits have another state.
-    return {_DISTRIBUTED: distributed} | ({} if distributed else {_SIXTEEN_BITS: "optimizer" in first}) | kind
+    return kind | ({} if distributed else {_SIXTEEN_BITS: "optimizer" in first})
 
 
 def wanted_kind(args: Namespace) -> dict[str, Any]:
-    """The flags that ``kind_of_state`` has."""
+    """The flags that ``kind_of_state`` has; of experts only for a model that has some."""
     names = ("optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "use_distributed_optimizer")
-    return {flag_of(name): getattr(args, name) for name in names} | {_SIXTEEN_BITS: args.bf16 or args.fp16}
+    kind = {flag_of(name): getattr(args, name) for name in names} | {_SIXTEEN_BITS: args.bf16 or args.fp16}
+    if args.num_experts is None:
+        return kind
+    other_ranks = args.expert_tensor_parallel_size != args.tensor_model_parallel_size and compat.reduces_experts_right()
+    return kind | {_EXPERTS: args.expert_model_parallel_size > 1 or other_ranks}
 
 
 def has_state(args: Namespace, tensors: Iterable[str]) -> bool:

@@ -32,7 +32,7 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.trainer import checkpoint, checkpoint_files
+from megatron.pipeline.trainer import checkpoint, checkpoint_files, save_lock
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
 from megatron.pipeline.trainer.memory import check_rehearsal_fits
@@ -55,13 +55,21 @@ def main(argv: Sequence[str]) -> int:
     try:
         args, tokenizer, pipeline = prepare(argv, world_size)
     except ValueError as error:
-        let_rank_0_speak()
-        print(f"pretrain_gpt.py: {error}", file=sys.stderr)
-        return 2
+        return _refused(error)
     _configure_logging(args, rank)
-    with _world(args, rank, world_size, binds=pipeline.offloads and args.offload_numa_binding):
-        run(args, tokenizer, pipeline)
+    try:
+        with _world(args, rank, world_size, binds=pipeline.offloads and args.offload_numa_binding):
+            run(args, tokenizer, pipeline)
+    except save_lock.CannotSave as error:
+        return _refused(error)
     return 0
+
+
+def _refused(error: ValueError) -> int:
+    """Say why nothing is trained, in one line; returns the exit code."""
+    let_rank_0_speak()
+    print(f"pretrain_gpt.py: {error}", file=sys.stderr)
+    return 2
 
 
 def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipeline]:
@@ -90,7 +98,11 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
     """Build, load and train, on every rank of a world that exists.
 
     Args:
-        guard: makes the context to train in, from a function that says where this rank is, and a time limit for each place.
+        guard: makes the context to train in, from a function that says where this rank is, a time limit for each place, and
+            what to do before it ends the process.
+
+    Raises:
+        CannotSave: another run saves into ``--save``.
     """
     training: Training | None = None
 
@@ -101,8 +113,13 @@ def run(args: Namespace, tokenizer: Any, pipeline: Pipeline, guard: Guard = Watc
         # What goes on belongs to the next iteration, or to an evaluation or a checkpoint after this one.
         return replace(here, place=f"{here.place} after iteration {iteration}", progress=(*here.progress, iteration))
 
-    guarded = guard(situation, args.pipeline_timeout, stuck_seconds=stuck_seconds(args.distributed_timeout_minutes))
-    with _megatron_state(args, pipeline.placement), guarded:
+    guarded = guard(
+        situation,
+        args.pipeline_timeout,
+        stuck_seconds=stuck_seconds(args.distributed_timeout_minutes),
+        at_end=lambda: save_lock.release(args.save),
+    )
+    with save_lock.saving_into(args.save), _megatron_state(args, pipeline.placement), guarded:
         price_absent_ranks(args)
         pipeline.agree()
         pipeline.install()

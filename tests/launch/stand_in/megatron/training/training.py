@@ -78,6 +78,13 @@ def train(forward_step_func, model, optimizer, opt_param_scheduler, data_iterato
         args.curr_iteration = iteration
         train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, step)
         args.consumed_train_samples += args.global_batch_size
+        if args.save_interval and (iteration + 1) % args.save_interval == 0:
+            save_checkpoint(iteration + 1, model)
+
+
+def save_checkpoint(iteration, model):
+    weights = [part.state_dict() for part in model]
+    torch.save(weights, f"{get_args().save}/{iteration}_of_rank_{torch.distributed.get_rank()}.pt")
 
 
 def pretrain(datasets_provider, model_provider, forward_step_func, weights=None, container=None):

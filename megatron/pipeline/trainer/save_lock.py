@@ -1,0 +1,207 @@
+"""One run at a time saves into a directory: a file there names the process that does, rank 0's, and shows that it lives.
+
+Every directory that several machines share can create a file that did not exist, rename it and show when it was changed. Locks of
+the operating system it may not have, or only within a machine. Whether a process of this machine lives, the machine says;
+of another machine's, the file, which is touched every few seconds, says it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from megatron.pipeline.dist.groups import done_by_rank_0
+
+LOCK = "saving_run.json"
+_BEAT = 5.0  # seconds between two touches
+_SILENCE = 30.0  # seconds without one after which the run of another machine has ended
+
+logger = logging.getLogger(__name__)
+
+
+class CannotSave(ValueError):
+    """Another run saves into the directory, or nothing can be written there."""
+
+
+@contextmanager
+def saving_into(directory: str | None) -> Iterator[None]:
+    """``take``, and ``release`` at the end."""
+    take(directory)
+    try:
+        yield
+    finally:
+        release(directory)
+
+
+def take(directory: str | None) -> None:
+    """Be the run that saves into a directory; a collective over all ranks. What a run has left that has ended is taken over.
+
+    Args:
+        directory: of ``--save``, which exists; None where nothing is saved.
+
+    Raises:
+        CannotSave: on every rank; says which other run saves there, or what is wrong.
+    """
+    if directory:
+        try:
+            done_by_rank_0(lambda: check(directory))
+        except OSError as error:
+            raise CannotSave(f"--save {directory}: {LOCK} cannot be written there ({error.strerror})") from None
+
+
+def check(directory: str) -> None:
+    """Make sure, on rank 0, that this run is the one that saves into a directory, also if somebody has removed the file.
+
+    Raises:
+        CannotSave: another run is.
+        OSError: the file cannot be read or written.
+    """
+    path = Path(directory) / LOCK
+    while not _create(path):
+        text, touched = _look(path)
+        holder = _read(text)
+        if _who(holder) == _who(_this_process()):
+            return
+        if not touched:
+            continue  # it is gone
+        lives, elsewhere = _lives(holder), ""
+        if lives is None:
+            logger.warning(
+                "%s was written on another machine, by %s: waiting up to %.0f s for a sign of life",
+                path,
+                _words(holder),
+                _SILENCE,
+            )
+            lives = _is_touched(path, text, touched)
+            if _look(path)[0] != text:
+                continue  # that run has ended, or had only begun to write
+            elsewhere = f". If that machine is lost, remove {path}"
+        if lives:
+            raise CannotSave(
+                f"another run saves into {directory}: {_words(holder)}; give another --save, or end that run{elsewhere}"
+            )
+        if _remove(path, text):
+            logger.warning("taking over %s from a run that has ended without a word: %s", directory, _words(holder))
+
+
+def release(directory: str | None) -> None:
+    """Let other runs save there. Does nothing on ranks other than 0, and where another run has taken over."""
+    if directory and (path := Path(directory) / LOCK) and _is_ours(path):
+        with suppress(OSError):
+            path.unlink()
+
+
+def _create(path: Path) -> bool:
+    """Write the file unless there is one; whether there was none."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        with open(descriptor, "w") as file:
+            json.dump(_this_process(), file)
+    except BaseException:  # such as a full disk
+        path.unlink(missing_ok=True)
+        raise
+    threading.Thread(target=_touch, args=(path,), name="save-lock", daemon=True).start()
+    return True
+
+
+def _touch(path: Path) -> None:
+    """Show others that this run lives, for as long as the file is its own."""
+    while True:
+        time.sleep(_BEAT)
+        with suppress(OSError):  # a server that is away for a while
+            if not _is_ours(path):
+                return
+            os.utime(path)
+
+
+def _is_touched(path: Path, text: str, touched: int) -> bool:
+    """Watch whether the file changes."""
+    until = time.monotonic() + _SILENCE
+    while time.monotonic() < until:
+        time.sleep(_BEAT / 5)
+        if _look(path) != (text, touched):
+            return True
+    return False
+
+
+def _remove(path: Path, text: str) -> bool:
+    """Remove the file of a run that has ended, unless another run was quicker and has written its own; whether it was there."""
+    aside = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        path.rename(aside)  # of two runs that try it one finds the file
+    except FileNotFoundError:
+        return False
+    if aside.read_text() != text:
+        aside.rename(path)
+        return False
+    aside.unlink()
+    return True
+
+
+def _look(path: Path) -> tuple[str, int]:
+    """What the file says, and when it was touched, in nanoseconds; 0 if it is not there. Opening it asks the server."""
+    try:
+        with path.open() as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return "", 0
+
+
+def _read(text: str) -> dict[str, Any]:
+    """Empty if nothing can be read, as while the file is written."""
+    with suppress(ValueError):
+        holder = json.loads(text)
+        if isinstance(holder, dict):
+            return holder
+    return {}
+
+
+def _words(holder: dict[str, Any]) -> str:
+    return f"host {holder.get('host', '?')}, process {holder.get('process', '?')}, since {holder.get('since', '?')}"
+
+
+def _is_ours(path: Path) -> bool:
+    return _who(_read(_look(path)[0])) == _who(_this_process())
+
+
+def _who(holder: dict[str, Any]) -> list[Any]:
+    return [holder.get(name) for name in ("machine", "process", "started")]
+
+
+def _this_process() -> dict[str, Any]:
+    own = {"process": os.getpid(), "started": _started(os.getpid()), "machine": _machine()}
+    return {"host": socket.gethostname(), "since": f"{datetime.now():%Y-%m-%d %H:%M:%S}", **own}
+
+
+def _lives(holder: dict[str, Any]) -> bool | None:
+    """Whether the process lives, which its machine knows; None on another one."""
+    if holder.get("machine") != _machine():
+        return None
+    return _started(holder.get("process")) == holder.get("started")
+
+
+def _machine() -> str:
+    """This machine, its start and its numbering of processes, which a container has for itself."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} {os.getpid()}"  # not a Linux: of no other process anything is known
+
+
+def _started(process: Any) -> str:
+    """When a process started, as its number may be another's later; empty if it has ended."""
+    with suppress(OSError):
+        state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else rest[18]
+    return ""
