@@ -49,7 +49,7 @@ def main(schedule: str, model: str = "Qwen/Qwen3-0.6B") -> None:
         SystemExit: Megatron Bridge is not installed.
     """
     try:
-        from megatron.bridge import AutoBridge
+        from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
     except ImportError:
         print("megatron_bridge.py needs Megatron Bridge: pip install megatron-bridge", file=sys.stderr)
         sys.exit(2)
