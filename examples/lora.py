@@ -21,7 +21,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from own_training_loop import build, plan, run, wrap
-from random_tokens import batches, start
+from random_tokens import batches, draw, start
 
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.profiling import profiled
@@ -55,6 +55,7 @@ def adapt(models: list[Any]) -> None:
             for name, child in list(module.named_children()):
                 if isinstance(child, (ColumnParallelLinear, RowParallelLinear)):
                     setattr(module, name, Adapted(child))
+    draw(models)
 
 
 def plan_again(pipeline: Pipeline, iterate: Callable[[], Any]) -> Costs:

@@ -1,15 +1,18 @@
 """Models of Megatron Bridge, or of any object that builds chunks as its providers do. Not tested against Megatron Bridge itself.
 
-    provider = AutoBridge.from_hf_pretrained("...").to_megatron_provider()
-    chunks = build(plan("zb-v"), provider)
+    torchrun --nproc-per-node 2 examples/megatron_bridge.py zb-h1 Qwen/Qwen3-0.6B     # with random weights
 
 ``GPTModelProvider`` of Megatron Bridge is the TransformerConfig of its models, and its ``provide(pre_process, post_process,
 vp_stage)`` builds a chunk. Its ``provide_distributed_model`` would place chunks as megatron-core's interleaved schedule does.
 """
 
+import sys
 from typing import Any, Protocol
 
-from own_training_loop import place, wrap
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from own_training_loop import place, plan, run, wrap
+from random_tokens import batches, start
 
 from megatron.pipeline.runtime.pipeline import Pipeline
 
@@ -37,3 +40,28 @@ def build(pipeline: Pipeline, provider: Provider) -> list[Any]:
             )
         models.append(model)
     return wrap(pipeline, models)
+
+
+def main(schedule: str, model: str = "Qwen/Qwen3-0.6B") -> None:
+    """Train a model that Megatron Bridge knows on one batch.
+
+    Raises:
+        SystemExit: Megatron Bridge is not installed.
+    """
+    try:
+        from megatron.bridge import AutoBridge  # type: ignore[import-untyped]
+    except ImportError:
+        print("megatron_bridge.py needs Megatron Bridge: pip install megatron-bridge", file=sys.stderr)
+        sys.exit(2)
+    start()
+    pipeline = plan(schedule)
+    chunks = build(pipeline, AutoBridge.from_hf_pretrained(model).to_megatron_provider(load_weights=False))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), chunks)
+    for _ in range(5):
+        losses, _ = run(chunks, batches(4, seed=0), optimizer)
+        if losses:  # on the rank that has the last stage
+            print(f"loss {torch.stack(losses).mean():.4f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -15,7 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
-from random_tokens import BATCH, CUDA, LENGTH, VOCABULARY, batches, start
+from random_tokens import BATCH, CUDA, LENGTH, VOCABULARY, batches, draw, start
 
 from megatron.pipeline import patches
 from megatron.pipeline.model.boundary import BoundaryModules
@@ -41,6 +41,8 @@ def plan(schedule: str, microbatches: int = 4, **options: Any) -> Pipeline:
 def place(pipeline: Pipeline, config: TransformerConfig) -> list[dict[str, Any]]:
     """Tell a configuration which layers each stage has; returns how to build each chunk of this rank."""
     placement, rank = pipeline.placement, parallel_state.get_pipeline_model_parallel_rank()
+    if config.num_layers % placement.depth:
+        raise ValueError(f"{config.num_layers} layers, {placement.depth} stages: take a number of layers that these divide")
     layers = [[LayerType.decoder] * (config.num_layers // placement.depth)] * placement.depth
     layers[0], layers[-1] = [LayerType.embedding, *layers[0]], [*layers[-1], LayerType.loss]
     config.pipeline_model_parallel_layout = PlacementLayout(layers, placement)
@@ -52,9 +54,9 @@ def place(pipeline: Pipeline, config: TransformerConfig) -> list[dict[str, Any]]
 
 def build(pipeline: Pipeline) -> list[GPTModel]:
     """This rank's chunks of a small GPT."""
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4}
+    sizes = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4}
     config = TransformerConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=not CUDA)
-    return [GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **chunk) for chunk in place(pipeline, config)]
+    return draw([GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH, **chunk) for chunk in place(pipeline, config)])
 
 
 def wrap(pipeline: Pipeline, models: list[GPTModel]) -> list[DistributedDataParallel]:

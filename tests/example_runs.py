@@ -1,9 +1,12 @@
-"""What tests/test_examples.py runs on the pool: the functions of ``examples/``, on the same weights for every schedule."""
+"""What tests/test_examples.py runs on the pool: the programs of ``examples/``, and their functions."""
 
 from __future__ import annotations
 
+import io
+import runpy
 import sys
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,15 +25,17 @@ def example(name: str) -> Any:
     return importlib.import_module(name)
 
 
-def draw(models: list[Any]) -> None:
-    """Weights that depend on the layer alone: chunks draw theirs in an order that depends on the placement."""
-    for model in models:
-        ends = [(0, getattr(model, "embedding", None)), (-1, getattr(model, "output_layer", None))]
-        for seed, part in [*((layer.layer_number, layer) for layer in model.decoder.layers), *ends]:
-            generator = torch.Generator().manual_seed(100 + seed)
-            for weight in part.parameters() if part is not None else []:
-                if weight.dim() > 1:
-                    weight.data.normal_(std=0.1, generator=generator)
+def printed(script: str, *arguments: str) -> tuple[int, str, str]:
+    """The exit code of one of the examples, run as a program in the pool's world, and what it prints."""
+    example("random_tokens").start = lambda: None
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    sys.argv = [script, *arguments]
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except SystemExit as end:
+            code = int(str(end.code))
+    return code, output.getvalue(), errors.getvalue()
 
 
 def optimizer_of(chunks: list[Any]) -> Any:
@@ -50,18 +55,14 @@ def steps(chunks: list[Any], iterations: int = 3) -> Steps:
 def own_training_loop(schedule: str) -> Steps:
     own = example("own_training_loop")
     pipeline = own.plan(schedule)
-    models = own.build(pipeline)
-    draw(models)
-    return steps(own.wrap(pipeline, models))
+    return steps(own.wrap(pipeline, own.build(pipeline)))
 
 
 def varying_microbatches(schedule: str) -> tuple[list[Any], set[int]]:
     """Log-probabilities and losses of some iterations, and the numbers of microbatches that were planned for training."""
     own, varying = example("own_training_loop"), example("varying_microbatches")
     pipeline = own.plan(schedule)
-    models = own.build(pipeline)
-    draw(models)
-    chunks = own.wrap(pipeline, models)
+    chunks = own.wrap(pipeline, own.build(pipeline))
     optimizer, found = optimizer_of(chunks), []
     for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
         parts = varying.iterate(chunks, optimizer, own.batches(rollouts, seed=rollouts), trained)
@@ -98,7 +99,6 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     pipeline = own.plan(schedule, measure=True)
     models = own.build(pipeline)
     low_rank.adapt(models)
-    draw(models)
     weights = [(f"{chunk} {name}", weight) for chunk, model in enumerate(models) for name, weight in model.named_parameters()]
     for name, weight in weights if trains != "adapters" else []:
         weight.requires_grad_(trains in name)
@@ -155,9 +155,9 @@ def megatron_bridge(schedule: str, obedient: bool) -> Steps:
                 post_process=last,
                 vp_stage=vp_stage,
             )
-            draw([model])
+            own.draw([model])
             return model
 
     pipeline = own.plan(schedule)
-    sizes = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return steps(bridge.build(pipeline, Provider(**sizes, use_cpu_initialization=True)))

@@ -20,6 +20,8 @@ from megatron.pipeline.planning import plan
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.time.simulate import simulate
 
+RANKS = 4
+
 
 def losses(found: list[example_runs.Steps]) -> list[Any]:
     """By iteration, on the one rank that has them."""
@@ -33,9 +35,38 @@ def norms(found: list[example_runs.Steps]) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_own_training_loop(pool: Pool, schedule: str) -> None:
-    stock, ours = (pool.run(2, example_runs.own_training_loop, name) for name in ("stock", schedule))
+    stock, ours = (pool.run(RANKS, example_runs.own_training_loop, name) for name in ("stock", schedule))
     assert losses(ours) == losses(stock)
     assert norms(ours) == pytest.approx(norms(stock), rel=0 if schedule == "zb-h1" else 1e-6)
+
+
+@pytest.mark.parametrize("script", ["own_training_loop.py", "varying_microbatches.py"])
+def test_a_user_sees_the_same_numbers_under_every_schedule(pool: Pool, script: str) -> None:
+    seen = {
+        schedule: pool.run(RANKS, example_runs.printed, script, schedule) for schedule in ("stock", "zb-h1", "zb-v", "v-half")
+    }
+    assert all(code == 0 for found in seen.values() for code, _, _ in found)
+    lines = {schedule: sorted(output for _, output, _ in found) for schedule, found in seen.items()}
+    assert lines["stock"][:-1] == [""] * (RANKS - 1) and len(lines["stock"][-1].splitlines()) >= 3
+    assert all(found == lines["stock"] for found in lines.values())
+
+
+def test_a_user_sees_the_same_loss_of_adapters_under_every_schedule(pool: Pool, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    seen = [
+        re.findall(
+            r"loss \d\.\d{4}",
+            "".join(output for _, output, _ in pool.run(RANKS, example_runs.printed, "lora.py", schedule, str(costs))),
+        )
+        for schedule in ("zb-h1", "zb-v", "v-half")
+    ]
+    assert len(seen[0]) == 1 and seen[0] == seen[1] == seen[2]
+    assert Costs.from_json(costs.read_text())
+
+
+def test_layers_that_no_stages_divide_are_refused(pool: Pool) -> None:
+    with pytest.raises(RankFailed, match="8 layers, 6 stages: take a number of layers that these divide"):
+        pool.run(3, example_runs.printed, "own_training_loop.py", "zb-v")
 
 
 def test_the_own_training_loop_is_short() -> None:
@@ -43,7 +74,7 @@ def test_the_own_training_loop_is_short() -> None:
 
 
 def test_varying_microbatches(pool: Pool) -> None:
-    stock, ours = (pool.run(2, example_runs.varying_microbatches, name) for name in ("stock", "zb-v"))
+    stock, ours = (pool.run(RANKS, example_runs.varying_microbatches, name) for name in ("stock", "zb-v"))
     known = [[found for found, _ in ranks if found[0][0]] for ranks in (stock, ours)]
     assert known[0] == known[1] and len(known[0]) == 1
     assert [[len(part) for part in parts] for parts in known[0][0]] == [[3, 2], [7, 5], [4, 1]]
@@ -51,7 +82,7 @@ def test_varying_microbatches(pool: Pool) -> None:
 
 
 def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
-    stock, ours = (pool.run(2, example_runs.lora, name) for name in ("stock", "zb-v"))
+    stock, ours = (pool.run(RANKS, example_runs.lora, name) for name in ("stock", "zb-v"))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
         assert rank.changed == 0 and rank.planned_again
@@ -63,7 +94,7 @@ def test_lora_leaves_to_w_what_trains(pool: Pool) -> None:
 
 
 def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
-    stock, ours = (pool.run(2, example_runs.lora, name, "layernorm") for name in ("stock", "zb-h1"))
+    stock, ours = (pool.run(RANKS, example_runs.lora, name, "layernorm") for name in ("stock", "zb-h1"))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     for rank in ours:
         assert rank.weights and not any(rank.weights) and rank.changed == 0 and rank.planned_again
@@ -72,7 +103,7 @@ def test_where_every_linear_is_frozen_w_is_empty(pool: Pool) -> None:
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_where_a_whole_stage_is_frozen_its_w_is_empty(pool: Pool, schedule: str) -> None:
     """All but the output layer: no stage before the last has anything to compute in a backward."""
-    stock, ours = (pool.run(2, example_runs.lora, name, "output_layer") for name in ("stock", schedule))
+    stock, ours = (pool.run(RANKS, example_runs.lora, name, "output_layer") for name in ("stock", schedule))
     assert losses([rank.steps for rank in ours]) == losses([rank.steps for rank in stock])
     done = [name for rank in ours for one in rank.weights for name in one]
     assert done and all(name.endswith(" output_layer.weight") for name in done)
@@ -91,15 +122,20 @@ def test_a_plan_for_a_short_w_is_shorter(weight: float) -> None:
 
 
 def test_megatron_bridge(pool: Pool) -> None:
-    own = pool.run(2, example_runs.own_training_loop, "zb-v")
-    assert pool.run(2, example_runs.megatron_bridge, "zb-v", True) == own
-    own = pool.run(2, example_runs.own_training_loop, "zb-h1")
-    assert pool.run(2, example_runs.megatron_bridge, "zb-h1", False) == own
+    own = pool.run(RANKS, example_runs.own_training_loop, "zb-v")
+    assert pool.run(RANKS, example_runs.megatron_bridge, "zb-v", True) == own
+    own = pool.run(RANKS, example_runs.own_training_loop, "zb-h1")
+    assert pool.run(RANKS, example_runs.megatron_bridge, "zb-h1", False) == own
+
+
+def test_without_megatron_bridge_its_example_says_so(pool: Pool) -> None:
+    [(code, output, error)] = pool.run(1, example_runs.printed, "megatron_bridge.py", "zb-v")
+    assert (code, output) == (2, "") and error == "megatron_bridge.py needs Megatron Bridge: pip install megatron-bridge\n"
 
 
 def test_a_provider_that_ignores_its_arguments_is_refused(pool: Pool) -> None:
     with pytest.raises(RankFailed, match="has taken the ends of the model from megatron-core's process groups"):
-        pool.run(2, example_runs.megatron_bridge, "zb-v", False)
+        pool.run(RANKS, example_runs.megatron_bridge, "zb-v", False)
 
 
 SCRIPT = EXAMPLES / "checkpoint_across_schedules.sh"

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 import tiny_gpt
 import torch
-from pool import Pool
+from pool import Pool, RankFailed
 
 from megatron.pipeline import planning
 from megatron.pipeline.planning import Request
+
+RANKS = 4
+DEEP = ("--num-layers", "8", "--clip-grad", "0")  # a layer for every stage of a V; norms have last digits of their own there
+
+
+def known(found: list[list[Any]]) -> list[Any]:
+    """The losses of every step, and other results, on the one rank that has them: the one with the last stage."""
+    [steps] = [[step[0] if isinstance(step, tuple) else step for step in steps] for steps in found if steps[0][0] is not None]
+    return steps
 
 
 def signatures() -> tuple[list[str], list[list[str]]]:
@@ -54,7 +63,7 @@ def test_getter_returns_the_pipelines_function(pool: Pool) -> None:
 
 def with_own_groups(schedule: str) -> list[Any]:
     """p2p_communicator and pg_collection given, as upstream's newer training loop does, and non-loss data collected."""
-    run = tiny_gpt.Run(schedule, pp=2, microbatches=3)
+    run = tiny_gpt.Run(schedule, pp=RANKS, microbatches=3, flags=DEEP)
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -63,7 +72,7 @@ def with_own_groups(schedule: str) -> list[Any]:
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)  # None between the ends
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     given = {"pg_collection": groups, "p2p_communicator": P2PCommunicator(groups.pp, run.config)}
@@ -84,14 +93,15 @@ def non_loss(output: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
 
 
 def test_given_groups_and_non_loss_data(pool: Pool) -> None:
-    stock = pool.run(2, with_own_groups, "stock")
+    stock = pool.run(RANKS, with_own_groups, "stock")
     assert len(stock[-1][-1]) == 3, "one entry per microbatch"
-    assert pool.run(2, with_own_groups, "zb-h1") == stock
+    assert pool.run(RANKS, with_own_groups, "zb-h1") == stock
+    assert known(pool.run(RANKS, with_own_groups, "zb-v")) == known(stock)
 
 
 def calls_of_config_functions(schedule: str) -> dict[str, int]:
     """How often the functions that a caller puts into config are called."""
-    run = tiny_gpt.Run(schedule, pp=2, microbatches=4)
+    run = tiny_gpt.Run(schedule, pp=RANKS, microbatches=4, flags=DEEP)
     config = run.config
     calls = {"finalize": 0, "grad_sync": 0, "scale": 0, "timer": 0}
     finalize, scale = config.finalize_model_grads_func, config.grad_scale_func
@@ -130,15 +140,18 @@ def calls_of_config_functions(schedule: str) -> dict[str, int]:
 
 
 def test_functions_of_config_are_called_as_upstream_calls_them(pool: Pool) -> None:
-    stock = pool.run(2, calls_of_config_functions, "stock")
+    stock = pool.run(RANKS, calls_of_config_functions, "stock")
     assert stock[0]["finalize"] == 1
     assert stock[1]["grad_sync"] == 1
-    assert pool.run(2, calls_of_config_functions, "zb-h1") == stock
+    assert pool.run(RANKS, calls_of_config_functions, "zb-h1") == stock
+    v = pool.run(RANKS, calls_of_config_functions, "zb-v")
+    assert [rank["scale"] for rank in v] == [rank["scale"] for rank in reversed(stock)] == [4, 0, 0, 0]
+    assert all((rank["finalize"], rank["timer"]) == (1, 0) for rank in v)
 
 
 def adjusted_shapes(schedule: str) -> list[tiny_gpt.Step]:
     """Shapes that the caller adjusts are what is received: here, the sequence is really half of what is announced."""
-    run = tiny_gpt.Run(schedule, pp=2)
+    run = tiny_gpt.Run(schedule, pp=RANKS, flags=DEEP)
     run.args.seq_length *= 2
     halved = [(run.args.seq_length // 2, run.args.micro_batch_size, run.config.hidden_size)]
     original = run._tokens
@@ -147,12 +160,14 @@ def adjusted_shapes(schedule: str) -> list[tiny_gpt.Step]:
 
 
 def test_adjusted_shapes(pool: Pool) -> None:
-    assert pool.run(2, adjusted_shapes, "zb-h1") == pool.run(2, adjusted_shapes, "stock")
+    assert pool.run(RANKS, adjusted_shapes, "zb-h1") == pool.run(RANKS, adjusted_shapes, "stock")
+    with pytest.raises(RankFailed, match="adjust_tensor_shapes_fn works with one chunk per rank only"):
+        pool.run(RANKS, adjusted_shapes, "zb-v")
 
 
 def variable_lengths(schedule: str) -> list[tiny_gpt.Step]:
     """Every microbatch has a length of its own: upstream's communicator then sends shapes first."""
-    run = tiny_gpt.Run(schedule, pp=2, microbatches=5)
+    run = tiny_gpt.Run(schedule, pp=RANKS, microbatches=5, flags=DEEP)
     run.config.variable_seq_lengths = True
     original = run._tokens
 
@@ -165,7 +180,9 @@ def variable_lengths(schedule: str) -> list[tiny_gpt.Step]:
 
 
 def test_variable_sequence_lengths(pool: Pool) -> None:
-    assert pool.run(2, variable_lengths, "zb-h1") == pool.run(2, variable_lengths, "stock")
+    stock = pool.run(RANKS, variable_lengths, "stock")
+    assert pool.run(RANKS, variable_lengths, "zb-h1") == stock
+    assert known(pool.run(RANKS, variable_lengths, "zb-v")) == known(stock)
 
 
 def refused(setting: str, value: Any) -> str:
@@ -203,7 +220,7 @@ def test_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
 
 def evaluate_six(schedule: str) -> tiny_gpt.Step:
     """Evaluation with another number of microbatches than the file's."""
-    run = tiny_gpt.Run(schedule, pp=2, microbatches=4)
+    run = tiny_gpt.Run(schedule, pp=RANKS, microbatches=4, flags=DEEP)
     run.microbatches = 6
     return run.step(0, forward_only=True)
 
