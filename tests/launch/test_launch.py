@@ -27,16 +27,17 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
 @pytest.mark.parametrize(
     "flags",
     [
-        "stock --num-virtual-stages-per-pipeline-rank 4",
+        "stock --num-virtual-stages-per-pipeline-rank 2",
         "zb-h1",
         "v-half",
-        "interleaved --num-layers-per-virtual-pipeline-stage 2",
-        "1f1b --num-layers-in-first-pipeline-stage 3",
+        "interleaved --num-layers-per-virtual-pipeline-stage 1",
+        "1f1b --num-layers-in-first-pipeline-stage 5",
         "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
     ],
 )
 def test_losses_are_those_of_the_script_alone(tmp_path: Path, stock: Steps, flags: str) -> None:
-    found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 --pipeline-schedule {flags.format(tmp_path=tmp_path)}")
+    flags = f"--pipeline-model-parallel-size 4 --pipeline-schedule {flags.format(tmp_path=tmp_path)}"
+    found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 {flags}", ranks=4)
     assert [loss for loss, _ in found] == [loss for loss, _ in stock]
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-6)
     assert "--pipeline-trace" not in flags or (tmp_path / "trace" / "iteration_0000003.json").exists()
@@ -98,8 +99,8 @@ def test_a_model_that_is_built_from_a_configuration(tmp_path: Path, stock: Steps
 
 @pytest.mark.parametrize("flags", ["zb-v --vocab-parallel 2", "seq-1f1b", "gis-h --offload full"])
 def test_losses_agree_where_sums_are_reordered(tmp_path: Path, stock: Steps, flags: str) -> None:
-    found = launch(tmp_path, STAND_IN, f"{SIZES} --train-iters 3 --pipeline-schedule {flags}")
-    assert found == [pytest.approx(step, rel=1e-5) for step in stock]
+    flags = f"{SIZES} --train-iters 3 --pipeline-model-parallel-size 4 --pipeline-schedule {flags}"
+    assert launch(tmp_path, STAND_IN, flags, ranks=4) == [pytest.approx(step, rel=1e-5) for step in stock]
 
 
 @pytest.mark.whole

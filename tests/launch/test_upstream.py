@@ -99,7 +99,7 @@ def test_documents_of_upstreams_own_script_stay_apart_on_every_stage(tmp_path: P
 
     def losses(pipeline: int, schedule: str, mask: str, verb: str = "load") -> list[float]:
         stages = f"--pipeline-model-parallel-size {pipeline} --pipeline-schedule {schedule} {mask}"
-        folder = tmp_path / f"{schedule}{pipeline}{mask[:9]}{verb}"
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
         return [loss for loss, _ in launch(folder, UPSTREAM, flags.format(verb) + stages, pipeline * tensor, "--core pip")]
 
     reset, end = "--reset-attention-mask", "--save-interval 1 --exit-interval 1"

@@ -53,6 +53,7 @@ DUTIES = {
     "model_chunk.synchronize_param_gather": f"{_REFUSED}: FSDP, of which it is a duty",
     "nvtx_range_pop": "marks for a profiler: the executor sets its own",
     "nvtx_range_push": "marks for a profiler: the executor sets its own",
+    "_reset_activation_offload": f"{_REFUSED}: fine_grained_activation_offloading",  # in a function of its own after 0.19
     "off_interface.reset": f"{_REFUSED}: fine_grained_activation_offloading",
     "paged_stash_reset": f"{_REFUSED}: moe_paged_stash",
     "pg_collection.cp.size": _GROUPS,
