@@ -1,8 +1,8 @@
 """One run of a script of Megatron-LM's under our schedules: from its flags to its last iteration.
 
 Every method is called by a patch of ``megatron.training`` in place of an upstream function, which it gets as ``original``, in the
-order in which they stand here. Under ``--pipeline-schedule stock`` each calls the original and changes nothing; there, too, one run
-alone saves into a directory.
+order in which they stand here. Under ``--pipeline-schedule stock`` each calls the original and changes nothing; there, too, one
+run alone saves into a directory.
 """
 
 from __future__ import annotations
