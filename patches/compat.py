@@ -187,6 +187,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "unimodal_build_distributed_models": Name("wrapped, as get_model is: builds from a configuration", "0.18-0.19"),
     },
     "megatron.training.training": {
+        "pretrain": Name("wrapped: at its end another run may save"),
         "get_model": Name("wrapped: chunks where the placement has them"),
         "train": Name("wrapped: the watchdog, metrics and traces"),
         "train_step": Name("wrapped: times an iteration"),

@@ -3,7 +3,7 @@
 ``get_model``: builds each rank's chunks where the placement has them. While it runs, ``Float16Module`` knows which chunk is the
 last stage; after it, ``finalize_model_grads`` knows where the ends of the model are.
 ``train``, ``train_step``: the watchdog around the loop, and what is measured of an iteration.
-``save_checkpoint``: no other run may save there.
+``pretrain``, ``save_checkpoint``: no other run may save into the same directory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def install(hooks: Any) -> None:
     def step(original: Any, *rest: Any, **options: Any) -> Any:
         return hooks.step(original, training, *rest, **options)
 
+    compat.wrap(training, "pretrain", hooks.pretrain)
     compat.wrap(training, "get_model", build)
     compat.wrap(training, "train", hooks.train)
     compat.wrap(training, "train_step", step)

@@ -16,6 +16,7 @@ from pool import Pool
 from releases import reduces_experts_wrong
 
 from megatron.pipeline import patches
+from megatron.pipeline.trainer import save_lock
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +236,18 @@ def test_a_checkout_whose_modules_are_missing_is_told_in_one_line(tmp_path: Path
     assert codes == [2], output
     errors = [line for line in output.splitlines() if line.startswith("mpipe: launch: megatron.training cannot be imported")]
     assert len(errors) == 1 and "retro_of_old" in errors[0] and "belongs to megatron-core 0.12.0, and 0." in errors[0], output
+
+
+@pytest.mark.parametrize("schedule", ["stock", "zb-v"])
+def test_a_second_run_that_saves_there_trains_nothing(tmp_path: Path, schedule: str) -> None:
+    flags = f"{SIZES} --train-iters 2 --pipeline-schedule {schedule} --save {tmp_path}/saved --save-interval 1"
+    (tmp_path / "saved").mkdir()
+    save_lock.check(str(tmp_path / "saved"))
+    codes, output, steps = run(tmp_path / "second", STAND_IN, flags, ranks=2)
+    assert codes == [2, 2] and not steps, output
+    assert output.count(f"mpipe launch: another run saves into {tmp_path}/saved: host ") == 2, output
+    assert "Traceback" not in output
+    save_lock.release(str(tmp_path / "saved"))
+    assert len(launch(tmp_path / "alone", STAND_IN, flags)) == 2
+    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert names == [f"{iteration}_of_rank_{rank}.pt" for iteration in (1, 2) for rank in (0, 1)]

@@ -23,7 +23,7 @@ Disk = Callable[[int], Path]
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """Makes a file system of so many KiB."""
-    mounted = []
+    mounted: list[Path] = []
 
     def make(kibibytes: int) -> Path:
         path = tmp_path / f"disk{len(mounted)}"

@@ -69,14 +69,14 @@ def done_by_rank_0(action: Callable[[], _T]) -> _T:
     Raises:
         Exception: on every rank the one that the function raised.
     """
-    told: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if torch.distributed.get_rank() == 0:
         try:
-            told[0] = action()
+            outcome[0] = action()
         except Exception as error:
-            told[1] = error
-    torch.distributed.broadcast_object_list(told, src=0)
-    result, failure = told
+            outcome[1] = error
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    result, failure = outcome
     if failure is not None:
         raise failure
     return result  # type: ignore[no-any-return]

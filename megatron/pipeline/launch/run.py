@@ -1,13 +1,13 @@
 """One run of a script of Megatron-LM's under our schedules: from its flags to its last iteration.
 
 Every method is called by a patch of ``megatron.training`` in place of an upstream function, which it gets as ``original``, in the
-order in which they stand here. Under ``--pipeline-schedule stock`` each calls the original and changes nothing.
+order in which they stand here. Under ``--pipeline-schedule stock`` each calls the original and changes nothing; there, too, one
+run alone saves into a directory.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import copy
 import os
 import sys
@@ -83,6 +83,13 @@ class Run:
     def _placed(self) -> Pipeline | None:
         """The pipeline, if it is not megatron-core's own."""
         return None if self.pipeline is None or self.pipeline.is_stock else self.pipeline
+
+    def pretrain(self, original: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        """All of a training; at its end other runs may save where it has saved."""
+        try:
+            return original(*rest, **options)
+        finally:
+            save_lock.release(getattr(self._ours, "save", None))
 
     # flags
 
@@ -178,7 +185,6 @@ class Run:
         """
         with _refusing():
             save_lock.take(self._ours.save)
-        atexit.register(save_lock.release, self._ours.save)
         pipeline = self._placed
         if pipeline is None:
             return make(provider, None)
