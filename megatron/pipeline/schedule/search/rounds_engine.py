@@ -238,9 +238,10 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
     # While the first microbatch climbs the V, more of them follow, as long as time and what is needed below leave room.
     for rank in range(ranks - 2, -1, -1):
         arrives = state.ends[DOWN, last - rank - 1, 0] + hops[DOWN, last - rank]
-        least = (allocated[DOWN, rank] + allocated[DOWN, last - rank]) * (rank + 1) + state.kept[rank]
-        while state.held[rank] + least <= limits[rank] * (1 + SLACK) and state.free[rank] + seconds[DOWN, rank] <= arrives:
-            if state.done[DOWN, rank] >= many:
+        microbatch = allocated[DOWN, rank] + allocated[DOWN, last - rank]
+        while state.done[DOWN, rank] < many and state.free[rank] + seconds[DOWN, rank] <= arrives:
+            most = min(state.held[rank] + microbatch * (rank + 1), microbatch * many)  # no more than all microbatches hold
+            if most + state.kept[rank] > limits[rank] * (1 + SLACK):
                 break
             for stage in range(rank + 1):
                 if not _run(arrays, limits, state, DOWN, stage):
