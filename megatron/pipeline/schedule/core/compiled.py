@@ -21,7 +21,7 @@ from typing import IO, Any
 import numpy as np
 
 _SCALARS = {"bool": ctypes.c_int64, "int": ctypes.c_int64, "float": ctypes.c_double}
-_PER_SECOND = 220  # bytes of Python's code that are compiled in a second
+_PER_SECOND = 600  # bytes of Python's code that are compiled in a second
 _CHECK = hashlib.sha256().digest_size  # bytes at the start of a file that say whether the others are whole
 _FREE = "NRT_MemInfo_call_dtor"  # frees an array that numba has allocated: named in machine code, and never called
 _COMPILED: list[Compiled] = []
