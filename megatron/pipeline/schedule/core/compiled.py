@@ -70,7 +70,7 @@ class Compiled:
         function = self.function
         known = {name: each.jitted if isinstance(each, Compiled) else each for name, each in _named(function).items()}
         copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__)
-        return njit(error_model="numpy")(copy)
+        return njit(error_model="numpy", forceinline=True)(copy)
 
     def _native(self, types: tuple[str, ...], arguments: tuple[Any, ...]) -> Callable[..., int]:
         fields = [type(each)._fields for each in arguments if isinstance(each, tuple)]
