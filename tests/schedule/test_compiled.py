@@ -89,7 +89,9 @@ def test_one_of_several_processes_compiles_and_the_others_wait(cache: Path) -> N
     program = "from schedule.test_compiled import twice; assert twice(4.0) == 8; import sys; print('numba' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     started = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     outputs = [process.communicate() for process in started]

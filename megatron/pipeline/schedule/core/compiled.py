@@ -1,6 +1,6 @@
 """Loops as machine code: numba makes it once, and llvmlite alone loads it again, for numba takes half a second to get ready.
 
-A compiled function takes arrays, numbers and named tuples of these, and neither allocates nor raises: what it needs is given to it.
+A compiled function takes arrays, numbers and named tuples of these. It neither allocates nor raises: it is given what it needs.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Compiled:
             return f"carray(a{first}, ({''.join(f'{each}, ' for each in parameters[first + 1 :])}))"
 
         call = f"function({', '.join(map(text, arguments))})"
-        exec(f"def native({', '.join(parameters)}):\n    return 0.0 + {call}", known)  # noqa: S102 - names and numbers alone
+        exec(f"def native({', '.join(parameters)}):\n    return 0.0 + {call}", known)
         options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         made = numba.njit(numba.float64(*kinds), **options)(known["native"])
         module = llvm.parse_assembly(made.inspect_llvm(made.signatures[0]))
@@ -160,7 +160,7 @@ def _identity(function: FunctionType) -> Iterator[object]:
 
 
 def _folders() -> list[Path]:
-    """Where machine code may be, in the order in which to look: where numba keeps its own, or else beside Python's, or the user's."""
+    """Where machine code may be, the first place first: numba's cache folder, or else beside Python's code, or the user's cache."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(given)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -247,4 +247,3 @@ def _load(name: str, code: bytes) -> int:
     _loaded.append(engine)
     address: int = engine.get_function_address(name)
     return address
-

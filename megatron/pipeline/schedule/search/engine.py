@@ -68,7 +68,15 @@ class Progress(NamedTuple):
 
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    arrays: Any, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, order: Array, progress: Any
+    arrays: Any,
+    limits: Array,
+    targets: Array,
+    caps: Array,
+    quotas: Array,
+    window: float,
+    in_order: bool,
+    order: Array,
+    progress: Any,
 ) -> bool:
     """Fill ``order`` by list scheduling; returns whether every pass was placed.
 

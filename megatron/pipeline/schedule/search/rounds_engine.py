@@ -323,7 +323,7 @@ def _drain(arrays: Any, limits: Array, state: Any) -> bool:
     for rank in range(limits.shape[0]):
         while _weight(arrays, limits, state, rank):
             pass
-    for rank in range(limits.shape[0]):
+    for rank in range(limits.shape[0]):  # noqa: SIM110 - numba has no all()
         if state.length[rank] < arrays.lengths[rank]:
             return False
     return True

@@ -128,7 +128,15 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
 
 @compiled
 def _replay(
-    order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array, position: Array, begun: Array, free: Array
+    order: Array,
+    lengths: Array,
+    seconds: Array,
+    hops: Array,
+    before: Array,
+    ends: Array,
+    position: Array,
+    begun: Array,
+    free: Array,
 ) -> bool:
     """Fill ``ends``, and for every rank how far it came, and when it begins and ends; returns whether all came to the end."""
     ranks = lengths.shape[0]
@@ -153,7 +161,7 @@ def _replay(
                 ends[kind, stage, index] = free[rank]
                 position[rank] += 1
                 moved = True
-    for rank in range(ranks):
+    for rank in range(ranks):  # noqa: SIM110 - numba has no all()
         if position[rank] < lengths[rank]:
             return False
     return True
