@@ -1,6 +1,6 @@
 """Our planner and the published one, head to head: the same costs, the same limits, both simulated by the same code.
 
-    python benchmarks/published_planner.py --checkout PATH [--instances N] [--cells] [--json FILE]
+    python benchmarks/published_planner.py --checkout PATH [--instances N] [--seeds N ...] [--few] [--cells] [--json FILE]
 
 PATH is a checkout of github.com/sail-sg/zero-bubble-pipeline-parallelism, whose schedulers run as they are: the one of ZB on a
 line, and on a V those of ZB-V, V-Half and V-Min, of which the shortest within the limits counts (V-Half and V-Min, which then
@@ -8,7 +8,7 @@ take minutes, only up to 1500 ranks times microbatches). On a line it knows the 
 median, as its own trainer does, and the plan is simulated at the real costs. What it imports beside the standard library (torch,
 pulp, Megatron-LM) is replaced by empty modules, for nothing in use calls it.
 
-Without ``--cells`` the instances are random, from a fixed seed: the same everywhere.
+Without ``--cells`` the instances are random, from fixed seeds: the same everywhere.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ RETAINED = 0.43  # of the activations, from B to W
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--checkout", type=Path, required=True, metavar="PATH", help="of zero-bubble-pipeline-parallelism")
-    parser.add_argument("--instances", type=int, default=500, help="random instances (default: 500)")
+    parser.add_argument("--instances", type=int, default=500, help="random instances of each seed (default: 500)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[20261123], help="of the random instances")
+    parser.add_argument("--few", action="store_true", help="random instances with at most as many microbatches as ranks")
     parser.add_argument("--first", type=int, default=0, help="leave out so many instances")
     parser.add_argument("--cells", action="store_true", help="instead of random instances: measured costs, 17 limits from 1 to 3")
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 24, 32], help="of --cells")
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every instance's numbers there, as they are found")
     parser.add_argument("--reuse", type=Path, metavar="FILE", help="of an earlier run: the published planner is not run again")
     options = parser.parse_args()
-    cases = cells(options.ranks, options.microbatches) if options.cells else drawn(options.instances)
+    cases = cells(options.ranks, options.microbatches) if options.cells else drawn(options.instances, options.seeds, options.few)
     published, results = Published(options.checkout), []
     earlier = json.loads(options.reuse.read_text()) if options.reuse else []
     for case, row in itertools.zip_longest(itertools.islice(cases, options.first, None), earlier):
@@ -94,13 +96,13 @@ class Case:
     limit: float
 
 
-def drawn(count: int) -> Iterator[Case]:
-    """Random instances: line and V in turn, equal and uneven stages in turn."""
-    generator = random.Random(20261123)
-    for number in range(count):
+def drawn(count: int, seeds: list[int], few: bool) -> Iterator[Case]:
+    """Random instances of every seed: line and V in turn, equal and uneven stages in turn; with ``few`` m is at most p."""
+    generators = {seed: random.Random(seed) for seed in seeds}
+    for (_, generator), number in itertools.product(generators.items(), range(count)):
         name, even = list(PLACEMENTS)[number % 2], number // 2 % 2 == 0
         ranks = generator.randint(2, 32)
-        microbatches = generator.randint(-(-ranks // 2), 8 * ranks)
+        microbatches = generator.randint(-(-ranks // 2), ranks if few else 8 * ranks)
         home = families.placement(name, ranks)
         retained, hop = generator.choice((0.0, 1.0, generator.random())), generator.choice((0.0, generator.random() / 2))
         times = [tuple(3 ** generator.random() for _ in range(3)) for _ in range(home.last_stage + 1)]

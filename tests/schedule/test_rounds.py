@@ -60,6 +60,16 @@ def test_no_rounds_are_made_that_are_longer_than_wanted() -> None:
     assert not [*rounds(instance, limits, longest=0.999 * shortest)]
 
 
+@pytest.mark.parametrize("name", ["zb-auto", "v-auto"])
+@pytest.mark.parametrize(("p", "m"), [(4, 3), (7, 4), (11, 8), (14, 9), (14, 14)])
+def test_memory_beyond_what_all_microbatches_hold_changes_no_rounds(name: str, p: int, m: int) -> None:
+    home = families.placement(name, p)
+    costs = Costs((StageCosts(1, 1.2, 0.8, 1, 0.5).share(home.chunks),) * (home.last_stage + 1), 0.05)
+    instance = Instance(planning.Request(name, p, m, costs, memory_limit=9 * m).problem())
+    enough, more = ([plan.span for plan in rounds(instance, np.full(p, float(limit)))] for limit in (m, 9 * m))
+    assert enough == more != []
+
+
 @pytest.mark.parametrize("name", ["zb-auto", "v-auto", "1f1b-v"])
 def test_there_are_no_rounds_of_what_they_do_not_know(name: str) -> None:
     problem = planning.Request(name, 4, 8, recompute=[1]).problem()

@@ -66,9 +66,11 @@ def _zero_bubble(ranks: int, rank: int, microbatches: int) -> tuple[Pass, ...]:
         (rank, "W0"),
     )
     numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-    row = [(text, next(numbers[text])) for times, texts in order for text in times * texts.split()]
-    return tuple(Pass(Kind(text[0]), number, int(text[1])) for text, number in row if number < microbatches)
+    row = [(*_NAMED[text], next(numbers[text])) for times, texts in order for text in times * texts.split()]
+    return tuple(Pass(kind, number, chunk) for kind, chunk, number in row if number < microbatches)
 
+
+_NAMED = {f"{kind}{chunk}": (kind, chunk) for kind in (Kind.F, Kind.B, Kind.W) for chunk in range(2)}
 
 FAMILIES = (
     Family("1f1b-v", wave, plan_fused, chunks=2, memory=_memory_of_1f1b_v, memory_is="fixed", fused=True),

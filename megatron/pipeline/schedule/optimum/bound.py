@@ -76,7 +76,8 @@ def lower_bound(problem: Problem) -> float:
         head.sweep()
         tail.sweep()
     areas: list[float] = [area / limit for area, limit in zip(memory_time(problem), limits, strict=True) if limit > 0]
-    rounds: list[float] = [_rounds(problem, rank, limit) for rank, limit in enumerate(limits)]
+    spans = lifespans(problem)
+    rounds: list[float] = [_rounds(problem, rank, limit, spans) for rank, limit in enumerate(limits)]
     best: float = max([*work, *areas, *rounds])
     for at, origin in enumerate(origins):
         for rank in range(problem.ranks) if origin is None else [origin]:
@@ -224,12 +225,12 @@ def nested(problem: Problem, rank: int) -> Iterator[tuple[int, float]]:
                 yield stage, held
 
 
-def _rounds(problem: Problem, rank: int, limit: float) -> float:
+def _rounds(problem: Problem, rank: int, limit: float, spans: Sequence[float]) -> float:
     """The span from which on microbatches can be between F and B of every stage, as many at once as the limit allows."""
     if limit == math.inf:
         return 0.0
     best = 0.0
-    spans, total, firsts = lifespans(problem), problem.microbatches * problem.splits, dict[int, float]()
+    total, firsts = problem.microbatches * problem.splits, dict[int, float]()
     for stage, held in nested(problem, rank):
         replica = problem.placement.replica(stage)
         way = firsts.setdefault(replica, spans[stage]) - spans[stage]  # of the first to this stage, and of the last from it

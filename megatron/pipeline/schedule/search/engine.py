@@ -44,9 +44,39 @@ class Arrays(NamedTuple):
     first: Array
 
 
+class Progress(NamedTuple):
+    """What list scheduling has placed so far.
+
+    Attributes:
+        ends: float[5, S, M], -1 for passes that are not placed.
+        done: int[5, S], how many passes of each kind and stage are placed.
+        length: int[P], how many passes of each rank are placed.
+        free, clock, held: float[P], when a rank's last pass ends, when it decides next, and what it holds.
+    """
+
+    ends: Array
+    done: Array
+    length: Array
+    free: Array
+    clock: Array
+    held: Array
+
+    @staticmethod
+    def none(ranks: int, shape: tuple[int, int, int]) -> Progress:
+        return Progress(np.full(shape, -1.0), np.zeros(shape[:2], np.int64), np.zeros(ranks, np.int64), *np.zeros((3, ranks)))
+
+
 @compiled
 def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a whole
-    arrays: Any, limits: Array, targets: Array, caps: Array, quotas: Array, window: float, in_order: bool, order: Array
+    arrays: Any,
+    limits: Array,
+    targets: Array,
+    caps: Array,
+    quotas: Array,
+    window: float,
+    in_order: bool,
+    order: Array,
+    progress: Any,
 ) -> bool:
     """Fill ``order`` by list scheduling; returns whether every pass was placed.
 
@@ -66,16 +96,11 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         in_order: whether the DOWN of a rank run in the order of their targets, so that no later one takes the memory of an
             earlier one.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
+        progress: ``Progress``, none so far.
     """
     home, hops, counts, replica, replicas, seconds, before, allocated, lengths, lines, first = arrays
-    ranks, stages = limits.shape[0], home.shape[0]
-    ends = np.full(targets.shape, -1.0)
-    done = np.zeros(before.shape, np.int64)
-    length = np.zeros(ranks, np.int64)
-    free = np.zeros(ranks)  # when the rank's last pass ends
-    clock = np.zeros(ranks)  # when it decides next
-    held = np.zeros(ranks)
-    last = np.where(before[POST] != -2, POST, UP)  # of a microbatch on a stage
+    ends, done, length, free, clock, held = progress
+    stages = home.shape[0]
     remaining = lengths.sum()
 
     while remaining > 0:
@@ -84,7 +109,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
         if now == np.inf:
             return False
         mine = lines[first[rank] : first[rank + 1]]
-        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, done)
+        oldest, reserved = -1, 0.0  # of this rank, not known yet: few passes need it
         room = limits[rank] * (1 + SLACK) - held[rank]
 
         turn = np.inf  # the smallest target of a DOWN
@@ -108,18 +133,22 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
                 target = targets[kind, stage, index]
                 if target >= best_target:
                     continue
-                if kind == DOWN and (
-                    target > turn or index - done[UP, stage] >= caps[stage] or index - done[last[stage], stage] >= quotas[stage]
-                ):
-                    continue
-                takes = allocated[kind, stage]
-                if takes > 0:
-                    own = index * replicas + replica[stage] == oldest
-                    if takes + kept > room or (reserved if own else takes + reserved) > room:
+                if kind == DOWN:
+                    last = POST if before[POST, stage] != -2 else UP  # of a microbatch on the stage
+                    if target > turn or index - done[UP, stage] >= caps[stage] or index - done[last, stage] >= quotas[stage]:
                         continue
+                takes = allocated[kind, stage]
+                if takes > 0 and takes + kept > room:
+                    continue
                 ready = _arrival(kind, stage, index, hops, before, ends)
                 if ready < 0:
                     continue
+                if takes > 0:
+                    if oldest < 0:
+                        oldest, reserved = _reserve(mine, counts, replica, replicas, allocated, done)
+                    own = index * replicas + replica[stage] == oldest
+                    if (reserved if own else takes + reserved) > room:
+                        continue
                 soonest = min(soonest, ready)
                 if ready <= horizon:
                     best, best_stage, best_ready, best_target = kind, stage, ready, target

@@ -117,7 +117,8 @@ class Instance:
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
-        placed = engine.construct(self.arrays, limits, seed.targets, caps, quotas, seed.window, seed.in_order, order)
+        progress, targets = engine.Progress.none(len(limits), self.shape), np.ascontiguousarray(seed.targets, float)
+        placed = engine.construct(self.arrays, limits, targets, caps, quotas, seed.window, seed.in_order, order, progress)
         return self.replay(order) if placed else None
 
     def replay(self, order: Array) -> Plan | None:

@@ -26,6 +26,8 @@ class State(NamedTuple):
         spare: float[P], the construction ends without a plan as soon as a rank was idle for longer.
         waiting: int[P, N], the stages whose W are due, in the order of their B.
         due: int[P, 2], where the first of these is, and behind the last.
+        more: int[P], on a line how many more F a rank runs before its first B.
+        wanted: bool[P + 1], what a round is to run: on a line an F, on a V the B of the second half.
     """
 
     ends: Array
@@ -40,6 +42,8 @@ class State(NamedTuple):
     spare: Array
     waiting: Array
     due: Array
+    more: Array
+    wanted: Array
 
     @staticmethod
     def of(instance: Instance, spare: Array) -> State:
@@ -54,6 +58,8 @@ class State(NamedTuple):
             free=free, held=held, idle=idle, most=np.zeros(1), kept=kept, spare=spare,
             waiting=np.zeros((ranks, most), np.int64),
             due=np.zeros((ranks, 2), np.int64),
+            more=np.zeros(ranks, np.int64),
+            wanted=np.zeros(ranks + 1, np.bool_),
         )  # fmt: skip
 
 
@@ -155,7 +161,7 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
         if not _run(arrays, limits, state, DOWN, rank):
             return False
     # How many more F a rank runs before its first B: those that end (or with ``eager``, begin) before the gradient is there.
-    more = np.zeros(ranks, np.int64)
+    more = state.more
     made = state.free[ranks - 1] + seconds[UP, ranks - 1]
     for rank in range(ranks - 2, -1, -1):
         clock, held, arrives = state.free[rank], state.held[rank], made + hops[UP, rank]
@@ -176,7 +182,7 @@ def line_in_rounds(  # noqa: PLR0912 - numba compiles it as a whole
     for rank in range(ranks - 1, -1, -1):
         if not _run(arrays, limits, state, UP, rank):
             return False
-    wanted = np.zeros(ranks + 1, np.bool_)
+    wanted = state.wanted
     for _ in range(1, many):
         for rank in range(ranks):
             wanted[rank] = state.done[DOWN, rank] < many
@@ -232,9 +238,10 @@ def v_in_rounds(  # noqa: PLR0911, PLR0912 - numba compiles it as a whole
     # While the first microbatch climbs the V, more of them follow, as long as time and what is needed below leave room.
     for rank in range(ranks - 2, -1, -1):
         arrives = state.ends[DOWN, last - rank - 1, 0] + hops[DOWN, last - rank]
-        least = (allocated[DOWN, rank] + allocated[DOWN, last - rank]) * (rank + 1) + state.kept[rank]
-        while state.held[rank] + least <= limits[rank] * (1 + SLACK) and state.free[rank] + seconds[DOWN, rank] <= arrives:
-            if state.done[DOWN, rank] >= many:
+        microbatch = allocated[DOWN, rank] + allocated[DOWN, last - rank]
+        while state.done[DOWN, rank] < many and state.free[rank] + seconds[DOWN, rank] <= arrives:
+            most = min(state.held[rank] + microbatch * (rank + 1), microbatch * many)  # no more than all microbatches hold
+            if most + state.kept[rank] > limits[rank] * (1 + SLACK):
                 break
             for stage in range(rank + 1):
                 if not _run(arrays, limits, state, DOWN, stage):
@@ -272,8 +279,9 @@ def _backwards_on_v(arrays: Any, limits: Array, choices: Any, before: Array, sta
     """One B on every rank: of the second half of a microbatch's way back where its input is made, else of the first."""
     ranks, many = limits.shape[0], state.ends.shape[2]
     last = 2 * ranks - 1
-    second = np.zeros(ranks, np.bool_)
+    second = state.wanted
     for rank in range(ranks):
+        second[rank] = False
         if state.done[UP, rank] < state.done[UP, last - rank]:
             made = rank + 1 == ranks or _arrives(arrays, state, UP, rank) >= 0
             second[rank] = made or state.done[UP, last - rank] >= many
@@ -315,4 +323,7 @@ def _drain(arrays: Any, limits: Array, state: Any) -> bool:
     for rank in range(limits.shape[0]):
         while _weight(arrays, limits, state, rank):
             pass
-    return bool((state.length == arrays.lengths).all())
+    for rank in range(limits.shape[0]):  # noqa: SIM110 - numba has no all()
+        if state.length[rank] < arrays.lengths[rank]:
+            return False
+    return True

@@ -34,7 +34,8 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds[:, :, None]
     exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
     by_start = np.argsort(np.where(exists, starts, np.inf), axis=None, kind="stable")
-    _squeeze(instance.arrays, limits, order, ends, by_start)
+    if not _squeeze(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2]))):
+        return plan
     squeezed = instance.replay(order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
     return squeezed if squeezed is not None and squeezed.value <= plan.value else plan
@@ -42,13 +43,17 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 @compiled
 def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
-    arrays: Any, limits: Array, order: Array, ends: Array, by_start: Array
-) -> None:
-    """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts."""
+    arrays: Any, limits: Array, order: Array, ends: Array, by_start: Array, held: Array, idle: Array
+) -> int:
+    """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts; returns how many passes moved.
+
+    Args:
+        held: float[P, N], of every rank after each of its passes.
+        idle: float[P, N], idle seconds of every rank up to the start of each of its passes.
+    """
     home, hops, _, _, _, seconds, before, allocated, lengths, _, _ = arrays
     stages, many = ends.shape[1], ends.shape[2]
-    held = np.zeros(order.shape[:2])  # memory of every rank after each of its passes
-    idle = np.zeros(order.shape[:2])  # idle seconds of every rank up to the start of each of its passes
+    moved = 0
     for rank in range(lengths.shape[0]):
         _account(order[rank], 0, lengths[rank], held[rank], idle[rank], allocated, ends, seconds)
     for number in by_start[: lengths.sum()]:
@@ -85,14 +90,17 @@ def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
         if place >= slot:
             begin = ready if slot == 0 else max(ready, ends[row[slot - 1, 0], row[slot - 1, 1], row[slot - 1, 2]])
             if begin < start - slack:
+                moved += 1
                 ends[kind, stage, index] = begin + seconds[kind, stage]
                 _account(row, slot, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
             continue
+        moved += 1
         for other in range(slot, place, -1):
-            row[other] = row[other - 1]
+            row[other, 0], row[other, 1], row[other, 2] = row[other - 1, 0], row[other - 1, 1], row[other - 1, 2]
         row[place, 0], row[place, 1], row[place, 2] = kind, stage, index
         ends[kind, stage, index] = begin + seconds[kind, stage]
         _account(row, place, min(slot + 2, lengths[rank]), held[rank], idle[rank], allocated, ends, seconds)
+    return moved
 
 
 @compiled

@@ -108,7 +108,6 @@ class Orders:
         return found[1:]
 
 
-@compiled
 def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Array, ends: Array) -> tuple[float, float]:
     """Fill ``ends`` with the earliest times at which passes end; returns (span, makespan), or -1 if some can never run.
 
@@ -120,11 +119,27 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
         before: int[5, S], the kind that must precede on the stage; negative if none must.
         ends: float[5, S, M]; -1 for passes that are not in the order.
     """
+    position, (begun, free) = np.zeros(len(lengths), np.int64), np.zeros((2, len(lengths)))
+    ends.fill(-1.0)
+    if not _replay(order, lengths, seconds, hops, before, ends, position, begun, free):
+        return -1.0, -1.0
+    return float((free - begun).max()), float(free.max())
+
+
+@compiled
+def _replay(
+    order: Array,
+    lengths: Array,
+    seconds: Array,
+    hops: Array,
+    before: Array,
+    ends: Array,
+    position: Array,
+    begun: Array,
+    free: Array,
+) -> bool:
+    """Fill ``ends``, and for every rank how far it came, and when it begins and ends; returns whether all came to the end."""
     ranks = lengths.shape[0]
-    position = np.zeros(ranks, np.int64)
-    begun = np.zeros(ranks)
-    free = np.zeros(ranks)
-    ends[:] = -1.0
     moved = True
     while moved:
         moved = False
@@ -146,6 +161,7 @@ def replay(order: Array, lengths: Array, seconds: Array, hops: Array, before: Ar
                 ends[kind, stage, index] = free[rank]
                 position[rank] += 1
                 moved = True
-    if (position < lengths).any():
-        return -1.0, -1.0
-    return (free - begun).max(), free.max()
+    for rank in range(ranks):  # noqa: SIM110 - numba has no all()
+        if position[rank] < lengths[rank]:
+            return False
+    return True
