@@ -150,9 +150,8 @@ class Iteration:
         offloaded = self._in_flight(program, call.chunks)
         handlers = StagePasses(stages, program, not call.forward_only, offloaded).handlers.joined(stages.handlers)
         dtype = config.pipeline_dtype or config.params_dtype
-        device = next(call.chunks[0].parameters()).device
-        transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, device, self.posting)
-        progress = DeviceProgress() if device.type == "cuda" else None
+        transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)
+        progress = DeviceProgress() if call.device.type == "cuda" else None
         self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
         self.attempts += 1
         with recorder.observing():
