@@ -16,12 +16,17 @@ class Setting(NamedTuple):
         in_config: whether it is refused in a ``TransformerConfig``, too, and not only as a flag of Megatron-LM.
         neutral: the number that switches it off, beside None, False and "none".
         flag: of Megatron-LM, where its name is another one.
+        only: the one value that is refused; None for all but those that switch it off.
     """
 
     reason: str
     in_config: bool = False
     neutral: int | None = None
     flag: str = ""
+    only: str | None = None
+
+    def refuses(self, value: Any) -> bool:
+        return value not in (None, False, "none", self.neutral) and self.only in (None, value)
 
 
 UNSUPPORTED: dict[str, Setting] = {
@@ -63,6 +68,11 @@ UNSUPPORTED: dict[str, Setting] = {
     "mlp_chunks_for_training": Setting(
         "uses a weight several times in one layer, and W computes one gradient of a weight", in_config=True, neutral=1
     ),
+    "experimental_attention_variant": Setting(
+        "dsa uses the weight of a linear without its forward, and W would never compute that weight's gradient",
+        in_config=True,
+        only="dsa",
+    ),
     "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
     "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
     "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
@@ -78,7 +88,7 @@ def reason(settings: Any, in_config: bool = False) -> tuple[str, str] | None:
         settings: Megatron-LM's flags before their validation, or with ``in_config`` a ``TransformerConfig``.
     """
     for name, setting in UNSUPPORTED.items():
-        if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none", setting.neutral):
+        if (setting.in_config or not in_config) and setting.refuses(getattr(settings, name, None)):
             return name, setting.reason
     return None
 

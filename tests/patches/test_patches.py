@@ -115,6 +115,14 @@ def test_settings_without_support_are_refused_as_flags_and_in_configurations(set
         assert name == setting and "relies on the order of megatron-core's own schedules" in reason
 
 
+def test_one_attention_variant_is_refused_by_its_name() -> None:
+    from megatron.pipeline.patches import unsupported
+
+    with pytest.raises(ValueError, match="experimental_attention_variant dsa uses the weight of a linear without its forward"):
+        unsupported.refuse(SimpleNamespace(experimental_attention_variant="dsa"))
+    unsupported.refuse(SimpleNamespace(experimental_attention_variant="gated_delta_net"))
+
+
 def as_an_older_release() -> list[Any]:
     """What a release has that lacks everything of ``older_releases``, and whose schedules finalise gradients by older names."""
     from megatron.core import distributed, optimizer_param_scheduler, process_groups_config

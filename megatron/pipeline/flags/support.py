@@ -108,6 +108,7 @@ FEATURES = (
         _WARNS,
         "needs Transformer Engine; mpipe tune and mpipe memory predict it",
     ),
+    Feature("sparse attention (dsa)", {"experimental_attention_variant": ("dsa",)}, _NO, _NO),
     Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
     Feature(
         "layers of different shapes",

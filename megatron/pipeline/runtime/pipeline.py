@@ -72,6 +72,7 @@ class Pipeline(Plans):
         self._turns = cache(Turns.open) if rehearses else None
         self._parks = parks
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
+        self._trained: WeakSet[torch.nn.Module] = WeakSet()  # the first chunks of models that have trained
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -144,8 +145,12 @@ class Pipeline(Plans):
             self._resolve,
             self._groups_of(call.pipeline) if plan.schedule.vocabulary else None,
             self.offloading if plan.schedule.has_copies else None,
+            first=not call.forward_only and call.chunks[0] not in self._trained,
         )
-        return self._iteration.run(call)
+        reported = self._iteration.run(call)
+        if self._iteration.first:
+            self._trained.add(call.chunks[0])
+        return reported
 
     @contextmanager
     def validating(self, resolve: Callable[[], ValidationResult]) -> Iterator[None]:
