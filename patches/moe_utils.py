@@ -4,8 +4,8 @@
 fails. Here it is None, and the router multiplies by torch.
 ``get_moe_layer_wise_logging_tracker``: upstream adds up auxiliary losses by layer in a global, for logs. From 0.18 on that is
 ``megatron.core.transformer.moe.moe_logging``'s, and this name gives a copy.
-``track_moe_metrics``: up to 0.16 a pipeline rank without experts makes sums of ``num_layers``, and others have those of multi-token
-prediction, too, so that adding them up over the pipeline hangs or adds garbage. Here all have as many.
+``track_moe_metrics``: up to 0.16 a pipeline rank without experts makes sums of ``num_layers``, and others have those of
+multi-token prediction, too, so that adding them up over the pipeline hangs or adds garbage. Here all have as many.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["WeightTask", "check_no_gradient_is_lost", "prepare", "register_hook", "submit"]
+__all__ = ["WeightTask", "prepare", "register_hook", "submit"]
 
 # Attributes of a weight. The first has what to call when the weight has its gradient of one microbatch.
 _HOOKS = "weight_gradient_hooks"
@@ -26,8 +26,8 @@ DDP_DOES_NOT_WAIT = (
 )
 
 _USED_ELSEWHERE = (
-    "the model uses its weight elsewhere than in the forward of its module, and such a gradient would be lost: use it there alone, "
-    "or take --pipeline-schedule stock"
+    "the model uses its weight elsewhere than in the forward of its module, and such a gradient would be lost: use it there "
+    "alone, or take --pipeline-schedule stock"
 )
 
 
