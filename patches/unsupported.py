@@ -42,11 +42,6 @@ UNSUPPORTED: dict[str, Setting] = {
     ),
     "defer_embedding_wgrad_compute": Setting(_ORDER),
     "init_model_with_meta_device": Setting("builds the model without the weights that the placement cuts"),
-    "microbatch_group_size_per_vp_stage": Setting(
-        "belongs to megatron-core's own interleaved schedule; ours have a fixed group: gis as many microbatches as ranks, gis-h "
-        "half as many",
-        flag="--microbatch-group-size-per-virtual-pipeline-stage",
-    ),
     "moe_paged_stash": Setting(_ORDER, in_config=True),
     "overlap_dispatch_backward_with_experts_wgrad": Setting(
         "delays the experts' weight gradients on a stream of its own; W delays them as the schedule says", in_config=True

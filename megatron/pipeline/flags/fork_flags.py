@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from megatron.pipeline.flags.flags import GROUP_FLAG
+
 
 class _Line:
     """A command line.
@@ -105,11 +107,7 @@ def _groups(line: _Line) -> str:
     if size < half:
         raise ValueError(f"--interleave-group-size {group}: with {ranks} pipeline ranks give {half} to {ranks}")
     if size not in (half, ranks):
-        raise ValueError(
-            f"--interleave-group-size {group}: --pipeline-schedule gis has groups of {ranks} and gis-h of {half}; plan others "
-            f"with mpipe plan --schedule gis --group {group} --pp {ranks} --microbatches M -o FILE, and give --pipeline-schedule "
-            "file:FILE instead"
-        )
+        return f"--pipeline-schedule gis {GROUP_FLAG} {size}"
     return f"--pipeline-schedule {'gis' if size == ranks else 'gis-h'}"
 
 
