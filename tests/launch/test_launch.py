@@ -26,9 +26,10 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     "flags",
     [
         "stock --num-virtual-stages-per-pipeline-rank 4",
+        "stock --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 3",
         "zb-h1",
         "v-half",
-        "interleaved --num-layers-per-virtual-pipeline-stage 2",
+        "interleaved --num-layers-per-virtual-pipeline-stage 2 --microbatch-group-size-per-virtual-pipeline-stage 5",
         "1f1b --num-layers-in-first-pipeline-stage 3",
         "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
     ],

@@ -251,7 +251,7 @@ def test_chimera_holds_no_more_for_any_number_of_microbatches(p: int, m: int) ->
     [
         ("interleaved", 4, {"chunks": 1}, r"interleaved needs at least 2 chunk\(s\) per rank, got 1"),
         ("interleaved", 4, {"group": 3}, "with 4 ranks interleaved has groups of 4 microbatches or more, got 3: leave the group"),
-        ("gis", 5, {"group": 2}, "with 5 ranks a group is 3 to 5 microbatches, got 2: leave the group out for"),
+        ("gis", 5, {"group": 2}, "with 5 ranks a group is 3 to 5 microbatches, got 2: leave the group out"),
         ("gis-h", 4, {"group": 5}, "with 4 ranks a group is 2 to 4 microbatches, got 5"),
         ("seq-1f1b", 4, {"splits": 0}, "a microbatch can be cut into 1 slice or more, got 0"),
         ("gis", 4, {"splits": 2}, "gis does not cut microbatches into slices: leave --splits out"),

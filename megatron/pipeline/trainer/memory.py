@@ -20,7 +20,9 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
     microbatches, placement = max(microbatch_counts(args)), pipeline.placement
     if pipeline.is_stock:
         name = "interleaved" if placement.chunks > 1 else "1f1b"
-        return planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks, group=args.microbatch_group_size_per_vp_stage)
+        return planning.plan(
+            name, placement.ranks, microbatches, chunks=placement.chunks, group=args.microbatch_group_size_per_vp_stage
+        )
     return pipeline.plan(microbatches).schedule
 
 
