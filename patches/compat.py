@@ -87,6 +87,7 @@ NAMES: dict[str, dict[str, Name]] = {
         "RouterGatingLinearFunction.forward": Name("reads te_general_gemm, which is defined with Transformer Engine only"),
         "get_moe_layer_wise_logging_tracker": Name("auxiliary losses that an earlier model left"),
         "get_moe_metrics_tracker": Name("the same, as an object", "0.18-0.19", required=False),
+        "track_moe_metrics": Name("auxiliary losses of ranks without experts: wrapped up to 0.17"),
     },
     "megatron.core.transformer.moe.moe_logging": {
         "set_moe_metrics_tracker": Name("auxiliary losses that an earlier model left", "0.18-0.19", required=False),

@@ -18,12 +18,17 @@ class Setting(NamedTuple):
         in_config: whether it is refused in a ``TransformerConfig``, too, and not only as a flag of Megatron-LM.
         neutral: the number that switches it off, beside None, False and "none".
         flag: of Megatron-LM, where its name is another one.
+        only: the one value that is refused; None for all but those that switch it off.
     """
 
     reason: str
     in_config: bool = False
     neutral: int | None = None
     flag: str = ""
+    only: str | None = None
+
+    def refuses(self, value: Any) -> bool:
+        return value not in (None, False, "none", self.neutral) and self.only in (None, value)
 
 
 UNSUPPORTED: dict[str, Setting] = {
@@ -39,11 +44,6 @@ UNSUPPORTED: dict[str, Setting] = {
     ),
     "defer_embedding_wgrad_compute": Setting(_ORDER),
     "init_model_with_meta_device": Setting("builds the model without the weights that the placement cuts"),
-    "microbatch_group_size_per_vp_stage": Setting(
-        "belongs to megatron-core's own interleaved schedule; ours have a fixed group: gis as many microbatches as ranks, gis-h "
-        "half as many",
-        flag="--microbatch-group-size-per-virtual-pipeline-stage",
-    ),
     "overlap_p2p_comm_warmup_flush": Setting(_ORDER, in_config=True, flag="--overlap-p2p-communication-warmup-flush"),
     "use_transformer_engine_op_fuser": Setting(_FUSED, in_config=True),
     "use_grouped_gemm_for_dense_mlp": Setting(_FUSED, in_config=True),
@@ -72,6 +72,11 @@ UNSUPPORTED: dict[str, Setting] = {
     "mlp_chunks_for_training": Setting(
         "uses a weight several times in one layer, and W computes one gradient of a weight", in_config=True, neutral=1
     ),
+    "experimental_attention_variant": Setting(
+        "dsa uses the weight of a linear without its forward, and W would never compute that weight's gradient",
+        in_config=True,
+        only="dsa",
+    ),
     "optimizer_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}"),
     "cuda_graph_impl": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
     "enable_cuda_graph": Setting(f"(CUDA graphs) {_ORDER}", in_config=True),
@@ -87,7 +92,7 @@ def reason(settings: Any, in_config: bool = False) -> tuple[str, str] | None:
         settings: Megatron-LM's flags before their validation, or with ``in_config`` a ``TransformerConfig``.
     """
     for name, setting in UNSUPPORTED.items():
-        if (setting.in_config or not in_config) and getattr(settings, name, None) not in (None, False, "none", setting.neutral):
+        if (setting.in_config or not in_config) and setting.refuses(getattr(settings, name, None)):
             return name, setting.reason
     return None
 

@@ -236,3 +236,19 @@ def test_many_microbatches_are_planned_as_few(capsys: pytest.CaptureFixture[str]
         said.append(json.loads(capsys.readouterr().out))
     assert [found["microbatches"] for found in said] == [64, 100_000]
     assert said[0]["ranks"] == said[1]["ranks"]
+
+
+def test_groups_of_megatron_cores_own_interleaved_schedule() -> None:
+    """Larger groups hold more; without chunks to run them through they mean nothing."""
+    sizes = (
+        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --global-batch-size 24 "
+        "--lr 1 --train-iters 1 --tokenizer-type NullTokenizer --vocab-size 64 --pipeline-model-parallel-size 4 "
+    )
+    group = "--microbatch-group-size-per-virtual-pipeline-stage 8 "
+    chunks, stock = "--num-virtual-stages-per-pipeline-rank 2 ", "--pipeline-schedule stock "
+    held = [
+        [rank.microbatches for rank in predicted((sizes + flags).split()).ranks]
+        for flags in (stock, stock + group, stock + chunks, stock + chunks + group)
+    ]
+    assert held[0] == held[1] == [4, 3, 2, 1]
+    assert held[2:] == [[(2 * (3 - r) + 4 + 1) / 2 for r in range(4)], [(2 * (3 - r) + 8 + 1) / 2 for r in range(4)]]

@@ -39,7 +39,7 @@ def test_a_feature_is_refused_warned_of_or_silent_in_a_launch(feature: Feature) 
 def test_every_setting_that_is_refused_has_a_row(name: str) -> None:
     of_a_feature = {known for feature in FEATURES for known in feature.names}
     without = {  # details of a schedule of upstream's, no features
-        "mlp_chunks_for_training", "microbatch_group_size_per_vp_stage",
+        "mlp_chunks_for_training",
         "overlap_param_gather_with_optimizer_step", "overlap_dispatch_backward_with_experts_wgrad",
         "overlap_p2p_comm_warmup_flush",
         "gtp_weight_remat_size", "expert_gtp_weight_remat_size",  # upstream computes these from flags

@@ -91,10 +91,8 @@ def test_what_is_untested_is_warned_of_and_what_would_be_ignored_is_refused() ->
         "WARNING: not tested with --pipeline-schedule zb-h1: FP8, optimizers: Muon, Lion, SOAP (mpipe sup"
     )
     assert untested(as_read(**given | {"pipeline_schedule": "stock"})) == []
-    with pytest.raises(
-        ValueError, match=r"^--microbatch-group-size-per-virtual-pipeline-stage belongs to megatron-core's own in"
-    ):
-        check_flags(as_read(**given, microbatch_group_size_per_vp_stage=2))
+    with pytest.raises(ValueError, match=r"^--experimental-attention-variant dsa uses the weight of a linear without its forwar"):
+        check_flags(as_read(**given, experimental_attention_variant="dsa"))
 
 
 @pytest.mark.parametrize(

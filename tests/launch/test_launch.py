@@ -29,9 +29,10 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     "flags",
     [
         "stock --num-virtual-stages-per-pipeline-rank 2",
+        "stock --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 8",
         "zb-h1",
         "v-half",
-        "interleaved --num-layers-per-virtual-pipeline-stage 1",
+        "interleaved --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 8",
         "1f1b --num-layers-in-first-pipeline-stage 5",
         "v-auto --pipeline-costs profile --pipeline-trace {tmp_path}/trace --log-interval 1",
     ],

@@ -45,15 +45,22 @@ def test_equals_stock(pool: Pool, layout: str) -> None:
     assert pool.run(4, tiny_gpt.train, "zb-h1", **options) == stock
 
 
-def losses(schedule: str, flags: str) -> list[float | None]:
-    run = tiny_gpt.Run(schedule, pp=2, cp=2, flags=tuple(flags.split()))
+def losses(schedule: str, pp: int, flags: str) -> list[float | None]:
+    run = tiny_gpt.Run(schedule, pp=pp, cp=4 // pp, flags=tuple(flags.split()))
     return [run.step(iteration)[0] for iteration in range(2)]
 
 
-def test_all_of_them_under_a_v(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("pp", "more"),
+    [
+        (2, EXPERTS),
+        (4, PLAIN + "--num-experts 4 --moe-aux-loss-coeff 1e-2 --num-layers 8 --moe-layer-freq [0,0,1,1,0,1,1,1] "),
+    ],
+)
+def test_all_of_them_under_a_v(pool: Pool, pp: int, more: str) -> None:
     """Both ends of the model on one rank: also the second copy of the embedding, for further tokens."""
-    flags = EXPERTS + "--overlap-grad-reduce --clip-grad 0 --mtp-num-layers 1 --position-embedding-type rope"
-    stock, ours = (pool.run(4, losses, schedule, flags) for schedule in ("stock", "zb-v"))
+    flags = more + "--overlap-grad-reduce --clip-grad 0 --mtp-num-layers 1 --position-embedding-type rope"
+    stock, ours = (pool.run(4, losses, schedule, pp, flags) for schedule in ("stock", "zb-v"))
     assert [row for row in ours if row[0] is not None] == [row for row in stock if row[0] is not None]
 
 

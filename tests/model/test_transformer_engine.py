@@ -13,7 +13,7 @@ from model.backward_orders import run_backwards
 from packaging.version import Version
 from pool import Pool
 
-from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
+from megatron.pipeline.backward.weight_tasks import WeightTask, check_no_gradient_is_lost, deferring
 from megatron.pipeline.model import te_linear
 from megatron.pipeline.model.split_linear import split_weights
 
@@ -325,3 +325,14 @@ def test_transformer_engine_itself(nccl: Pool, bias: bool) -> None:
     expected = nccl.run(1, engine_gradients, None, bias)
     for order in ORDERS:
         assert nccl.run(1, engine_gradients, order, bias) == expected, order
+
+
+def test_a_gradient_beside_the_modules_own_is_named() -> None:
+    """As attention does that takes a weight apart: no backward of the module runs, and so no W."""
+    model = Model(delayed=True, fused=True, bias=IN_W)
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+    check_no_gradient_is_lost(model)
+    (torch.randn(2, SIZE) @ model.first.weight.t()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^W never computed first\.weight: the model uses its weight elsewhere"):
+        check_no_gradient_is_lost(model)

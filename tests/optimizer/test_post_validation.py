@@ -65,6 +65,8 @@ def whole(flags: str) -> object:
         f"{TWO} --pipeline-schedule zb-h1 --vocab-parallel 2 --use-distributed-optimizer --overlap-grad-reduce "
         f"--overlap-param-gather {FP16}",
         f"{TWO} --pipeline-schedule v-min --vocab-parallel 1 --hidden-dropout 0.1 --pipeline-p2p batched",
+        f"{FOUR} --pipeline-schedule zb-h1 --num-layers 1 --pipeline-model-parallel-layout Et|||L "
+        "--untie-embeddings-and-output-weights",
         whole(f"{TWO} --pipeline-schedule zb-h1"),
         whole(f"{TWO} --pipeline-schedule zb-v --use-distributed-optimizer {FP16}"),
         whole(f"{TWO} --pipeline-schedule zb-h2 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {FP16}"),

@@ -131,6 +131,14 @@ def test_settings_without_support_are_refused_as_flags_and_in_configurations(set
         assert name == setting and "relies on the order of megatron-core's own schedules" in reason
 
 
+def test_one_attention_variant_is_refused_by_its_name() -> None:
+    from megatron.pipeline.patches import unsupported
+
+    with pytest.raises(ValueError, match="experimental_attention_variant dsa uses the weight of a linear without its forward"):
+        unsupported.refuse(SimpleNamespace(experimental_attention_variant="dsa"))
+    unsupported.refuse(SimpleNamespace(experimental_attention_variant="gated_delta_net"))
+
+
 def as_an_older_release() -> list[Any]:
     """What a release has that lacks everything of ``older_releases``, and whose schedules finalise gradients by older names."""
     from megatron.core import distributed, optimizer_param_scheduler, process_groups_config
@@ -280,3 +288,31 @@ def restored() -> bool:
 
 def test_schedules_are_restored(pool: Pool) -> None:
     assert pool.run(1, restored)[0]
+
+
+def auxiliary_losses() -> list[float]:
+    """What every pipeline rank logs, of 3 layers and one of multi-token prediction; the first rank has no experts."""
+    import torch.distributed
+    from megatron.core import parallel_state
+
+    from megatron.pipeline import patches
+
+    patches.install()
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.pipeline.patches.moe_utils import forget_auxiliary_losses
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    forget_auxiliary_losses()
+    if torch.distributed.get_rank() == 1:
+        for layer in (3, 4):
+            moe_utils.save_to_aux_losses_tracker("load_balancing_loss", torch.ones(()), layer, num_layers=4)
+    logged: dict[str, torch.Tensor] = {}
+    names = ["load_balancing_loss"]
+    sizes: dict[str, Any] = {"num_layers": 3, "moe_layer_freq": [0, 0, 1], "mtp_num_layers": 1}
+    moe_utils.track_moe_metrics(1.0, 1, total_loss_dict=logged, force_initialize=True, track_names=names, **sizes)
+    forget_auxiliary_losses()
+    return [logged[name].item() for name in names]
+
+
+def test_ranks_without_experts_add_up_auxiliary_losses_of_further_tokens(pool: Pool) -> None:
+    assert pool.run(2, auxiliary_losses) == [[1.0]] * 2

@@ -37,7 +37,7 @@ MIB = 2**20
         (Request("dualpipe", 3, 6), ValueError, "dualpipe needs an even number of ranks, at least 2, got 3"),
         (Request("zb-v", 4, 8, chunks=3), ChunksDoNotFit, r"zb-v has 2 chunk\(s\) per rank, got 3"),
         (Request("1f1b", 4, 8, splits=2), ValueError, "1f1b does not cut microbatches into slices: leave --splits out"),
-        (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave --group out"),
+        (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave the group out"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
         (Request("1f1b", 4, 8, jitter=2), ValueError, "jitter is a share of a pass's time between 0 and 1, got 2"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
@@ -221,6 +221,11 @@ def test_stock_is_not_planned_and_checked_against_upstream_s_rule() -> None:
     plans = Plans(Request("stock", 4, 8, chunks=2))
     plans.check(8)
     assert plans.is_stock and plans.splits == 1 and not plans.planned
+    for microbatches, group in ((6, 6), (9, 5)):
+        Plans(Request("stock", 4, 8, chunks=2, group=group)).check(microbatches)
+    for microbatches, group in ((6, 5), (6, 7), (6, 3)):
+        with pytest.raises(ValueError, match=f"groups of {group}, at least 4 in the last one, for 4 pipeline ranks, and an "):
+            Plans(Request("stock", 4, 8, chunks=2, group=group)).check(microbatches)
     with pytest.raises(ValueError, match="needs a multiple of 4 microbatches for 4 pipeline ranks"):
         plans.check(6)
 

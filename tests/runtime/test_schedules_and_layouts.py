@@ -119,6 +119,15 @@ def test_interleaved_equals_megatrons_own(pool: Pool, pp: int, layers: int, iter
     assert found[1] == found[0] and found[2] == found[0]
 
 
+@pytest.mark.parametrize(("pp", "layers", "microbatches", "group"), [(2, 4, 5, 3), (4, 8, 6, 6)])
+def test_groups_that_are_larger_than_the_pipeline(pool: Pool, pp: int, layers: int, microbatches: int, group: int) -> None:
+    """With them megatron-core's own takes numbers of microbatches that are no multiple of the ranks."""
+    flags = f"--num-layers {layers} --num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage"
+    options: dict[str, Any] = {"pp": pp, "microbatches": microbatches, "iterations": 2, "flags": (*flags.split(), str(group))}
+    stock, ours = (pool.run(pp, tiny_gpt.train, schedule, **options) for schedule in ("stock", "interleaved"))
+    assert ours == stock
+
+
 def test_recomputed_passes(pool: Pool, tmp_path: Any) -> None:
     """R runs a forward again, on the same data and with the same masks."""
     from megatron.pipeline.cli import main

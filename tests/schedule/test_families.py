@@ -27,7 +27,8 @@ def test_every_family_obeys_the_rules_for_any_shape_and_costs(name: str, data: s
     ranks = data.draw(st.sampled_from(range(family.least_ranks, most_ranks + 1, 2 if family.even_ranks else 1)))
     chunks = data.draw(st.integers(family.least_chunks, most_chunks)) if family.any_chunks else family.chunks
     splits = data.draw(st.integers(1, 4)) if family.splits > 1 else None
-    group = data.draw(st.integers((ranks + 1) // 2, ranks)) if family.grouped else None
+    sizes = st.integers(ranks, 2 * ranks + 1) if family.fused else st.integers((ranks + 1) // 2, ranks)
+    group = data.draw(sizes) if family.grouped else None
     costs = data.draw(costs_of(families.placement(name, ranks, chunks)))
     schedule = planning.plan(name, ranks, microbatches, costs, chunks, splits=splits, group=group)
     verify(schedule, costs, memory_limit=activation_peaks(schedule, costs))

@@ -11,8 +11,10 @@ from schedule_strategies import exact, parse
 
 from megatron.pipeline import planning
 from megatron.pipeline.schedule import families
+from megatron.pipeline.schedule.certify.megatron import megatron_interleaved
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.schedule import Schedule
+from megatron.pipeline.schedule.lower.program import Compute
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
@@ -53,6 +55,20 @@ def test_interleaved_takes_any_number_of_microbatches(p: int, v: int, m: int) ->
     assert all(peak <= exact(chunks, v) for peak, chunks in zip(activation_peaks(schedule, costs), most, strict=True))
     whole = planning.plan("interleaved", p, -(-m // p) * p, costs, v)
     assert simulate(schedule, costs).makespan <= simulate(whole, costs).makespan
+
+
+@examples(100)
+@given(st.integers(2, 5), st.integers(2, 3), st.integers(0, 6), st.integers(1, 24))
+def test_interleaved_takes_groups_as_megatron_does(p: int, v: int, more: int, m: int) -> None:
+    """Its order where it has one, and other numbers of microbatches within the same memory."""
+    group = p + more
+    costs = equal("interleaved", p, 3, 4, 2, v)
+    schedule = planning.plan("interleaved", p, m, costs, v, group=group)
+    most = [min(m * v, 2 * (p - r - 1) + (v - 1) * group + 1) for r in range(p)]
+    assert all(peak <= exact(chunks, v) for peak, chunks in zip(activation_peaks(schedule, costs), most, strict=True))
+    if group <= m and (m % group or group) >= p:
+        rows = megatron_interleaved(p, m, v, group).rows
+        assert schedule.passes == tuple(tuple(step.work for step in row if isinstance(step, Compute)) for row in rows)
 
 
 def test_interleaved_on_two_ranks_is_megatrons() -> None:
@@ -234,8 +250,8 @@ def test_chimera_holds_no_more_for_any_number_of_microbatches(p: int, m: int) ->
     ("name", "ranks", "options", "message"),
     [
         ("interleaved", 4, {"chunks": 1}, r"interleaved needs at least 2 chunk\(s\) per rank, got 1"),
-        ("interleaved", 4, {"group": 4}, "interleaved does not run microbatches in groups: leave --group out"),
-        ("gis", 5, {"group": 2}, "with 5 ranks a group is 3 to 5 microbatches, got 2; leave --group out for"),
+        ("interleaved", 4, {"group": 3}, "with 4 ranks interleaved has groups of 4 microbatches or more, got 3: leave the group"),
+        ("gis", 5, {"group": 2}, "with 5 ranks a group is 3 to 5 microbatches, got 2: leave the group out"),
         ("gis-h", 4, {"group": 5}, "with 4 ranks a group is 2 to 4 microbatches, got 5"),
         ("seq-1f1b", 4, {"splits": 0}, "a microbatch can be cut into 1 slice or more, got 0"),
         ("gis", 4, {"splits": 2}, "gis does not cut microbatches into slices: leave --splits out"),

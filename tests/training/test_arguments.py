@@ -287,4 +287,4 @@ def test_neutral_values_are_defaults_of_known_flags_and_schedules_are_stock() ->
             {"pipeline_schedule": "zb-h1"} if role is Role.SCHEDULE else {}
         )
     assert neutral(Role.SCHEDULE)["pipeline_schedule"] == "stock"
-    assert set(CHUNK_FLAGS) == set(neutral(Role.CHUNKS))
+    assert {*CHUNK_FLAGS, "microbatch_group_size_per_vp_stage"} == set(neutral(Role.CHUNKS))

@@ -46,6 +46,7 @@ class WeightGradient:
 
     def run(self) -> None:
         """Add the gradient to ``main_grad`` (to ``grad`` where there is no DDP) and notify DDP."""
+        weight_tasks.check_nothing_is_overwritten(self.weight)
         total_input, gathering = self._gathering or sequence.gather(self.input, self.gather_group)
         gathering.wait()
         accumulate(self.weight, *prepare_input_tensors_for_wgrad_compute(self.grad_output, total_input))

@@ -7,6 +7,7 @@ DDP learns from ``notify``, not from autograd, that a weight ``prepare``d here h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,6 +23,11 @@ _FUSED_IF_RECOMPUTED = "fused_if_recomputed"
 DDP_DOES_NOT_WAIT = (
     "a weight prepared by split_weights is in DDP's buffers, but DDP does not wait for its gradients: "
     "wrap the model with DistributedDataParallelConfig(delay_wgrad_compute=True, ...), after split_weights"
+)
+
+_USED_ELSEWHERE = (
+    "the model uses its weight elsewhere than in the forward of its module, and such a gradient would be lost: use it there "
+    "alone, or take --pipeline-schedule stock"
 )
 
 
@@ -103,6 +109,36 @@ def notify(weight: torch.nn.Parameter) -> None:
         raise RuntimeError(DDP_DOES_NOT_WAIT)
     for hook in hooks:
         hook()
+
+
+def check_no_gradient_is_lost(chunk: torch.nn.Module) -> None:
+    """Refuse a chunk of which autograd, and not W, has computed the gradient of a prepared weight: DDP does not look there.
+
+    To be asked once all W have run, and before gradients are reduced. A weight without any gradient is no matter of W's.
+
+    Raises:
+        RuntimeError: names the weights.
+    """
+    lost = [re.sub(r"^(module\.)+", "", name) for name, weight in chunk.named_parameters() if _has_lost(weight)]
+    if lost:
+        raise RuntimeError(f"W never computed {', '.join(lost)}: {_USED_ELSEWHERE}")
+
+
+def check_nothing_is_overwritten(weight: torch.nn.Parameter) -> None:
+    """Asked by a W before it adds to ``main_grad``.
+
+    Raises:
+        RuntimeError: autograd has a gradient of this weight, too, which DDP would not see.
+    """
+    if _has_lost(weight):
+        raise RuntimeError(
+            f"W computes a part of a weight of shape {tuple(weight.shape)}, and autograd another: {_USED_ELSEWHERE}"
+        )
+
+
+def _has_lost(weight: torch.nn.Parameter) -> bool:
+    # The mark is that of Transformer Engine's weights, too. DDP's hook has emptied ``grad`` of all that W computes.
+    return weight.grad is not None and hasattr(weight, "main_grad") and hasattr(weight, "skip_backward_post_hook")
 
 
 def fuse_if_recomputed(weight: torch.nn.Parameter) -> None:

@@ -193,8 +193,8 @@ def quietly() -> Iterator[None]:
 
 def _fewer_microbatches(args: Namespace) -> None:
     """Plan for no more microbatches than fill the pipeline a few times: what ranks hold at most is then reached."""
-    if args.pipeline_schedule.startswith("file:"):
-        return  # for one number of them
+    if args.pipeline_schedule.startswith("file:") or args.microbatch_group_size_per_vp_stage:
+        return  # for one number of them, or for those that the groups divide
     unit, ranks = args.micro_batch_size * args.data_parallel_size, args.pipeline_model_parallel_size
     if args.global_batch_size > ENOUGH * ranks * unit:
         args.rampup_batch_size, args.global_batch_size = None, ENOUGH * ranks * unit

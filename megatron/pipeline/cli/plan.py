@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--chunks", type=positive_int, metavar="V", help="model chunks per rank (default: the family's)")
     parser.add_argument("--splits", type=positive_int, metavar="S", help="slices along the sequence per microbatch, for seq-1f1b")
-    parser.add_argument("--group", type=positive_int, metavar="G", help="microbatches a chunk runs in turn, for gis and gis-h")
+    parser.add_argument("--group", type=positive_int, metavar="G", help="microbatches a chunk runs in turn, for interleaved, gis")
 
 
 def run(options: argparse.Namespace) -> None:

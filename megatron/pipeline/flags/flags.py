@@ -25,13 +25,14 @@ from megatron.pipeline.schedule.core.names import OFF, STOCK
 PROFILE = "profile"  # in place of a file of costs: they are measured in this run
 # The flags that set the number of chunks per rank, or the layers of each chunk.
 CHUNK_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout")
+GROUP_FLAG = "--microbatch-group-size-per-virtual-pipeline-stage"
 TOKENIZERS = ("ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer", "SentencePieceTokenizer", "TikTokenizer")
 
 
 class Role(Enum):
     """What a flag decides, for programs that put aside a user's flags of one kind: see ``neutral``."""
 
-    CHUNKS = auto()  # chunks per rank
+    CHUNKS = auto()  # chunks per rank, and how many microbatches each runs in turn
     LAYOUT = auto()  # how ranks share the model, its gradients and its optimizer
     SCHEDULE = auto()  # the pipeline schedule and its transformations
     DETAILS = auto()  # how --vocab-parallel and --offload work
@@ -233,6 +234,9 @@ MEGATRON = {
         chunks("--num-virtual-stages-per-pipeline-rank", "chunks per rank", positive_int),
         chunks("--pipeline-model-parallel-layout",
             "the layers of every stage, in the model's order, such as 'Ett|(tt|)*2tL'", str, metavar="STAGES"),
+        chunks(GROUP_FLAG,
+            "microbatches that run through a chunk before the next one's turn, for interleaved, gis and stock; as many as "
+            "pipeline ranks if not given", positive_int, dest="microbatch_group_size_per_vp_stage", metavar="N"),
         layout("--num-layers-in-first-pipeline-stage --decoder-first-pipeline-num-layers",
             "layers of the model's first stage; the others share the rest",
             positive_int, dest="decoder_first_pipeline_num_layers"),

@@ -16,7 +16,7 @@ NOW = {
     "--zero-bubble-max-pending-backward": "--pipeline-schedule zb-h1 (p), zb-h2 (2p) or zb-auto --pipeline-memory-limit X",
     "--enable-1f1b-v": "--pipeline-schedule 1f1b-v",
     "--num-seq-splits": "--pipeline-schedule seq-1f1b",
-    "--interleave-group-size": "--pipeline-schedule gis (groups of p) or gis-h (of p/2)",
+    "--interleave-group-size": "--pipeline-schedule gis --microbatch-group-size-per-virtual-pipeline-stage N",
     "--enable-zb-runtime": "not needed: one runtime runs all schedules, such as --pipeline-schedule 1f1b",
     "--zero-bubble-pipeline-timers-start-iter": _PROFILE,
     "--zero-bubble-pipeline-timers-end-iter": _PROFILE,

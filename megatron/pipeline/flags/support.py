@@ -117,6 +117,7 @@ FEATURES = (
         "needs Transformer Engine; mpipe tune and mpipe memory predict it",
         ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     ),
+    Feature("sparse attention (dsa)", {"experimental_attention_variant": ("dsa",)}, _NO, _NO),
     Feature("other attention variants", _on("experimental_attention_variant", "window_size", "no_rope_freq"), _NO, _WARNS),
     Feature(
         "layers of different shapes",

@@ -112,11 +112,17 @@ class Plans:
             self.plan(microbatches)
             if evaluates:
                 self.plan(microbatches, forward_only=True)
-        elif self.placement.chunks > 1 and microbatches % ranks:
-            raise ValueError(
-                f"megatron-core's own interleaved schedule needs a multiple of {ranks} microbatches for {ranks} pipeline ranks, "
-                f"and an iteration has {microbatches}: change the batch size, or take interleaved"
-            )
+        elif self.placement.chunks > 1:
+            group = self._request.group or ranks
+            last = microbatches % group or group
+            if not ranks <= group <= microbatches or last < ranks:
+                wanted = f"groups of {group}, at least {ranks} in the last one,"
+                if self._request.group in (None, ranks):
+                    wanted = f"a multiple of {ranks} microbatches"
+                raise ValueError(
+                    f"megatron-core's own interleaved schedule needs {wanted} for {ranks} pipeline ranks, and an iteration has "
+                    f"{microbatches}: change the batch size or the size of groups, or take interleaved"
+                )
 
     def plan_again(self, costs: Costs, memory_limit: float | None) -> dict[int, Schedule]:
         """What the family makes of these costs, for every number of microbatches that is planned by now.

@@ -117,7 +117,7 @@ class Request:
         if self.splits is not None and self.splits != family.splits and family.splits == 1:
             raise ValueError(f"{self.schedule} does not cut microbatches into slices: leave --splits out")
         if self.group is not None and not family.grouped:
-            raise ValueError(f"{self.schedule} does not run microbatches in groups: leave --group out")
+            raise ValueError(f"{self.schedule} does not run microbatches in groups: leave the group out")
         return self.on(placement, family.splits if self.splits is None else self.splits, family)
 
     def on(self, placement: Placement, splits: int = 1, family: Family | None = None) -> Problem:

@@ -1,7 +1,8 @@
 """All ranks run one plan: every rank plans for itself, so before a plan runs, all compare what they have.
 
 Ranks that differ (another release on one node, another file, another machine's rounding) would wait for a message that is never
-sent, or train wrong numbers. Here they end with an error that names them, and what differs.
+sent, or train wrong numbers. Here they end with an error that names them, and what differs. So they do where a program has built
+the model for another placement than the plan's.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.planning.planned import Planned
+from megatron.pipeline.schedule.core.placement import Placement
 
 _PACKAGES = ("megatron-pipeline", "torch", "numba", "numpy")  # that run, and that plan
 
@@ -69,6 +73,86 @@ def differences(hosts: Sequence[str], identities: Sequence[Identity]) -> str:
             )
     return (
         f"the ranks do not run the same plan: {'; '.join(lines)}. Install the same versions and give the same files on all nodes"
+    )
+
+
+class Built(NamedTuple):
+    """What a chunk says of itself; where it says nothing, nothing is compared.
+
+    Attributes:
+        ends: which of ``_ENDS`` it has.
+        layers: the numbers of its transformer layers, as they follow each other; None if it does not say them.
+    """
+
+    ends: tuple[bool, ...]
+    layers: tuple[int, ...] | None
+
+
+_ENDS = {"embedding": "pre_process", "output layer": "post_process"}
+
+
+def check_chunks(
+    group: torch.distributed.ProcessGroup, placement: Placement, schedule: str, chunks: Sequence[torch.nn.Module]
+) -> None:
+    """Refuse a model whose chunks are not the stages that a schedule's placement has there. Collective over the pipeline.
+
+    Args:
+        schedule: its name.
+        chunks: of this rank, wrapped or not.
+
+    Raises:
+        ValueError: on every rank of the pipeline: what a chunk has, what the schedule wants, and what to do.
+    """
+    everyone: list[list[Built]] = [[]] * group.size()
+    torch.distributed.all_gather_object(everyone, [_built(unwrap_model(chunk)) for chunk in chunks], group=group)
+    fits = [len(built) for built in everyone] == [placement.chunks] * placement.ranks
+    if fits and (found := misplaced(everyone, placement, schedule)):
+        raise ValueError(
+            f"{found}: build the chunks for the schedule's placement, as examples/own_training_loop.py does, or take a schedule "
+            "for chunks as they are: megatron-core's own functions build those of interleaved and gis, with one chunk those of "
+            "1f1b and zb-h1"
+        )
+
+
+def misplaced(chunks: Sequence[Sequence[Built]], placement: Placement, schedule: str) -> str | None:
+    """What is where the placement of a schedule has something else, in words; None if all is right.
+
+    Args:
+        chunks: of every rank, as many as the placement has.
+    """
+    following = 0
+    for rank, row in enumerate(placement.stages):
+        for chunk, stage in enumerate(row):
+            right = placement.is_first(stage), placement.is_last(stage)
+            for end, has, may, home in zip(_ENDS, chunks[rank][chunk].ends, right, (0, placement.last_stage), strict=True):
+                if has and not may:
+                    its_rank, its_chunk = placement.home(home)
+                    return (
+                        f"chunk {chunk} of pipeline rank {rank} has the {end}, and schedule {schedule} has it in chunk "
+                        f"{its_chunk} of rank {its_rank}"
+                    )
+    for stage in range(placement.last_stage + 1):
+        rank, chunk = placement.home(stage)
+        layers = chunks[rank][chunk].layers
+        if placement.is_first(stage) or layers is None:
+            following = 0  # unknown
+        if not layers:
+            continue
+        first = following or layers[0]
+        following = first + len(layers)
+        if layers != tuple(range(first, following)):
+            return (
+                f"chunk {chunk} of pipeline rank {rank} has layers {', '.join(map(str, layers))}, and schedule {schedule} has "
+                f"layer {first} and what follows it there"
+            )
+    return None
+
+
+def _built(chunk: Any) -> Built:
+    layers = getattr(getattr(chunk, "decoder", None), "layers", None)
+    numbers = None if layers is None else tuple(getattr(layer, "layer_number", None) for layer in layers)
+    return Built(
+        tuple(getattr(chunk, name, None) is True for name in _ENDS.values()), None if numbers and None in numbers else numbers
     )
 
 

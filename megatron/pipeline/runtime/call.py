@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 from megatron.pipeline.patches import compat, unsupported
 
+from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Flow
 
@@ -64,6 +65,11 @@ class Call:
     @cached_property
     def config(self) -> Any:
         return get_model_config(self.chunks[0])
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where this rank computes; its chunks may all be without parameters."""
+        return next((parameter.device for chunk in self.chunks for parameter in chunk.parameters()), this_device())
 
     @cached_property
     def pipeline(self) -> torch.distributed.ProcessGroup:

@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import param_and_grad_buffer
 
+from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.planning.planned import Planned
@@ -76,6 +77,7 @@ class Iteration:
             All ranks of the pipeline must get the same result.
         groups: of the vocabulary's collectives; None for plans without any.
         offloading: moves what the plan copies to host memory; None for plans without copies.
+        first: whether the model trains for the first time. The end then looks for gradients that no W has computed.
 
     Attributes:
         executor: runs the program; None before ``run``.
@@ -89,6 +91,7 @@ class Iteration:
     resolve: Callable[[], ValidationResult] | None = None
     groups: Groups | None = None
     offloading: Offloading | None = None
+    first: bool = False
     executor: Executor | None = field(default=None, init=False)
     attempts: int = field(default=0, init=False)
 
@@ -101,6 +104,7 @@ class Iteration:
 
         Raises:
             ValueError: the settings ask for what a schedule of data cannot do, or do not fit the plan.
+            RuntimeError: the model uses a weight elsewhere than in its module (``check_no_gradient_is_lost``).
         """
         call.check(self.plan.schedule)
         config, rank = call.config, self.channels.rank
@@ -125,6 +129,8 @@ class Iteration:
                 with sync, attempt.recorder.observing():
                     attempt.executor.finish()
                 attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+                for chunk in call.chunks if self.first else ():
+                    check_no_gradient_is_lost(chunk)
                 if not call.forward_only:
                     with attempt.recorder.finishing():
                         self._finish_gradients(call, attempt, reduces_late)
@@ -150,9 +156,8 @@ class Iteration:
         offloaded = self._in_flight(program, call.chunks)
         handlers = StagePasses(stages, program, not call.forward_only, offloaded).handlers.joined(stages.handlers)
         dtype = config.pipeline_dtype or config.params_dtype
-        device = next(call.chunks[0].parameters()).device
-        transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, device, self.posting)
-        progress = DeviceProgress() if device.type == "cuda" else None
+        transport = Transport(self.channels, call.shapes(plan.schedule.splits), dtype, call.device, self.posting)
+        progress = DeviceProgress() if call.device.type == "cuda" else None
         self.executor = executor = Executor(program, _wiring(plan, rank), handlers, transport, recorder, sync.around, progress)
         self.attempts += 1
         with recorder.observing():

@@ -38,7 +38,7 @@ class ModelStages:
         self._asked: set[int] = set()  # chunks whose parameters have been asked for
         self._read: dict[tuple[int, int], list[Any]] = {}  # what forwards read that will be recomputed
         self.reported: list[Any] = []
-        self._num_tokens = torch.zeros([], dtype=torch.int, device=next(call.chunks[0].parameters()).device)
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=call.device)
 
     @property
     def handlers(self) -> Handlers:

@@ -20,7 +20,7 @@ from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
-from megatron.pipeline.runtime.agreement import agree
+from megatron.pipeline.runtime.agreement import agree, check_chunks
 from megatron.pipeline.runtime.call import Call
 from megatron.pipeline.runtime.iteration import Iteration, ValidationResult
 from megatron.pipeline.runtime.offload.offloading import Offloading, Settings
@@ -72,6 +72,9 @@ class Pipeline(Plans):
         self._turns = cache(Turns.open) if rehearses else None
         self._parks = parks
         self._agreed: WeakSet[Planned] = WeakSet()  # all ranks have these
+        # The first chunks of models that are built for this placement, and of those that have trained.
+        self._built: WeakSet[torch.nn.Module] = WeakSet()
+        self._trained: WeakSet[torch.nn.Module] = WeakSet()
         self._iterations = 0  # that have begun, evaluations included
         self._iteration: Iteration | None = None  # that runs now, or ran last
         self._resolve: Callable[[], ValidationResult] | None = None  # see validating
@@ -118,13 +121,17 @@ class Pipeline(Plans):
 
         Raises:
             RanksDiffer: the first time that a plan runs; see ``agree``.
-            ValueError: the model's numbers are quantized in a way that this pipeline does not support.
+            ValueError: the model is built for another placement (``check_chunks``), or its numbers are quantized in a way that
+                this pipeline does not support.
         """
         call = Call(**keywords)
         plan = self.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
+        if call.chunks[0] not in self._built:
+            check_chunks(call.pipeline, self.placement, self.name, call.chunks)
+            self._built.add(call.chunks[0])
         measured = self.measures and not call.forward_only
         counted = measured and self.counts_bytes
         copies, reruns = plan.schedule.has_copies, plan.schedule.reruns
@@ -144,8 +151,12 @@ class Pipeline(Plans):
             self._resolve,
             self._groups_of(call.pipeline) if plan.schedule.vocabulary else None,
             self.offloading if plan.schedule.has_copies else None,
+            first=not call.forward_only and call.chunks[0] not in self._trained,
         )
-        return self._iteration.run(call)
+        reported = self._iteration.run(call)
+        if self._iteration.first:
+            self._trained.add(call.chunks[0])
+        return reported
 
     @contextmanager
     def validating(self, resolve: Callable[[], ValidationResult]) -> Iterator[None]:

@@ -20,8 +20,8 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
     """The schedule of the most microbatches; where it is megatron-core's own, as our families have it."""
     microbatches, placement = max(microbatch_counts(args)), pipeline.placement
     if pipeline.is_stock:
-        name = "interleaved" if placement.chunks > 1 else "1f1b"
-        return planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks)
+        name, group = ("interleaved", args.microbatch_group_size_per_vp_stage) if placement.chunks > 1 else ("1f1b", None)
+        return planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks, group=group)
     return pipeline.plan(microbatches).schedule
 
 

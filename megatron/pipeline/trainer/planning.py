@@ -13,7 +13,7 @@ from textwrap import indent
 from megatron.pipeline.costmodel.memory import makes_weights_again
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS
-from megatron.pipeline.flags.flags import CHUNK_FLAGS, PROFILE, flag_of
+from megatron.pipeline.flags.flags import CHUNK_FLAGS, GROUP_FLAG, PROFILE, flag_of
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
@@ -129,6 +129,7 @@ def _request(args: Namespace, costs: Costs | None) -> Request:
         costs,
         args.chunks,
         _memory_limit(args.pipeline_memory_limit, ranks, most, costs),
+        group=_group(args),
         # Without post-validation each iteration waits for all ranks to end the one before.
         objective=Objective.SPAN if args.post_validation else Objective.MAKESPAN,
         vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
@@ -136,6 +137,19 @@ def _request(args: Namespace, costs: Costs | None) -> Request:
         overlap=args.overlap_moe_expert_parallel_comm,
         equal=_equal_costs(args),
     )
+
+
+def _group(args: Namespace) -> int | None:
+    """How many microbatches a chunk runs in turn; None for the schedule's own number."""
+    group: int | None = args.microbatch_group_size_per_vp_stage
+    name = args.pipeline_schedule
+    own = [known for known, family in families.FAMILIES.items() if family.grouped]
+    if group is not None and name not in (*own, STOCK):
+        raise ValueError(
+            f"{GROUP_FLAG} {group}: --pipeline-schedule {name} has groups of its own or none: leave it out, or take "
+            f"{', '.join(own)} or {STOCK}"
+        )
+    return group
 
 
 def _equal_costs(args: Namespace) -> StageCosts:

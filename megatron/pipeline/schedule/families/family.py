@@ -63,7 +63,7 @@ class Family:
     @property
     def searches(self) -> bool:
         """Whether it searches for an order, which takes at least a hundred times as long as a fixed order."""
-        return self.memory is not None or self.grouped
+        return self.memory is not None or (self.grouped and not self.fused)
 
     @property
     def uses_limits(self) -> bool:

@@ -54,7 +54,7 @@ def _best(problem: Problem, group: int) -> Order:
     ranks = problem.ranks
     least = -(-ranks // 2)
     if not least <= group <= ranks:
-        raise ValueError(f"with {ranks} ranks a group is {least} to {ranks} microbatches, got {group}; leave --group out for one")
+        raise ValueError(f"with {ranks} ranks a group is {least} to {ranks} microbatches, got {group}: leave the group out")
 
     def value(order: Order) -> float:
         return problem.value(simulate(Schedule("gis", problem.placement, problem.microbatches, order), problem.costs))

@@ -5,8 +5,9 @@ stages, without hops and where m is a multiple of p, the span and the makespan a
 
     m(F+B+W) + (p-1)(F+B+W)/v
 
-Rank r holds at most min(mv, 2(p-r-1) + (v-1)p + 1) chunks of a microbatch, each 1/v of what a rank allocates for it. Any
-other m is planned within the same memory, as the next multiple of p with the surplus microbatches left out.
+Rank r holds at most min(mv, 2(p-r-1) + (v-1)g + 1) chunks of a microbatch, each 1/v of what a rank allocates for it. g = p
+microbatches run through a chunk before the next one's turn, unless ``group`` sets more. Any m is planned within the same memory:
+a last group of fewer than p is one of p, with the surplus microbatches left out.
 """
 
 from __future__ import annotations
@@ -20,11 +21,21 @@ from megatron.pipeline.schedule.families.family import Family
 
 
 def plan(problem: Problem) -> Order:
-    """Rank r runs 2(p-r-1) + (v-1)p forwards, then one forward and one backward in turn, chunk by chunk in groups of p."""
+    """Rank r runs 2(p-r-1) + (v-1)g forwards, then one forward and one backward in turn, chunk by chunk in groups of g.
+
+    Raises:
+        ValueError: the group is smaller than the pipeline.
+    """
     ranks, chunks, microbatches = problem.ranks, problem.placement.chunks, problem.microbatches
-    whole = -(-microbatches // ranks) * ranks
-    order = list(chunk_by_chunk(whole, ranks, chunks))
-    rows = (_order(order, chunks, warm_up=2 * (ranks - rank - 1) + (chunks - 1) * ranks) for rank in range(ranks))
+    group = ranks if problem.group is None else problem.group
+    if group < ranks:
+        raise ValueError(
+            f"with {ranks} ranks interleaved has groups of {ranks} microbatches or more, got {group}: leave the group out for "
+            f"{ranks}, or take gis, whose groups may be smaller"
+        )
+    whole = microbatches + max(0, ranks - last) if (last := microbatches % group) else microbatches
+    order = list(chunk_by_chunk(whole, group, chunks))
+    rows = (_order(order, chunks, warm_up=2 * (ranks - rank - 1) + (chunks - 1) * group) for rank in range(ranks))
     # Passes need only passes of the same microbatch, so the order stays valid without the surplus.
     return tuple(tuple(work for work in row if work.microbatch < microbatches) for row in rows)
 
@@ -47,5 +58,14 @@ def _order(order: list[tuple[int, int]], chunks: int, warm_up: int) -> Iterator[
 
 
 FAMILY = Family(
-    "interleaved", interleaved, plan, chunks=2, any_chunks=True, least_chunks=2, fused=True, exposed_hops=0.5, suggested=True
+    "interleaved",
+    interleaved,
+    plan,
+    chunks=2,
+    any_chunks=True,
+    least_chunks=2,
+    grouped=True,
+    fused=True,
+    exposed_hops=0.5,
+    suggested=True,
 )
