@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline import planning
-from megatron.pipeline.planning.choose import best, least_limit, peak_of_1f1b
+from megatron.pipeline.planning.choose import best, least_limit
 from megatron.pipeline.planning.document import Changes, choice_fields, read, report
+from megatron.pipeline.planning.limits import peak_of_1f1b
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import MOST_RANKS, Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -231,6 +232,53 @@ def test_what_holds_the_model_twice_cannot_be_trained() -> None:
 
 
 def test_the_unit_of_limits_is_the_peak_of_1f1b() -> None:
-    assert peak_of_1f1b(4, 8) == 4 and peak_of_1f1b(4, 3) == 3
+    equal = Costs((StageCosts(1, 1, 1),) * 4)
+    assert peak_of_1f1b(equal, 4, 8) == 4 and peak_of_1f1b(equal, 4, 3) == 3
     stages = (StageCosts(1, 1, 1, 2.0), *(StageCosts(1, 1, 1, 1.0),) * 7)  # two for each of 4 ranks
-    assert peak_of_1f1b(4, 8, Costs(stages)) == 12, "rank 0 holds four microbatches of 2 + 1"
+    assert peak_of_1f1b(Costs(stages), 4, 8) == 12, "rank 0 holds four microbatches of 2 + 1"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "zb-auto", "v-auto"])
+def test_a_last_stage_with_logits_holds_no_more_than_the_fullest_of_1f1b(name: str) -> None:
+    """Stages are not equal: the last one of a model with a large vocabulary holds half as much again of each microbatch."""
+    placement = families.placement(name, 4)
+    *stages, last = uniform(placement).stages
+    costs = Costs((*stages, replace(last, activation=last.activation + 0.5, retained=last.retained + 0.5)))
+    peak = peak_of_1f1b(costs, 4, 12)
+    assert peak == 4
+    planned = Request(name, 4, 12, costs).plan()
+    assert max(planned.peaks) <= peak * (1 + 1e-9)
+    equal = Request(name, 4, 12).plan()
+    assert max(equal.peaks) == 4, "where stages are equal all of it is used"
+
+
+@pytest.mark.parametrize(("name", "share"), [("zb-h2", 7 / 4), ("v-half", 3 / 4), ("v-min", 2 / 4), ("1f1b-v", 3 / 4)])
+def test_a_name_that_stands_for_an_amount_is_a_share_of_that(name: str, share: float) -> None:
+    placement = families.placement(name, 4)
+    *stages, last = uniform(placement).stages
+    costs = Costs((*stages, replace(last, activation=last.activation + 0.5, retained=last.retained + 0.5)))
+    assert max(Request(name, 4, 12, costs).plan().peaks) <= share * peak_of_1f1b(costs, 4, 12) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["v-min", "zb-v", "v-auto"])
+def test_a_limit_of_a_name_that_no_order_keeps_is_the_least_that_one_does(name: str) -> None:
+    """One microbatch has to fit, also where all of 1F1B's ranks hold less than a V's rank with both ends of the model."""
+    *stages, last = uniform(families.placement(name, 4)).stages
+    costs = Costs((replace(stages[0], activation=4.0), *stages[1:], replace(last, activation=4.0)))
+    assert peak_of_1f1b(costs, 4, 1) == 4.5
+    assert Request(name, 4, 1, costs).plan().peaks[0] == 8
+
+
+def test_each_weight_gradient_runs_sooner_where_its_rank_is_full() -> None:
+    costs = Costs((*(StageCosts(1, 1, 1),) * 3, StageCosts(1, 1, 1, 1.5, 1.5)))
+
+    def backwards_before_weights(given: Costs | None) -> list[int]:
+        rows = Request("zb-h1", 4, 12, given).plan().schedule.passes
+        return [sum(work.kind is Kind.B for work in row[: row.index(Pass(Kind.W, 0))]) for row in rows]
+
+    assert backwards_before_weights(None) == [1, 2, 3, 4]
+    assert backwards_before_weights(costs) == [1, 2, 3, 2], "rank 3 has room for two and a half microbatches of its own"
+    with pytest.raises(LimitTooLow) as refused:
+        Request("zb-h1", 4, 12, costs, memory_limit=3).plan()
+    assert refused.value.least == 4, "rank 0 holds four microbatches whatever W does"
+    assert least_limit(Request("zb-h1", 4, 12, costs, memory_limit=3)) == 4

@@ -26,9 +26,10 @@ from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
-from megatron.pipeline.planning.choose import candidates, peak_of_1f1b
+from megatron.pipeline.planning.choose import candidates
 from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.planning.document import gain, row
+from megatron.pipeline.planning.limits import peak_of_1f1b
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
         raise nothing_fits(refused, request.unit, request.limit)
     spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
     of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
-    compared = Comparison(request, planned, refused, peak_of_1f1b(options.pp, options.microbatches, of_1f1b), spans)
+    compared = Comparison(request, planned, refused, peak_of_1f1b(of_1f1b, options.pp, options.microbatches), spans)
     if suffix == ".json":
         Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
     elif options.json:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.pipeline.planning.compose import least_memory, solve
+from megatron.pipeline.planning.compose import least_memory
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import Refusal, Unit, in_unit, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
-from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
 
 NEAR = 1.001  # schedules this close to the shortest are as short: costs are not known better than that
@@ -70,16 +68,6 @@ def _needs(request: Request) -> float | None:
     except ValueError:
         return None  # memory is not all that is wrong
     return needs if needs > request.limit else None
-
-
-def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:
-    """The most that a rank of 1F1B holds where the model is cut into one stage per rank: the unit of limits such as 0.5.
-
-    Args:
-        costs: of any number of stages, in the model's order; equal stages by default.
-    """
-    schedule = solve("1f1b", Request("1f1b", ranks, microbatches).problem())
-    return max(activation_peaks(schedule, costs.of_depth(ranks) if costs else uniform(schedule.placement)))
 
 
 @dataclass(frozen=True)

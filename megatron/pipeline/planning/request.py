@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 from megatron.pipeline.planning.balance import Model, balanced, check_layers, finer
-from megatron.pipeline.planning.compose import kept_limits, solve
+from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.costs import with_parts
+from megatron.pipeline.planning.limits import kept_limits
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
@@ -63,6 +64,7 @@ class Request:
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
+        room: the most that each rank may hold where there is no ``memory_limit``: see ``limits.kept_limits``.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
 
@@ -88,6 +90,7 @@ class Request:
     layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
+    room: Sequence[float] | None = None
 
     @property
     def variant(self) -> Variant:
@@ -141,7 +144,7 @@ class Request:
             self.quick,
         )
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
-        return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
+        return replace(problem, limits=kept_limits(family, problem, self.room)) if family and not self.offload else problem
 
     def _costs(self, placement: Placement) -> Costs:
         costs = self.costs(placement) if callable(self.costs) else self.costs
