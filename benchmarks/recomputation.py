@@ -67,11 +67,11 @@ def shorter_by(request: Request) -> float:
     Raises:
         AssertionError: a plan holds more than the limit.
     """
-    assert isinstance(request.costs, Costs) and request.limit is not None
+    assert isinstance(request.costs, Costs) and request.lowest_limit is not None
     trained, spans = request.costs.remade(), []
     for costs in (request.costs, trained):
         schedule = planning.solve(request.schedule, replace(request, costs=costs).problem())
-        assert max(activation_peaks(schedule, trained)) <= request.limit * EQUAL
+        assert max(activation_peaks(schedule, trained)) <= request.lowest_limit * EQUAL
         spans.append(simulate(schedule, trained).span)
     return 1 - spans[1] / spans[0]
 

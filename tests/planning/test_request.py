@@ -101,7 +101,7 @@ def test_transformations_are_applied_in_one_order() -> None:
 def test_a_limit_on_the_device_is_kept_by_offloading(limit: float) -> None:
     costs = replace(uniform(families.placement("v-auto", 4)), copies=CopyCosts(0.1, 0.1))
     planned = Request("v-auto", 4, 12, costs, memory_limit=limit, offload=Offload.FULL).plan()
-    assert max(planned.peaks) <= limit == planned.limit
+    assert max(planned.peaks) <= limit == planned.memory_limit
     with pytest.raises(HostLimitTooLow) as refused:
         Request("v-auto", 4, 12, costs, memory_limit=limit, offload=Offload.FULL, host_limit=1e-3).plan()
     assert refused.value.least == 0.5
@@ -122,7 +122,7 @@ def test_the_judgement_of_a_plan() -> None:
     planned = Request("zb-h1", 4, 8).plan()
     assert planned.value == planned.timeline.span and planned.peak == max(planned.peaks) == 4
     assert planned.gap == planned.timeline.span / planned.bound - 1
-    assert planned.expected is None and planned.limit is None and planned.title == "zb-h1"
+    assert planned.expected is None and planned.memory_limit is None and planned.title == "zb-h1"
     assert planned.programs is planned.programs and len(planned.programs) == 4, "made once"
 
 
@@ -147,7 +147,7 @@ def test_what_a_report_says_is_read_back(tmp_path: Path) -> None:
     assert (again.schedule, again.timeline, again.peaks) == (planned.schedule, planned.timeline, planned.peaks)
     assert (again.problem.limits, again.problem.objective, again.problem.offload) == ((2, 2), "makespan", Offload.FULL)
     bare = read(str(path), Changes(memory_limit=9, objective="span", offload="off"))
-    assert not bare.schedule.has_copies and bare.limit == 9 and bare.problem.objective is Objective.SPAN
+    assert not bare.schedule.has_copies and bare.memory_limit == 9 and bare.problem.objective is Objective.SPAN
 
 
 def measured(placement: Placement, size: float = MIB) -> Costs:

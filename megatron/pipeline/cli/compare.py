@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> None:
     with Progress("planning schedules") as progress:
         planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks), progress)
     if not planned:
-        raise nothing_fits(refused, request.unit, request.limit)
+        raise nothing_fits(refused, request.unit, request.lowest_limit)
     spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
     of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
     compared = Comparison(request, planned, refused, peak_of_1f1b(of_1f1b, options.pp, options.microbatches), spans)
@@ -146,7 +146,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         "pp": request.ranks,
         "microbatches": request.microbatches,
         "objective": request.objective,
-        "memory_limit": request.limit if request.limit != float("inf") else None,
+        "memory_limit": request.lowest_limit if request.lowest_limit != float("inf") else None,
         "peak_of_1f1b": compared.whole,
         "schedules": rows,
         "refused": {str(refusal.variant): refusal.reason for refusal in compared.refused},
@@ -198,7 +198,7 @@ def _print_table(compared: Comparison) -> None:
         print(f"{', '.join(twice)}: planned and simulated alone; a training holds the model once")
     if compared.refused:
         print("\nnot possible here:")
-        print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.limit)))
+        print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.lowest_limit)))
 
 
 def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:

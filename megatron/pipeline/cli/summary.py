@@ -29,6 +29,8 @@ def above_bound(objective: str) -> str:
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit, exact = data["peak_activation"], data.get("memory_limit"), data.get("exact")
+    if isinstance(limit, (list, tuple)):
+        limit = min(limit)  # an order within the lowest of them is within all of them
     unit = _unit(data)
     amounts = partial(_amounts, unit)
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.

@@ -61,13 +61,13 @@ def least_limit(request: Request) -> float:
 
 def _needs(request: Request) -> float | None:
     """The memory that a refused family takes, if that is above the limit."""
-    if request.limit is None:
+    if request.lowest_limit is None:
         return None
     try:
         needs = least_limit(request)
     except ValueError:
         return None  # memory is not all that is wrong
-    return needs if needs > request.limit else None
+    return needs if needs > request.lowest_limit else None
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def best(
         except ChunksDoNotFit as error:
             raise ValueError(f"{error}: leave --chunks out") from None
         except TooLow as error:
-            raise in_unit(error, request.unit, request.schedule, request.limit, request.host_limit) from None
+            raise in_unit(error, request.unit, request.schedule, request.lowest_limit, request.host_limit) from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")
@@ -179,7 +179,7 @@ def best(
         tried = variants(request.ranks, chunks=None if request.chunks is None else [request.chunks])
     planned, refused = candidates(request, tried, progress)
     if not planned:
-        raise nothing_fits(refused, request.unit, request.limit)
+        raise nothing_fits(refused, request.unit, request.lowest_limit)
     choice = choose(planned, refused)
     return choice.best, choice
 

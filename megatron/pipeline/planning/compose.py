@@ -26,7 +26,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.join import join, saves, split
 from megatron.pipeline.schedule.transforms.offload import offload
-from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
 _NEAR = 1.01  # as short: the schedule that holds less is better then

@@ -1,4 +1,4 @@
-"""What each rank may hold: 1F1B's peak, the one unit of amounts of memory, and the limits of families that stand for amounts of it.
+"""What each rank may hold: 1F1B's peak, the unit of amounts of memory, and the limits of families that stand for an amount.
 
 Stages differ: the last one holds the logits of each microbatch too. What matters is whether a training that fits under 1F1B
 fits under another schedule, so that every rank may hold as much as the fullest one of 1F1B does.
@@ -6,8 +6,7 @@ fits under another schedule, so that every rank may hold as much as the fullest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron.pipeline.planning.costs import with_whole_vocabulary
@@ -23,6 +22,20 @@ from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import postponed
 
 _SLACK = 1 + 1e-9
+_GIVEN_UP = 0.5  # of its memory that a family does without at most where weights take more than under 1F1B: less makes it slow
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What every rank needs beside activations, such as weights and optimizer states, in the costs' unit of memory.
+
+    Attributes:
+        stock: under megatron-core's 1F1B.
+        own: on the placement that is planned for.
+    """
+
+    stock: tuple[float, ...]
+    own: tuple[float, ...]
 
 
 @lru_cache(maxsize=64)
@@ -49,11 +62,12 @@ def of_stages(name: str, problem: Problem) -> Schedule:
     return recompute(fuse(schedule, problem.fused), problem.recompute)
 
 
-def kept_limits(family: Family, problem: Problem, room: Sequence[float] | None = None) -> tuple[float, ...] | None:
+def kept_limits(family: Family, problem: Problem, beside: Beside | None = None) -> tuple[float, ...] | None:
     """What each rank may hold, in the costs' unit, from the problem's limits and the amount that the family's name stands for.
 
     Args:
-        room: the most that each rank may hold where the problem has no limits. The family may still hold what it cannot do without.
+        beside: what ranks need beside activations, where that is known. Without limits of the problem no rank then needs more in
+            all than the fullest one under 1F1B, unless the family cannot do without, or would be slow.
 
     Raises:
         LimitTooLow: the problem's limits are below an amount that the family cannot do without.
@@ -61,7 +75,7 @@ def kept_limits(family: Family, problem: Problem, room: Sequence[float] | None =
     given = problem.limits
     if (family.memory or family.keeps) is None or (given is not None and (family.keeps or family.plans_for_limits)):
         return given
-    own = _own_limits(family, problem, room)
+    own = _own_limits(family, problem, beside)
     if family.keeps:
         enough = replace(problem, microbatches=min(problem.microbatches, 4 * problem.ranks))
         whole = activation_peaks(of_stages(family.name, enough), problem.costs)
@@ -71,9 +85,9 @@ def kept_limits(family: Family, problem: Problem, room: Sequence[float] | None =
         return own
     assert family.memory is not None
     if any(limit < needed / _SLACK for limit, needed in zip(given, own, strict=True)):
-        least = max(own)
+        least, count = max(own), family.memory(problem.ranks)
         raise LimitTooLow(
-            f"{family.name} on {problem.ranks} ranks is the schedule with room for {family.memory(problem.ranks):g} microbatches, "
+            f"{family.name} on {problem.ranks} ranks is the schedule with room for {count:g} microbatches, "
             f"{least:g} on every rank, and the limit is {min(given):g}: give at least {rounded_up(least)}, or take v-auto, which "
             f"plans for any limit from {rounded_up(max(least_limits(family, problem)))} up",
             least,
@@ -81,17 +95,19 @@ def kept_limits(family: Family, problem: Problem, room: Sequence[float] | None =
     return own if family.memory_is == "fixed" else given
 
 
-def _own_limits(family: Family, problem: Problem, room: Sequence[float] | None) -> tuple[float, ...]:
-    """The limits that the family's name stands for, which no more of 1F1B's peak than that is, nor more than the room."""
+def _own_limits(family: Family, problem: Problem, beside: Beside | None) -> tuple[float, ...]:
+    """The limits that the family's name stands for."""
     ranks, amount = problem.ranks, family.memory or family.keeps
     assert amount is not None
-    count = amount(ranks)
-    full, own = (peak_of_1f1b(problem.costs, ranks, number) for number in (ranks, problem.microbatches))
+    full, peaks = (peaks_of_1f1b(problem.costs, ranks, number) for number in (ranks, problem.microbatches))
+    share = amount(ranks) / ranks
     # With fewer microbatches than ranks 1F1B holds these at most, and an amount below its peak is still that share of p.
-    limit = min(count * full / ranks, max(1.0, count / ranks) * own) + spreading(problem)
-    return tuple(
-        max(least, min(limit, most)) for least, most in zip(least_limits(family, problem), room or (limit,) * ranks, strict=True)
-    )
+    limit = min(amount(ranks) * max(full) / ranks, max(1.0, share) * max(peaks)) + spreading(problem)
+    limits = [limit] * ranks
+    if beside and share <= 1:
+        fullest = max(peak + other for peak, other in zip(peaks, beside.stock, strict=True))
+        limits = [min(limit, max(_GIVEN_UP * limit, fullest - other)) for other in beside.own]
+    return tuple(max(least, most) for least, most in zip(least_limits(family, problem), limits, strict=True))
 
 
 def least_limits(family: Family, problem: Problem) -> tuple[float, ...]:

@@ -22,7 +22,6 @@ from megatron.pipeline.schedule.families.family import Family
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 
-
 _SLACK = 1 + 1e-9  # of sums of floats
 
 
