@@ -11,7 +11,7 @@ import pytest
 from megatron.pipeline import planning
 from megatron.pipeline.planning.choose import best, least_limit
 from megatron.pipeline.planning.document import Changes, choice_fields, read, report
-from megatron.pipeline.planning.limits import peak_of_1f1b
+from megatron.pipeline.planning.limits import Beside, peak_of_1f1b
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import MOST_RANKS, Request
@@ -282,3 +282,37 @@ def test_each_weight_gradient_runs_sooner_where_its_rank_is_full() -> None:
         Request("zb-h1", 4, 12, costs, memory_limit=3).plan()
     assert refused.value.least == 4, "rank 0 holds four microbatches whatever W does"
     assert least_limit(Request("zb-h1", 4, 12, costs, memory_limit=3)) == 4
+
+
+def test_a_limit_of_each_rank_stays_that_of_the_rank(tmp_path: Path) -> None:
+    """In the plans of a training for every number of microbatches, after planning again, and in a file."""
+    limits = (2.0, 3.0, 4.0, 4.0)
+    plans = Plans(Request("v-auto", 4, 8, memory_limit=limits))
+    for microbatches in (8, 12):
+        assert plans.plan(microbatches).problem.limits == limits
+    costs = uniform(families.placement("v-auto", 4), backward=2.0)
+    plans.adopt(costs, limits, plans.plan_again(costs, limits))
+    for microbatches in (8, 16):
+        planned = plans.plan(microbatches)
+        assert planned.problem.limits == limits and max(planned.peaks) > 2 >= planned.peaks[0]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(report(planned)))
+    again = read(str(path), Changes())
+    assert again.problem.limits == limits and again.memory_limit == limits
+    path.write_text(json.dumps(report(planned) | {"memory_limit": [2.0, 3.0]}))
+    with pytest.raises(ValueError, match="memory_limit has 2 numbers for 4 ranks: give one, or one for each rank"):
+        read(str(path), Changes())
+
+
+def test_states_that_are_larger_than_under_1f1b_leave_less_for_activations() -> None:
+    """A V's first rank has both ends of the vocabulary: what that takes more than under 1F1B its activations take less."""
+
+    def beside(placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside:
+        return Beside((2.0, 1.0, 1.0, 2.0), (3.0, 1.0, 1.0, 1.0))
+
+    assert Request("v-auto", 4, 8, beside=beside).problem().limits == (3, 4, 4, 4)
+    assert Request("v-half", 4, 8, beside=beside).problem().limits == (3, 3, 3, 3)
+    assert Request("v-auto", 4, 8, memory_limit=4, beside=beside).problem().limits == (4, 4, 4, 4), "a user's limit is kept"
+    heavy = replace(beside(families.placement("v-auto", 4), None), own=(9.0, 1.0, 1.0, 1.0))
+    limits = Request("v-auto", 4, 8, beside=lambda *_, **__: heavy).problem().limits
+    assert limits == (2, 4, 4, 4), "no less than half: the schedule would be slow"

@@ -259,12 +259,12 @@ def test_stock_takes_chunks() -> None:
 @pytest.mark.parametrize(("flags", "objective"), [("", "makespan"), ("--post-validation", "span")])
 def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str], flags: str, objective: str) -> None:
     """Where no iteration begins before the one before has ended on all ranks, the makespan is what to choose by."""
-    flags = f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1 {flags}"
+    flags = f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1 {TWO_CHUNKS} {flags}"
     _, _, pipeline = program.prepare(flags.split(), world_size=2)
     first, last = pipeline.planned_costs.stages[0], pipeline.planned_costs.stages[-1]
     logits = f"--last-stage activation={last.activation - first.activation}"
-    request = f"plan --schedule auto --pp 2 --microbatches 4 --memory-limit 2 {logits} --objective {objective} --json"
-    assert main(request.split()) == 0
+    request = f"plan --schedule auto --pp 2 --microbatches 4 --chunks 2 --memory-limit 2 {logits} --objective {objective}"
+    assert main([*request.split(), "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)
     assert pipeline.name == chosen["schedule"].split()[0]
 
@@ -403,9 +403,18 @@ def test_the_log_warns_of_a_rank_that_needs_more_than_under_stock() -> None:
         lines.append([line for line in plan_in_words(args, pipeline) if "WARNING: pipeline rank" in line])
     assert [len(line) for line in lines] == [1, 1, 0]
     assert re.search(
-        r"rank 3 is predicted to need \S+ GiB, \S+ GiB more than the fullest rank under 1F1B \(stock\); by rank, GiB: ",
+        r"rank 0 is predicted to need \S+ GiB, \S+ GiB more than the fullest rank under 1F1B \(stock\); by rank, GiB: ",
         lines[0][0],
     )
     assert "--vocab-parallel 2" in lines[0][0] and "--vocab-parallel 2" not in lines[1][0]
     del args.padded_vocab_size  # as under a script of the user's without a tokenizer
     assert "planned at equal costs, as if stages were equal, for 12" in plan_in_words(args, pipeline)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [("", "% of the makespan, "), ("--post-validation", r"% of the makespan \([\d.]+% of the span\), ")]
+)
+def test_the_bubble_of_the_plan_is_that_of_the_makespan(flags: str, words: str) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v {flags}".split(), world_size=2)
+    rate = pipeline.plan(4).timeline.bubble_rate
+    assert re.search(rf"microbatches: bubble {100 * rate:.1f}{words}", plan_in_words(args, pipeline)[0])

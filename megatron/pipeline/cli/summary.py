@@ -42,8 +42,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append((name, value if isinstance(value, str) else f"{value:g}", meaning))
 
     all_ranks = "from the first pass on any rank to the last"
-    add("makespan", data["makespan"], f"bubble {data['makespan_bubble_rate']:.1%}, {all_ranks}")
-    add("span", data["span"], f"bubble {data['bubble_rate']:.1%}, the longest from a rank's first pass to its last")
+    add("makespan", data["makespan"], f"bubble {data['bubble_rate']:.1%}, {all_ranks}")
+    add("span", data["span"], f"bubble {data['span_bubble_rate']:.1%}, the longest from a rank's first pass to its last")
     order = f"no order {_within(held, unit)} has a shorter {kind} on this placement"
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     if "jitter" in data:

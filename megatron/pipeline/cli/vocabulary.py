@@ -126,7 +126,7 @@ def _row(options: argparse.Namespace, device: Device, method: str, shape: Shape)
         "vocabulary": shape.vocabulary,
         "layers": layers,
         "makespan": timeline.makespan,
-        "bubble_rate": timeline.makespan_bubble_rate,
+        "bubble_rate": timeline.bubble_rate,
         "mfu": training_operations(shape) * options.microbatches / (timeline.makespan * options.pp * device.peak),
         "parameter_bytes": states,
         "activation_bytes": list(planned.peaks),

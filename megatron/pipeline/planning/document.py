@@ -32,7 +32,7 @@ GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation
 _Read = TypeVar("_Read")
 
 _OF_EACH = (
-    *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
+    *("schedule", "chunks", "makespan", "span", "bubble_rate", "span_bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
     *("offload", "overlap", "balance"),
 )
@@ -60,7 +60,8 @@ def _report(planned: Planned) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble_rate": timeline.bubble_rate,
-        "makespan_bubble_rate": timeline.makespan_bubble_rate,
+        "span_bubble_rate": timeline.span_bubble_rate,
+        "makespan_bubble_rate": timeline.bubble_rate,
         "peak_activation": planned.peaks,
         "lower_bound": bounds[Objective.SPAN],
         "gap": above(timeline.span, bounds[Objective.SPAN]),

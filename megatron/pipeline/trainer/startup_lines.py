@@ -20,6 +20,7 @@ from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.names import OFF, counted
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.gpt import Shape
@@ -96,10 +97,10 @@ def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
     count = max(activation_peaks(planned.schedule, uniform(pipeline.placement)))
     held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else counted(count, "microbatch")
     at = "these costs" if pipeline.costs else "equal costs" if knows_memory else "equal costs, as if stages were equal,"
-    bubble = objective.bubble_rate(planned.timeline)
+    of_span = f" ({planned.timeline.span_bubble_rate:.1%} of the span)" if objective is Objective.SPAN else ""
     words += (
-        f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble {bubble:.1%} "
-        f"of the {objective}, activations of at most {held} on a rank"
+        f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble "
+        f"{planned.timeline.bubble_rate:.1%} of the makespan{of_span}, activations of at most {held} on a rank"
     )
     if args.overlap_moe_expert_parallel_comm:
         if not planned.braids:
