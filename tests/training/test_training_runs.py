@@ -268,7 +268,7 @@ def test_mock_data_starts_without_warnings(pool: Pool) -> None:
 
 
 LARGE_VOCABULARY = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 8000 --untie-embeddings-and-output-weights --num-layers 8 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 2000 --untie-embeddings-and-output-weights --num-layers 8 "
     "--hidden-size 64 --seq-length 64 --micro-batch-size 1 --pipeline-model-parallel-size 4 --train-iters 3"
 )
 

@@ -96,7 +96,7 @@ def equal_stages(args: Namespace, share: StageCosts, placement: Placement, vocab
         replace(
             stage,
             activation=(layers + output) / unit,
-            retained=(layers + retained) / unit if share.retained else 0.0,
+            retained=(layers * share.retained + retained) / unit,
         )
         for layers, output, retained in zip(sizes.layers, sizes.output, sizes.retained, strict=True)
     )
