@@ -316,3 +316,17 @@ def test_states_that_are_larger_than_under_1f1b_leave_less_for_activations() -> 
     heavy = replace(beside(families.placement("v-auto", 4), None), own=(9.0, 1.0, 1.0, 1.0))
     limits = Request("v-auto", 4, 8, beside=lambda *_, **__: heavy).problem().limits
     assert limits == (2, 4, 4, 4), "no less than half: the schedule would be slow"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_measured_bytes_set_the_limit_anew(name: str) -> None:
+    """Before a profile stages are taken to be equal; a schedule that then holds too much does not stay, though it is shorter."""
+    plans = Plans(Request(name, 4, 12))
+    before = plans.plan(12).schedule
+    *stages, last = uniform(plans.placement).stages
+    costs = Costs((*stages, replace(last, activation=last.activation + 2, retained=last.retained + 2)))
+    limit = peak_of_1f1b(costs, 4, 12)
+    assert max(activation_peaks(before, costs)) > limit
+    plans.adopt(costs, None, plans.plan_again(costs, None))
+    for microbatches in (12, 16):
+        assert max(plans.plan(microbatches).peaks) <= limit * (1 + 1e-9)
