@@ -45,8 +45,9 @@ def table(rows: list[Planned]) -> Iterator[str]:
     columns = ("schedule", "span", "bubble", "makespan", "bubble", "peak", "least span at this peak", "above it")
     cells = [
         (
-            f"`{row.schedule.name}`", f"{row.timeline.span:g}", f"{row.timeline.bubble_rate:.1%}", f"{row.timeline.makespan:g}",
-            f"{row.timeline.makespan_bubble_rate:.1%}", f"{row.peak:g}", f"{row.bound:g}", f"{row.gap:z.1%}",
+            f"`{row.schedule.name}`", f"{row.timeline.span:g}", f"{row.timeline.span_bubble_rate:.1%}",
+            f"{row.timeline.makespan:g}",
+            f"{row.timeline.bubble_rate:.1%}", f"{row.peak:g}", f"{row.bound:g}", f"{row.gap:z.1%}",
         )
         for row in sorted(rows, key=lambda row: (round(row.timeline.makespan, 9), row.peak))
     ]  # fmt: skip

@@ -162,7 +162,7 @@ def _table(runs: list[Run]) -> Table:
             "reference" if run is reference else difference(run, reference),
             " ".join(f"{peak / 2**20:.1f}" for peak in last["peak_activation_bytes"]),
             f"{1e3 * run.seconds:.1f}",
-            f"{run.timeline.makespan_bubble_rate:.1%}",
+            f"{run.timeline.bubble_rate:.1%}",
             f"{reference.seconds / run.seconds:.2f}",
         )
     return table

@@ -79,6 +79,7 @@ def test_plan_json_has_the_fields_of_the_contract(capsys: pytest.CaptureFixture[
         "makespan": 60,
         "span": 60,
         "bubble_rate": 0.2,
+        "span_bubble_rate": 0.2,
         "makespan_bubble_rate": 0.2,
         "peak_activation": [4, 4, 4, 4],
         "message_buffers": 11,

@@ -48,7 +48,15 @@ def test_every_schedule_is_planned_as_plan_does_or_has_a_reason(capsys: pytest.C
             command = f"{COMPARE} --microbatches 3 --memory-limit 2.5 --schedule {row['schedule']}{chunks} --json"
             planned: dict[str, Any] = json.loads(printed(capsys, command.replace("compare", "plan")))
             shared = row.keys() & planned.keys() - {"plan_seconds"}
-            assert {"span", "makespan", "bubble_rate", "makespan_bubble_rate", "peak_activation", "gap"} <= shared
+            assert {
+                "span",
+                "makespan",
+                "bubble_rate",
+                "span_bubble_rate",
+                "makespan_bubble_rate",
+                "peak_activation",
+                "gap",
+            } <= shared
             assert {key: row[key] for key in shared} == {key: planned[key] for key in shared}
 
 

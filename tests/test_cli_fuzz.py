@@ -107,7 +107,8 @@ def check(text: str) -> dict[str, Any]:
         assert max(data["peak_activation"]) <= data["memory_limit"] * (1 + 1e-9)
         if costs is not None:
             verify(schedule, costs, data["memory_limit"])
-    assert -1e-9 <= data["bubble_rate"] <= data["makespan_bubble_rate"] + 1e-9
+    assert -1e-9 <= data["span_bubble_rate"] <= data["bubble_rate"] + 1e-9
+    assert data["makespan_bubble_rate"] == data["bubble_rate"], "by its older name"
     assert data["gap"] >= -1e-9
     assert data["makespan_gap"] >= -1e-9
     if "jitter" in data:

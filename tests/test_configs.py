@@ -17,9 +17,10 @@ import pytest
 import yaml
 from pool import Pool
 
-from megatron.pipeline.cli.memory import STOCK_1F1B, Prediction, predicted, report
+from megatron.pipeline.cli.memory import Prediction, predicted, report
 from megatron.pipeline.costmodel.memory import GIB
 from megatron.pipeline.costmodel.parameters import activated_parameters, total_parameters
+from megatron.pipeline.flags.flags import STOCK_1F1B
 from megatron.pipeline.shape.gpt import Shape
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,7 @@ def test_the_schedules_shown_are_those_of_the_command(opened: Opened) -> None:
                 f"{time:.5g}",
                 f"\N{MULTIPLICATION SIGN} {plain['makespan'] / time:.2f}",
                 f"\N{MULTIPLICATION SIGN} {interleaved / time:.2f}",
-                f"{100 * plan['makespan_bubble_rate']:.1f} %",
+                f"{100 * plan['bubble_rate']:.1f} %",
                 f"{100 * plan['makespan_gap']:z.1f} %",
                 f"{memory:.5g}",
                 f"{100 * memory / max(plain['peak_activation']):.0f} %",

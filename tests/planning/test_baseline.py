@@ -64,7 +64,7 @@ def test_interleaving_is_stock_at_its_best_where_messages_are_short() -> None:
     best = stock_at_its_best(costs, 4, 8)
     assert str(best.variant) == "interleaved v=4"
     # Analytic: (p - 1) / (v m) of the passes, and every chunk's messages.
-    assert best.timeline.makespan_bubble_rate == pytest.approx(3 / (4 * 8 + 3), abs=0.03)
+    assert best.timeline.bubble_rate == pytest.approx(3 / (4 * 8 + 3), abs=0.03)
     assert best.value == pytest.approx(min(stock_at_its_best(costs, 4, 8, layers).value for layers in (4, 8, 16, 24)))
 
 

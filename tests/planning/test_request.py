@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron.pipeline import planning
-from megatron.pipeline.planning.choose import best, least_limit, peak_of_1f1b
+from megatron.pipeline.planning.choose import best, least_limit
 from megatron.pipeline.planning.document import Changes, choice_fields, read, report
+from megatron.pipeline.planning.limits import Beside, peak_of_1f1b
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import MOST_RANKS, Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
-from megatron.pipeline.schedule.core.passes import Kind, Offload, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Offload, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -100,7 +101,7 @@ def test_transformations_are_applied_in_one_order() -> None:
 def test_a_limit_on_the_device_is_kept_by_offloading(limit: float) -> None:
     costs = replace(uniform(families.placement("v-auto", 4)), copies=CopyCosts(0.1, 0.1))
     planned = Request("v-auto", 4, 12, costs, memory_limit=limit, offload=Offload.FULL).plan()
-    assert max(planned.peaks) <= limit == planned.limit
+    assert max(planned.peaks) <= limit == planned.memory_limit
     with pytest.raises(HostLimitTooLow) as refused:
         Request("v-auto", 4, 12, costs, memory_limit=limit, offload=Offload.FULL, host_limit=1e-3).plan()
     assert refused.value.least == 0.5
@@ -121,7 +122,7 @@ def test_the_judgement_of_a_plan() -> None:
     planned = Request("zb-h1", 4, 8).plan()
     assert planned.value == planned.timeline.span and planned.peak == max(planned.peaks) == 4
     assert planned.gap == planned.timeline.span / planned.bound - 1
-    assert planned.expected is None and planned.limit is None and planned.title == "zb-h1"
+    assert planned.expected is None and planned.memory_limit is None and planned.title == "zb-h1"
     assert planned.programs is planned.programs and len(planned.programs) == 4, "made once"
 
 
@@ -146,7 +147,7 @@ def test_what_a_report_says_is_read_back(tmp_path: Path) -> None:
     assert (again.schedule, again.timeline, again.peaks) == (planned.schedule, planned.timeline, planned.peaks)
     assert (again.problem.limits, again.problem.objective, again.problem.offload) == ((2, 2), "makespan", Offload.FULL)
     bare = read(str(path), Changes(memory_limit=9, objective="span", offload="off"))
-    assert not bare.schedule.has_copies and bare.limit == 9 and bare.problem.objective is Objective.SPAN
+    assert not bare.schedule.has_copies and bare.memory_limit == 9 and bare.problem.objective is Objective.SPAN
 
 
 def measured(placement: Placement, size: float = MIB) -> Costs:
@@ -236,6 +237,101 @@ def test_what_holds_the_model_twice_cannot_be_trained() -> None:
 
 
 def test_the_unit_of_limits_is_the_peak_of_1f1b() -> None:
-    assert peak_of_1f1b(4, 8) == 4 and peak_of_1f1b(4, 3) == 3
+    equal = Costs((StageCosts(1, 1, 1),) * 4)
+    assert peak_of_1f1b(equal, 4, 8) == 4 and peak_of_1f1b(equal, 4, 3) == 3
     stages = (StageCosts(1, 1, 1, 2.0), *(StageCosts(1, 1, 1, 1.0),) * 7)  # two for each of 4 ranks
-    assert peak_of_1f1b(4, 8, Costs(stages)) == 12, "rank 0 holds four microbatches of 2 + 1"
+    assert peak_of_1f1b(Costs(stages), 4, 8) == 12, "rank 0 holds four microbatches of 2 + 1"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "zb-auto", "v-auto"])
+def test_a_last_stage_with_logits_holds_no_more_than_the_fullest_of_1f1b(name: str) -> None:
+    """Stages are not equal: the last one of a model with a large vocabulary holds half as much again of each microbatch."""
+    placement = families.placement(name, 4)
+    *stages, last = uniform(placement).stages
+    costs = Costs((*stages, replace(last, activation=last.activation + 0.5, retained=last.retained + 0.5)))
+    peak = peak_of_1f1b(costs, 4, 12)
+    assert peak == 4
+    planned = Request(name, 4, 12, costs).plan()
+    assert max(planned.peaks) <= peak * (1 + 1e-9)
+    equal = Request(name, 4, 12).plan()
+    assert max(equal.peaks) == 4, "where stages are equal all of it is used"
+
+
+@pytest.mark.parametrize(("name", "share"), [("zb-h2", 7 / 4), ("v-half", 3 / 4), ("v-min", 2 / 4), ("1f1b-v", 3 / 4)])
+def test_a_name_that_stands_for_an_amount_is_a_share_of_that(name: str, share: float) -> None:
+    placement = families.placement(name, 4)
+    *stages, last = uniform(placement).stages
+    costs = Costs((*stages, replace(last, activation=last.activation + 0.5, retained=last.retained + 0.5)))
+    assert max(Request(name, 4, 12, costs).plan().peaks) <= share * peak_of_1f1b(costs, 4, 12) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["v-min", "zb-v", "v-auto"])
+def test_a_limit_of_a_name_that_no_order_keeps_is_the_least_that_one_does(name: str) -> None:
+    """One microbatch has to fit, also where all of 1F1B's ranks hold less than a V's rank with both ends of the model."""
+    *stages, last = uniform(families.placement(name, 4)).stages
+    costs = Costs((replace(stages[0], activation=4.0), *stages[1:], replace(last, activation=4.0)))
+    assert peak_of_1f1b(costs, 4, 1) == 4.5
+    assert Request(name, 4, 1, costs).plan().peaks[0] == 8
+
+
+def test_each_weight_gradient_runs_sooner_where_its_rank_is_full() -> None:
+    costs = Costs((*(StageCosts(1, 1, 1),) * 3, StageCosts(1, 1, 1, 1.5, 1.5)))
+
+    def backwards_before_weights(given: Costs | None) -> list[int]:
+        rows = Request("zb-h1", 4, 12, given).plan().schedule.passes
+        return [sum(work.kind is Kind.B for work in row[: row.index(Pass(Kind.W, 0))]) for row in rows]
+
+    assert backwards_before_weights(None) == [1, 2, 3, 4]
+    assert backwards_before_weights(costs) == [1, 2, 3, 2], "rank 3 has room for two and a half microbatches of its own"
+    with pytest.raises(LimitTooLow) as refused:
+        Request("zb-h1", 4, 12, costs, memory_limit=3).plan()
+    assert refused.value.least == 4, "rank 0 holds four microbatches whatever W does"
+    assert least_limit(Request("zb-h1", 4, 12, costs, memory_limit=3)) == 4
+
+
+def test_a_limit_of_each_rank_stays_that_of_the_rank(tmp_path: Path) -> None:
+    """In the plans of a training for every number of microbatches, after planning again, and in a file."""
+    limits = (2.0, 3.0, 4.0, 4.0)
+    plans = Plans(Request("v-auto", 4, 8, memory_limit=limits))
+    for microbatches in (8, 12):
+        assert plans.plan(microbatches).problem.limits == limits
+    costs = uniform(families.placement("v-auto", 4), backward=2.0)
+    plans.adopt(costs, limits, plans.plan_again(costs, limits))
+    for microbatches in (8, 16):
+        planned = plans.plan(microbatches)
+        assert planned.problem.limits == limits and max(planned.peaks) > 2 >= planned.peaks[0]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(report(planned)))
+    again = read(str(path), Changes())
+    assert again.problem.limits == limits and again.memory_limit == limits
+    path.write_text(json.dumps(report(planned) | {"memory_limit": [2.0, 3.0]}))
+    with pytest.raises(ValueError, match="memory_limit has 2 numbers for 4 ranks: give one, or one for each rank"):
+        read(str(path), Changes())
+
+
+def test_states_that_are_larger_than_under_1f1b_leave_less_for_activations() -> None:
+    """A V's first rank has both ends of the vocabulary: what that takes more than under 1F1B its activations take less."""
+
+    def beside(placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside:
+        return Beside((2.0, 1.0, 1.0, 2.0), (3.0, 1.0, 1.0, 1.0))
+
+    assert Request("v-auto", 4, 8, beside=beside).problem().limits == (3, 4, 4, 4)
+    assert Request("v-half", 4, 8, beside=beside).problem().limits == (3, 3, 3, 3)
+    assert Request("v-auto", 4, 8, memory_limit=4, beside=beside).problem().limits == (4, 4, 4, 4), "a user's limit is kept"
+    heavy = replace(beside(families.placement("v-auto", 4), None), own=(9.0, 1.0, 1.0, 1.0))
+    limits = Request("v-auto", 4, 8, beside=lambda *_, **__: heavy).problem().limits
+    assert limits == (2, 4, 4, 4), "no less than half: the schedule would be slow"
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_measured_bytes_set_the_limit_anew(name: str) -> None:
+    """Before a profile stages are taken to be equal; a schedule that then holds too much does not stay, though it is shorter."""
+    plans = Plans(Request(name, 4, 12))
+    before = plans.plan(12).schedule
+    *stages, last = uniform(plans.placement).stages
+    costs = Costs((*stages, replace(last, activation=last.activation + 2, retained=last.retained + 2)))
+    limit = peak_of_1f1b(costs, 4, 12)
+    assert max(activation_peaks(before, costs)) > limit
+    plans.adopt(costs, None, plans.plan_again(costs, None))
+    for microbatches in (12, 16):
+        assert max(plans.plan(microbatches).peaks) <= limit * (1 + 1e-9)

@@ -114,5 +114,5 @@ def test_a_text_that_is_no_timeline_is_refused(text: str) -> None:
 def test_span_and_makespan_by_hand() -> None:
     timeline = Timeline(((Timed(Pass(Kind.F, 0), 0, 1), Timed(Pass(Kind.F, 1), 1, 3)), (Timed(Pass(Kind.F, 0), 2, 6),)))
     assert (timeline.makespan, timeline.span, timeline.work) == (6, 4, 3.5)
-    assert (timeline.bubble_rate, timeline.makespan_bubble_rate) == (0.125, 2.5 / 6)
+    assert (timeline.span_bubble_rate, timeline.bubble_rate) == (0.125, 2.5 / 6)
     assert Timeline(((), ())).bubble_rate == 0

@@ -252,7 +252,9 @@ def test_memory_enough_for_the_way_there_and_back_leaves_no_bubble() -> None:
     p, m, f, b, w, hop = 6, 30, 1.0, 1.2, 0.8, 0.1
     limit = ((p - 1) * (b + 2 * hop) + (2 * p - 1) * f) // f
     costs = uniform(linear(p), f, b, w, hop)
-    assert simulate(planning.plan("zb-auto", p, m, costs, memory_limit=limit), costs).bubble_rate == pytest.approx(0, abs=1e-9)
+    assert simulate(planning.plan("zb-auto", p, m, costs, memory_limit=limit), costs).span_bubble_rate == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 def test_passes_may_take_no_time() -> None:

@@ -91,5 +91,5 @@ def test_ranks_that_never_idle_have_no_bubble() -> None:
     ends = list(accumulate([0.1] * 10, initial=0.3))
     row = tuple(Timed(Pass(Kind.F, at), start, end) for at, (start, end) in enumerate(pairwise(ends)))
     several = [Timeline((row[:count],) * 3) for count in range(1, 11)]
+    assert min(timeline.span_bubble_rate for timeline in several) >= 0
     assert min(timeline.bubble_rate for timeline in several) >= 0
-    assert min(timeline.makespan_bubble_rate for timeline in several) >= 0

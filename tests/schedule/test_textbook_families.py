@@ -227,7 +227,7 @@ def test_closed_form_of_chimera(p: int, units: int, f: int, b: int, w: int) -> N
 def test_chimera_has_the_published_share_of_idle_time(p: int) -> None:
     for f, backward, share in ((2, 2, exact(p - 2, 2 * p + p - 2)), (1, 2, exact(p - 2) / (exact(3 * p, 2) + p - 2))):
         costs = equal("chimera", p, f, exact(backward, 2), exact(backward, 2))
-        assert simulate(planning.plan("chimera", p, p, costs), costs).bubble_rate == share
+        assert simulate(planning.plan("chimera", p, p, costs), costs).span_bubble_rate == share
 
 
 def test_chimera_on_four_ranks_by_hand() -> None:

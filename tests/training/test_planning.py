@@ -11,10 +11,13 @@ from megatron.core.transformer.enums import LayerType
 from releases import EXTRA_TOKENS
 
 from megatron.pipeline.cli import main
-from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.costmodel.memory import predict
+from megatron.pipeline.model.layout import decoder_layers, stage_layers
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
 from megatron.pipeline.trainer import program, startup_lines
+from megatron.pipeline.trainer.memory import more_than_stock, predicted_memory, stock_memory
 from megatron.pipeline.trainer.startup_lines import plan_in_words
 
 MODEL = (
@@ -68,8 +71,8 @@ STAGE = {"forward": 1e-3, "backward": 1e-3, "weight": 1e-3, "activation": 2**20}
     ("flags", "reason"),
     [
         ("v-half --pipeline-memory-limit 0.5 --pipeline-model-parallel-size 4", "too little for v-half, which needs 0.75:"),
-        ("v-auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for v-auto, which needs 0.5:"),
-        ("auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for auto, which needs 0.5:"),
+        ("v-auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for v-auto, which needs 0.577381:"),
+        ("auto --pipeline-memory-limit 0.2", "--pipeline-memory-limit 0.2 is too little for auto, which needs 0.577381:"),
         ("v-min --pipeline-costs COSTS --pipeline-memory-limit 3.25MiB", "too little for v-min, which needs 4MiB:"),
         ("stock --pipeline-memory-limit 0.5", "0.5: stock is megatron-core's own schedule, which takes no limit: take"),
         (
@@ -98,8 +101,8 @@ def test_what_cannot_be_planned_is_refused_in_the_words_of_the_flags(flags: str,
 @pytest.mark.parametrize(
     ("flags", "end"),
     [
-        ("zb-auto --pipeline-memory-limit 0.4", "which needs 0.5: raise it"),
-        ("auto --pipeline-memory-limit 0.2", "which needs 0.5: raise it"),
+        ("zb-auto --pipeline-memory-limit 0.4", "which needs 0.577381: raise it"),
+        ("auto --pipeline-memory-limit 0.2", "which needs 0.577381: raise it"),
         ("zb-h1 --pipeline-memory-limit 0.75", "which needs 1: raise it, or take zb-auto or v-auto, which can hold less"),
         ("v-auto --pipeline-memory-limit 0.75 --vocab-parallel 2", "which needs 1: raise it"),
     ],
@@ -265,10 +268,12 @@ def test_stock_takes_chunks() -> None:
 @pytest.mark.parametrize(("flags", "objective"), [("", "makespan"), ("--post-validation", "span")])
 def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str], flags: str, objective: str) -> None:
     """Where no iteration begins before the one before has ended on all ranks, the makespan is what to choose by."""
-    flags = f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1 {flags}"
+    flags = f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1 {TWO_CHUNKS} {flags}"
     _, _, pipeline = program.prepare(flags.split(), world_size=2)
-    request = f"plan --schedule auto --pp 2 --microbatches 4 --memory-limit 2 --objective {objective} --json"
-    assert main(request.split()) == 0
+    first, last = pipeline.planned_costs.stages[0], pipeline.planned_costs.stages[-1]
+    logits = f"--last-stage activation={last.activation - first.activation}"
+    request = f"plan --schedule auto --pp 2 --microbatches 4 --chunks 2 --memory-limit 2 {logits} --objective {objective}"
+    assert main([*request.split(), "--json"]) == 0
     chosen = json.loads(capsys.readouterr().out)
     assert pipeline.name == chosen["schedule"].split()[0]
 
@@ -378,3 +383,47 @@ def test_layers_left_over_go_to_the_lightest_ranks(flags: str, layers: list[int]
     args, _, pipeline = program.prepare(f"{MODEL} {flags} --pipeline-model-parallel-size 4".split(), world_size=4)
     stages = [stage.count(LayerType.decoder) for stage in stage_layers(args, pipeline.placement)]
     assert [sum(stages[stage] for stage in row) for row in pipeline.placement.stages] == layers
+
+
+LARGE_VOCABULARY = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 256 --micro-batch-size 1 --lr 1e-2 --mock-data "
+    "--train-iters 1 --tokenizer-type NullTokenizer --vocab-size 8000 --untie-embeddings-and-output-weights "
+    "--pipeline-model-parallel-size 4 --global-batch-size 12"
+)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "zb-auto", "v-auto"])
+def test_a_training_that_fits_under_stock_fits_under_schedules_of_its_memory(name: str) -> None:
+    """The last stage holds the logits of a large vocabulary, and a V's first rank both of the vocabulary's weights."""
+    args, _, pipeline = program.prepare(f"{LARGE_VOCABULARY} --pipeline-schedule {name}".split(), world_size=4)
+    ours, stock = predicted_memory(args, pipeline), stock_memory(args)
+    assert stock is not None
+    most = max(rank.allocated for rank in stock)
+    assert max(rank.allocated for rank in ours) <= most * 1.001
+    assert more_than_stock(args, ours, stock) is None
+    whole = predict(args, Request(name, 4, 12).plan().schedule, decoder_layers(args, pipeline.placement))
+    assert max(rank.allocated for rank in whole) > 1.1 * most, "as if stages were equal"
+
+
+def test_the_log_warns_of_a_rank_that_needs_more_than_under_stock() -> None:
+    lines = []
+    for flags in ("zb-h2", "zb-h2 --vocab-parallel 2", "zb-h1"):
+        args, _, pipeline = program.prepare(f"{LARGE_VOCABULARY} --pipeline-schedule {flags}".split(), world_size=4)
+        lines.append([line for line in plan_in_words(args, pipeline) if "WARNING: pipeline rank" in line])
+    assert [len(line) for line in lines] == [1, 1, 0]
+    assert re.search(
+        r"rank 0 is predicted to need \S+ GiB, \S+ GiB more than the fullest rank under 1F1B \(stock\); by rank, GiB: ",
+        lines[0][0],
+    )
+    assert "--vocab-parallel 2" in lines[0][0] and "--vocab-parallel 2" not in lines[1][0]
+    del args.padded_vocab_size  # as under a script of the user's without a tokenizer
+    assert "planned at equal costs, as if stages were equal, for 12" in plan_in_words(args, pipeline)[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [("", "% of the makespan, "), ("--post-validation", r"% of the makespan \([\d.]+% of the span\), ")]
+)
+def test_the_bubble_of_the_plan_is_that_of_the_makespan(flags: str, words: str) -> None:
+    args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v {flags}".split(), world_size=2)
+    rate = pipeline.plan(4).timeline.bubble_rate
+    assert re.search(rf"microbatches: bubble {100 * rate:.1f}{words}", plan_in_words(args, pipeline)[0])

@@ -265,3 +265,21 @@ def test_middle_stages_read_nothing(pool: Pool, data: str) -> None:
 def test_mock_data_starts_without_warnings(pool: Pool) -> None:
     """Upstream's, one for every split: that it does not keep in which order the made-up samples come."""
     assert pool.run(1, warned, "--mock-data") == [[]]
+
+
+LARGE_VOCABULARY = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 2000 --untie-embeddings-and-output-weights --num-layers 8 "
+    "--hidden-size 64 --seq-length 64 --micro-batch-size 1 --pipeline-model-parallel-size 4 --train-iters 3"
+)
+
+
+def test_what_is_held_under_a_large_vocabulary_is_no_more_than_under_stock(pool: Pool, tmp_path: Path) -> None:
+    """Measured on every rank: the last one's microbatches have logits, and there are as many of them as under 1F1B."""
+    peaks = {}
+    for name in ("stock", "zb-h1", "zb-v"):
+        file = tmp_path / f"{name}.jsonl"
+        assert ran(pool.run(4, train, f"{LARGE_VOCABULARY} --pipeline-schedule {name} --metrics {file}"))
+        peaks[name] = json.loads(file.read_text().splitlines()[-1])["peak_activation_bytes"]
+    assert max(peaks["zb-h1"]) <= max(peaks["stock"]) * 1.01
+    assert max(peaks["zb-v"]) <= max(peaks["stock"]) * 1.01
+    assert peaks["zb-h1"][3] > peaks["stock"][3], "its weight gradients do run later, as far as there is room"

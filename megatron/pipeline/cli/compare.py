@@ -26,9 +26,10 @@ from megatron.pipeline.cli.draw import page
 from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.request import cost_flags_of, requested
 from megatron.pipeline.cli.summary import above_bound, check_suffix, wrote
-from megatron.pipeline.planning.choose import candidates, peak_of_1f1b
+from megatron.pipeline.planning.choose import candidates
 from megatron.pipeline.planning.costs import costs_of
 from megatron.pipeline.planning.document import gain, row
+from megatron.pipeline.planning.limits import peak_of_1f1b
 from megatron.pipeline.planning.planned import Planned
 from megatron.pipeline.planning.refusals import MIB, Refusal, Unit, folded, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
@@ -105,10 +106,10 @@ def run(options: argparse.Namespace) -> None:
     with Progress("planning schedules") as progress:
         planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks), progress)
     if not planned:
-        raise nothing_fits(refused, request.unit, request.limit)
+        raise nothing_fits(refused, request.unit, request.lowest_limit)
     spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
     of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
-    compared = Comparison(request, planned, refused, peak_of_1f1b(options.pp, options.microbatches, of_1f1b), spans)
+    compared = Comparison(request, planned, refused, peak_of_1f1b(of_1f1b, options.pp, options.microbatches), spans)
     if suffix == ".json":
         Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
     elif options.json:
@@ -145,7 +146,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         "pp": request.ranks,
         "microbatches": request.microbatches,
         "objective": request.objective,
-        "memory_limit": request.limit if request.limit != float("inf") else None,
+        "memory_limit": request.lowest_limit if request.lowest_limit != float("inf") else None,
         "peak_of_1f1b": compared.whole,
         "schedules": rows,
         "refused": {str(refusal.variant): refusal.reason for refusal in compared.refused},
@@ -176,9 +177,9 @@ def _print_table(compared: Comparison) -> None:
             str(plan.variant),
             *(f"{fmean(values):g}" for values in compared.spans[str(plan.variant)].values()),
             f"{plan.timeline.makespan:g}",
-            f"{plan.timeline.makespan_bubble_rate:.1%}",
-            f"{plan.timeline.span:g}",
             f"{plan.timeline.bubble_rate:.1%}",
+            f"{plan.timeline.span:g}",
+            f"{plan.timeline.span_bubble_rate:.1%}",
             request.unit.number(plan.peak),
             f"{plan.peak / whole:.2f}" if whole else "-",
             *(_offloaded(plan, request.unit) if request.offload else []),
@@ -197,7 +198,7 @@ def _print_table(compared: Comparison) -> None:
         print(f"{', '.join(twice)}: planned and simulated alone; a training holds the model once")
     if compared.refused:
         print("\nnot possible here:")
-        print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.limit)))
+        print("\n".join(f"  {line}" for line in folded(compared.refused, request.unit, request.lowest_limit)))
 
 
 def _offloaded(plan: Planned, unit: Unit) -> tuple[str, str, str]:

@@ -18,15 +18,13 @@ from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.activations import hidden_bytes
 from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
 from megatron.pipeline.costmodel.parameters import total_parameters
-from megatron.pipeline.flags.flags import Role, neutral
+from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.view.table import plain_table
 
-# The flags with which any training runs under megatron-core's own 1F1B.
-STOCK_1F1B = neutral(Role.CHUNKS, Role.SCHEDULE, Role.DETAILS)
 ENOUGH = 16  # microbatches for each rank, to plan for
 LOCAL = "local"  # of --transformer-impl: layers without Transformer Engine
 FUSED = "assumes Transformer Engine, whose attention is fused"
@@ -109,15 +107,19 @@ def run(options: argparse.Namespace) -> None:
         baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
     except ValueError:
         baseline = None  # the model cannot be cut for it
+    from megatron.pipeline.trainer.memory import more_than_stock
+
+    warning = more_than_stock(prediction.args, prediction.ranks, baseline and baseline.ranks)
     limit = options.gpu_memory * GIB
     remedies = list(_remedies(flags, world, limit)) if prediction.fullest.total > limit else []
     contents = report(prediction) | {
         "gpu_memory": limit,
         "fits": prediction.fullest.total <= limit,
         "baseline": baseline and report(baseline),
+        "warning": warning,
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
     }
-    write(contents, lambda: _text(prediction, baseline, options.gpu_memory, remedies), options)
+    write(contents, lambda: _text(prediction, baseline, warning, options.gpu_memory, remedies), options)
 
 
 def predicted(
@@ -238,7 +240,13 @@ def _remedies(flags: list[str], world: int, limit: float) -> Iterator[tuple[str,
             yield remedy, needed
 
 
-def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float, remedies: list[tuple[str, float]]) -> str:
+def _text(
+    prediction: Prediction,
+    baseline: Prediction | None,
+    warning: str | None,
+    gpu_memory: float,
+    remedies: list[tuple[str, float]],
+) -> str:
     contents = report(prediction)
     sizes = " x ".join(
         f"{name.upper()} {contents[name]}" for name in ("pp", "tp", "cp", "dp") if name == "pp" or contents[name] > 1
@@ -252,6 +260,8 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
     parts = [f"{title}\n\n{_table(prediction)}"]
     if baseline and baseline.ranks != prediction.ranks:
         parts.append(f"for comparison, stock: megatron-core's own 1F1B, not interleaved\n\n{_table(baseline)}")
+    if warning:
+        parts.append(warning)
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
     if fullest <= gpu_memory:
         parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB")

@@ -62,5 +62,5 @@ def run(options: argparse.Namespace) -> None:
     table = ""
     if choice:
         data |= choice_fields(choice)
-        table = f"{choice.table(request.unit, request.limit)}\n\n{above_bound(options.objective)}\n\n"
+        table = f"{choice.table(request.unit, request.lowest_limit)}\n\n{above_bound(options.objective)}\n\n"
     put(data, planned.timeline, options, table)

@@ -29,6 +29,8 @@ def above_bound(objective: str) -> str:
 def summary(data: dict[str, Any], timeline: Timeline) -> str:
     """A report as text: how long, how good, how much memory, and a drawing."""
     peaks, limit = data["peak_activation"], data.get("memory_limit")
+    if isinstance(limit, (list, tuple)):
+        limit = min(limit)  # an order within the lowest of them is within all of them
     unit = _unit(data)
     amounts = partial(_amounts, unit)
     # Of a schedule with copies the bound is that of what it holds on the device and in host memory.
@@ -40,8 +42,8 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
         rows.append((name, value if isinstance(value, str) else f"{value:g}", meaning))
 
     all_ranks = "from the first pass on any rank to the last"
-    add("makespan", data["makespan"], f"bubble {data['makespan_bubble_rate']:.1%}, {all_ranks}")
-    add("span", data["span"], f"bubble {data['bubble_rate']:.1%}, the longest from a rank's first pass to its last")
+    add("makespan", data["makespan"], f"bubble {data['bubble_rate']:.1%}, {all_ranks}")
+    add("span", data["span"], f"bubble {data['span_bubble_rate']:.1%}, the longest from a rank's first pass to its last")
     order = f"no order {_within(held, unit)} has a shorter {kind} on this placement"
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
     if "jitter" in data:

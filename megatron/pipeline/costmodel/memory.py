@@ -13,6 +13,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megatron.pipeline.costmodel import activations
 from megatron.pipeline.costmodel.device import Device, named
@@ -152,6 +153,42 @@ def fixed_memory(
             temporary = max(temporary, activations.output_temporary(shape))
         found.append(FixedMemory(count, state_bytes(args, count), temporary))
     return found
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What one microbatch holds on every stage, in bytes.
+
+    Attributes:
+        layers: of its transformer layers, from F to B.
+        output: of the output layer and the loss, from F to B; 0 but on the last stage, and there with a spread vocabulary.
+        retained: of these, from B to W.
+        making: that B makes again, for a moment.
+        grows: whether W needs more of some layers than F keeps of them.
+    """
+
+    layers: tuple[float, ...]
+    output: tuple[float, ...]
+    retained: tuple[float, ...]
+    making: tuple[float, ...]
+    grows: bool
+
+
+def stage_sizes(args: Namespace, placement: Placement, layers: Sequence[int], vocabulary: Vocabulary | None) -> StageSizes:
+    """Arguments as in ``predict``."""
+    shape = Shape.of(args)
+    alone, whole = (
+        estimate(shape, placement, layers, named(_ANY), spread, not makes_weights_again(args)).stages
+        for spread in (Vocabulary.TWO_BARRIERS, vocabulary)
+    )
+    kept = attrgetter("checkpoint" if shape.holding.recomputes else "activation")
+    return StageSizes(
+        tuple(map(kept, alone)),
+        tuple(kept(every) - kept(own) for every, own in zip(whole, alone, strict=True)),
+        tuple(every.retained - own.retained for every, own in zip(whole, alone, strict=True)),
+        tuple(stage.activation - kept(stage) for stage in alone),
+        any(stage.retained > kept(stage) for stage in alone),
+    )
 
 
 def state_bytes(args: Namespace, count: Parameters) -> float:

@@ -395,3 +395,5 @@ MEGATRON = {
     ],
 }
 # fmt: on
+# With these values any training runs under megatron-core's own 1F1B.
+STOCK_1F1B = neutral(Role.CHUNKS, Role.SCHEDULE, Role.DETAILS)

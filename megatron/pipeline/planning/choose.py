@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.pipeline.planning.compose import least_memory, solve
+from megatron.pipeline.planning.compose import least_memory
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import Refusal, Unit, in_unit, nothing_fits
 from megatron.pipeline.planning.request import Request, variants
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import Costs, uniform
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, Objective, TooLow
-from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.view.table import plain_table
 
 NEAR = 1.001  # schedules this close to the shortest are as short: costs are not known better than that
@@ -63,23 +61,13 @@ def least_limit(request: Request) -> float:
 
 def _needs(request: Request) -> float | None:
     """The memory that a refused family takes, if that is above the limit."""
-    if request.limit is None:
+    if request.lowest_limit is None:
         return None
     try:
         needs = least_limit(request)
     except ValueError:
         return None  # memory is not all that is wrong
-    return needs if needs > request.limit else None
-
-
-def peak_of_1f1b(ranks: int, microbatches: int, costs: Costs | None = None) -> float:
-    """The most that a rank of 1F1B holds where the model is cut into one stage per rank: the unit of limits such as 0.5.
-
-    Args:
-        costs: of any number of stages, in the model's order; equal stages by default.
-    """
-    schedule = solve("1f1b", Request("1f1b", ranks, microbatches).problem())
-    return max(activation_peaks(schedule, costs.of_depth(ranks) if costs else uniform(schedule.placement)))
+    return needs if needs > request.lowest_limit else None
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ def best(
         except ChunksDoNotFit as error:
             raise ValueError(f"{error}: leave --chunks out") from None
         except TooLow as error:
-            raise in_unit(error, request.unit, request.schedule, request.limit, request.host_limit) from None
+            raise in_unit(error, request.unit, request.schedule, request.lowest_limit, request.host_limit) from None
     for field in ("group", "splits"):
         if getattr(request, field) is not None:
             raise ValueError(f"--{field} is for single families: leave it out with --schedule auto, which tries several")
@@ -191,7 +179,7 @@ def best(
         tried = variants(request.ranks, chunks=None if request.chunks is None else [request.chunks])
     planned, refused = candidates(request, tried, progress)
     if not planned:
-        raise nothing_fits(refused, request.unit, request.limit)
+        raise nothing_fits(refused, request.unit, request.lowest_limit)
     choice = choose(planned, refused)
     return choice.best, choice
 

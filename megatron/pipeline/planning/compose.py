@@ -13,13 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
+from megatron.pipeline.planning.limits import kept_limits, largest_microbatch, least_limits, logits, of_stages, spreading
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core import placement
-from megatron.pipeline.schedule.core.kinds import MOST_WAITING
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule, ScheduleError
-from megatron.pipeline.schedule.families import Family
 from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import memory_stays_within, rounded_up, verify
 from megatron.pipeline.schedule.search.paired import paired
@@ -27,7 +26,6 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid, combined
 from megatron.pipeline.schedule.transforms.join import join, saves, split
 from megatron.pipeline.schedule.transforms.offload import offload
-from megatron.pipeline.schedule.transforms.transform import fuse, recompute
 from megatron.pipeline.schedule.transforms.vocabulary import postpone, postponed, spread
 
 _NEAR = 1.01  # as short: the schedule that holds less is better then
@@ -57,11 +55,11 @@ def solve(name: str, problem: Problem) -> Schedule:
         return _spread(name, problem, problem.vocabulary)
     cheaper = frozenset(stage for stage, cost in enumerate(problem.costs.stages) if saves(cost) or cost.grows)
     if families.named(name).fused or problem.fused or not cheaper:
-        return _within(_of_stages(name, problem), problem)
+        return _within(of_stages(name, problem), problem)
     found, refused = [], []
     for fused in (frozenset[int](), cheaper):
         try:
-            schedule = _within(_of_stages(name, replace(problem, fused=fused)), problem)
+            schedule = _within(of_stages(name, replace(problem, fused=fused)), problem)
             tried = schedule if fused or problem.quick else join(schedule, problem)
             found.append(tried if problem.quick else split(tried, problem))
         except LimitTooLow as error:
@@ -69,12 +67,6 @@ def solve(name: str, problem: Problem) -> Schedule:
     if not found:
         raise min(refused, key=lambda error: error.least)
     return min(found, key=lambda schedule: problem.value(simulate(schedule, problem.costs)))
-
-
-def _of_stages(name: str, problem: Problem) -> Schedule:
-    """The family's order of the stages' passes."""
-    schedule = Schedule(name, problem.placement, problem.microbatches, families.named(name).plan(problem), problem.splits)
-    return recompute(fuse(schedule, problem.fused), problem.recompute)
 
 
 def _of_braids(name: str, problem: Problem, own: Schedule) -> Iterator[Schedule]:
@@ -105,11 +97,13 @@ def least_memory(name: str, problem: Problem) -> float:
     Raises:
         ValueError: it has none for these sizes.
     """
-    family = families.named(name)
+    family, problem = families.named(name), replace(problem, limits=None)
+    if family.keeps:
+        problem = replace(problem, limits=least_limits(family, problem))
     if family.memory is None:
-        return max(activation_peaks(solve(name, replace(problem, limits=None)), problem.costs))
+        return max(activation_peaks(solve(name, problem), problem.costs))
     if family.plans_for_limits:
-        return max(least_limit(problem, rank) for rank in range(problem.ranks)) + _spreading(problem)
+        return max(least_limit(problem, rank) for rank in range(problem.ranks)) + spreading(problem)
     return max(kept_limits(family, problem) or ())
 
 
@@ -153,7 +147,7 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     holds less by itself leaves less on the device.
     """
     family, given = families.named(name), problem.limits
-    own = kept_limits(family, problem)
+    own = kept_limits(family, replace(problem, limits=None))
 
     def attempt(limits: tuple[float, ...] | None) -> Schedule:
         base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
@@ -203,7 +197,7 @@ def _largest(attempt: Callable[[tuple[float, ...]], Schedule], given: tuple[floa
 
 
 def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
-    more, shard = _spreading(problem), _logits(problem)
+    more, shard = spreading(problem), logits(problem)
     needs = []
     # With few microbatches, or where stages run again, less may be held than in a schedule without end.
     for reserved in (more, shard):
@@ -212,7 +206,7 @@ def _spread(name: str, problem: Problem, vocabulary: Vocabulary) -> Schedule:
         except LimitTooLow as error:
             needs.append(error.least)
     # No rank ever holds more than all microbatches.
-    least = min(needs[0], problem.microbatches * _largest_microbatch(problem) + shard)
+    least = min(needs[0], problem.microbatches * largest_microbatch(problem) + shard)
     raise LimitTooLow(
         f"{name} with a vocabulary spread as {vocabulary} needs {rounded_up(least)} on a rank, of which {rounded_up(more)} is "
         f"for spreading it, and the limit is {min(problem.limits or ()):g}: raise it to {rounded_up(least)}",
@@ -237,43 +231,3 @@ def _spread_within(name: str, problem: Problem, vocabulary: Vocabulary, reserved
     schedules = [_within(first, problem), *others]
     values = [problem.value(simulate(schedule, problem.costs)) for schedule in schedules]
     return next(schedule for schedule, value in zip(schedules, values, strict=True) if value <= _NEAR * min(values))
-
-
-def kept_limits(family: Family, problem: Problem, given: tuple[float, ...] | None = None) -> tuple[float, ...] | None:
-    """What each rank may hold, in the costs' unit, from the user's limit and the amount that the family's name stands for.
-
-    Raises:
-        LimitTooLow: the user's limit is below an amount that the family cannot do without.
-    """
-    if family.memory is None:
-        return given
-    microbatch = max(map(problem.microbatch_memory, range(problem.ranks)))
-    count, more = family.memory(problem.ranks), _spreading(problem)
-    own = (count * microbatch + more,) * problem.ranks
-    if given is None:
-        return own
-    if not family.plans_for_limits and min(given) < own[0] * (1 - 1e-9):
-        raise LimitTooLow(
-            f"{family.name} on {problem.ranks} ranks is the schedule with room for {count:g} microbatches, {own[0]:g} on every "
-            f"rank, and the limit is {min(given):g}: give at least {rounded_up(own[0])}, or take v-auto, which plans for any "
-            f"limit from {rounded_up(microbatch + more)} up",
-            own[0],
-        )
-    return own if family.memory_is == "fixed" else given
-
-
-def _spreading(problem: Problem) -> float:
-    """What a rank may hold more where the vocabulary is spread, in the costs' unit."""
-    if problem.vocabulary is None:
-        return 0.0
-    return postponed(problem.vocabulary, problem.ranks) * _largest_microbatch(problem) + _logits(problem)
-
-
-def _largest_microbatch(problem: Problem) -> float:
-    """The most that a rank can hold of one microbatch's stages."""
-    return max(stage.activation for stage in problem.costs.stages) * problem.placement.chunks
-
-
-def _logits(problem: Problem) -> float:
-    """What a rank holds for its shard of the vocabulary: while one S runs, ``MOST_WAITING`` others wait for their T."""
-    return (MOST_WAITING + 1) * problem.costs.vocabulary.activation

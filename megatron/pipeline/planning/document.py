@@ -18,7 +18,7 @@ from megatron.pipeline.planning.planned import Planned, Variant, above
 from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
-from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow
+from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow, per_rank
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.torch_csv import from_csv
@@ -32,7 +32,7 @@ GOAL = Objective.MAKESPAN  # what a training makes short, unless post-validation
 _Read = TypeVar("_Read")
 
 _OF_EACH = (
-    *("schedule", "chunks", "makespan", "span", "bubble_rate", "makespan_bubble_rate", "peak_activation"),
+    *("schedule", "chunks", "makespan", "span", "bubble_rate", "span_bubble_rate", "makespan_bubble_rate", "peak_activation"),
     *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
     *("offload", "overlap", "balance"),
 )
@@ -60,7 +60,8 @@ def _report(planned: Planned) -> dict[str, Any]:
         "makespan": timeline.makespan,
         "span": timeline.span,
         "bubble_rate": timeline.bubble_rate,
-        "makespan_bubble_rate": timeline.makespan_bubble_rate,
+        "span_bubble_rate": timeline.span_bubble_rate,
+        "makespan_bubble_rate": timeline.bubble_rate,
         "peak_activation": planned.peaks,
         "lower_bound": bounds[Objective.SPAN],
         "gap": above(timeline.span, bounds[Objective.SPAN]),
@@ -102,14 +103,14 @@ def _split(planned: Planned) -> dict[str, Any]:
     return {} if split is None else {"balance": {"layers": split.layers, "layout": layout(split.layers), "even": split.even}}
 
 
-def _limits(planned: Planned) -> dict[str, float]:
+def _limits(planned: Planned) -> dict[str, Any]:
     """The limit, if there is one, and the least that could run a microbatch per the time it takes the busiest rank."""
-    if planned.limit is None:
+    if planned.memory_limit is None:
         return {}
     if planned.schedule.has_copies:
-        return {"memory_limit": planned.limit}
+        return {"memory_limit": planned.memory_limit}
     least = smallest_sustaining_limit(with_own_passes(planned.schedule, planned.problem))
-    return {"memory_limit": planned.limit, "sustaining_limit": least}
+    return {"memory_limit": planned.memory_limit, "sustaining_limit": least}
 
 
 def _expected(planned: Planned) -> dict[str, float]:
@@ -271,11 +272,12 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         asked = None if changes.offload == OFF else Offload(changes.offload)
         schedule, mode, host_limit = without_copies(schedule), asked, changes.host_limit
     costs = costs_of(changes.costs, schedule.placement, file, copies=bool(mode) or schedule.has_copies)
-    limit, unit = changes.memory_limit, unit_of(costs)
-    check_limit(limit, unit)
+    unit = unit_of(costs)
+    limit: float | list[float] | None = changes.memory_limit
+    check_limit(changes.memory_limit, unit)
     check_limit(changes.host_limit, unit, "--host-memory-limit")
     if limit is None and not asked:  # offloading is to lower the memory, so the file's own limit does not count
-        limit = _number(file, "memory_limit")
+        limit = _memory_limit(file, schedule.ranks)
     objective = changes.objective or file.get("objective", GOAL)
     if objective not in list(Objective):
         raise ValueError(f"objective must be one of {', '.join(Objective)}, got {objective!r}")
@@ -286,7 +288,7 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         schedule.placement,
         schedule.microbatches,
         with_shards(costs, schedule.vocabulary, schedule.ranks),
-        None if limit is None else (limit,) * schedule.ranks,
+        None if limit is None else tuple(per_rank(limit, schedule.ranks)),
         Objective(objective),
         splits=schedule.splits,
         jitter=_number(file, "jitter") or 0.0 if changes.jitter is None else changes.jitter,
@@ -297,7 +299,8 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
     try:
         schedule = adapted(schedule, problem, asked)
     except TooLow as error:
-        raise in_unit(error, unit, schedule.name, limit, host_limit) from None
+        lowest = min(limit) if isinstance(limit, list) else limit
+        raise in_unit(error, unit, schedule.name, lowest, host_limit) from None
     stages = {kind: _all_run(schedule, kind) for kind in (Kind.R, Kind.BW)}
     problem = replace(problem, recompute=stages[Kind.R], fused=frozenset(fused) & stages[Kind.BW])
     return Planned(schedule, problem, Variant(schedule.name))
@@ -312,6 +315,16 @@ def _offload(file: Mapping[str, Any]) -> tuple[Offload | None, float | None]:
     if mode is not None and mode not in list(Offload):
         raise ValueError(f"the mode of offload must be one of {', '.join(Offload)}, got {mode!r}")
     return Offload(mode) if mode else None, _number(about, "host_limit")
+
+
+def _memory_limit(file: Mapping[str, Any], ranks: int) -> float | list[float] | None:
+    """One number, or one for each rank."""
+    given = file.get("memory_limit")
+    if not isinstance(given, list):
+        return _number(file, "memory_limit")
+    if len(given) != ranks:
+        raise ValueError(f"memory_limit has {len(given)} numbers for {ranks} ranks: give one, or one for each rank")
+    return [float(limit or 0) for limit in (_number({"memory_limit": each}, "memory_limit") for each in given)]
 
 
 def _number(file: Mapping[str, Any], name: str) -> float | None:

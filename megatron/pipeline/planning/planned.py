@@ -68,10 +68,13 @@ class Planned:
         return f"{self.schedule.name}, offloaded" if self.schedule.has_copies else self.schedule.name
 
     @property
-    def limit(self) -> float | None:
-        """The most activation memory that a rank may hold, in the costs' unit; None for any amount."""
-        most = math.inf if self.problem.limits is None else max(self.problem.limits)
-        return None if most == math.inf else most
+    def memory_limit(self) -> float | tuple[float, ...] | None:
+        """The most activation memory of a rank, in the costs' unit: one number, or one for each rank where they differ. None for
+        any amount."""
+        limits = self.problem.limits
+        if limits is None or math.inf in limits:
+            return None
+        return limits[0] if len(set(limits)) == 1 else limits
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:

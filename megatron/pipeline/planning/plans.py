@@ -6,8 +6,10 @@ is for one number; or it is megatron-core's own, which is not planned here at al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TypeAlias
 
 from megatron.pipeline.planning.compose import adapted, with_vocabulary
 from megatron.pipeline.planning.document import naming
@@ -19,12 +21,13 @@ from megatron.pipeline.schedule.core.costs import Costs, with_equal_copies
 from megatron.pipeline.schedule.core.names import STOCK
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective
+from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, Objective, Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.time.simulate import simulate
 
+Limits: TypeAlias = float | Sequence[float] | None  # on what every rank may hold, as in ``Request``
 FILE = "file:"  # before the path of a schedule, in place of a family's name
 
 
@@ -124,7 +127,7 @@ class Plans:
                     f"{microbatches}: change the batch size or the size of groups, or take interleaved"
                 )
 
-    def plan_again(self, costs: Costs, memory_limit: float | None) -> dict[int, Schedule]:
+    def plan_again(self, costs: Costs, memory_limit: Limits) -> dict[int, Schedule]:
         """What the family makes of these costs, for every number of microbatches that is planned by now.
 
         A schedule in use stays where it fits into the limit and the family's new one is not shorter; copies to host memory are
@@ -135,7 +138,7 @@ class Plans:
         """
         return {m: self._better(schedule, costs, memory_limit) for m, schedule in self.planned.items()}
 
-    def adopt(self, costs: Costs, memory_limit: float | None, schedules: Mapping[int, Schedule]) -> None:
+    def adopt(self, costs: Costs, memory_limit: Limits, schedules: Mapping[int, Schedule]) -> None:
         """Run other schedules from the next iteration on, on the same placement; all ranks must do so at the same time.
 
         Args:
@@ -146,8 +149,8 @@ class Plans:
         """
         plans = {}
         for microbatches, schedule in schedules.items():
-            verify(schedule, costs, memory_limit)
-            problem = self._at(microbatches, costs, memory_limit).on(self.placement, self.splits)
+            problem = self._problem(microbatches, costs, memory_limit)
+            verify(schedule, costs, problem.limits)
             plans[microbatches, False] = self._proved(Planned(schedule, problem, Variant(self.name)))
         self._plans |= plans
         self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
@@ -175,14 +178,15 @@ class Plans:
         if self._file:
             planned = self._of_file(self._file, microbatches, forward_only)
         else:
-            planned = self._plans.get((microbatches, False)) or self._at(microbatches, self.costs, self._request.limit).plan()
+            made = self._plans.get((microbatches, False))
+            planned = made or self._at(microbatches, self.costs, self._request.memory_limit).plan()
         if forward_only:  # it keeps nothing for a backward: the limit is for iterations that train
             planned = replace(planned, schedule=planned.schedule.forward_only())
             verify(planned.schedule, forward_only=True)
         return self._proved(planned)
 
     def _of_file(self, file: Schedule, microbatches: int, forward_only: bool) -> Planned:
-        problem = self._at(microbatches, self.costs, self._request.limit).on(self.placement, self.splits)
+        problem = self._problem(microbatches, self.costs, self._request.memory_limit)
         if forward_only:  # a file is for one number of microbatches; its placement is all that evaluation needs
             schedule = with_vocabulary(_forwards_in_order(file, microbatches), problem)
         elif file.microbatches == microbatches:
@@ -194,7 +198,7 @@ class Plans:
             )
         return Planned(schedule, problem, Variant(self.name))
 
-    def _at(self, microbatches: int, costs: Costs | None, limit: float | None) -> Request:
+    def _at(self, microbatches: int, costs: Costs | None, limit: Limits) -> Request:
         """The request for a number of microbatches, at other costs and another limit."""
         mode, host_limit = self.offload, None
         if self._host_bytes is not None and mode:  # a limit in bytes cannot be kept before costs are in bytes
@@ -207,7 +211,13 @@ class Plans:
             vocabulary=self.vocabulary,
             offload=mode,
             host_limit=host_limit,
+            beside=partial(beside, in_bytes=True) if costs and (beside := self._request.beside) else self._request.beside,
         )
+
+    def _problem(self, microbatches: int, costs: Costs | None, limit: Limits) -> Problem:
+        """What a schedule for that request answers, within the limits that its family keeps."""
+        request = self._at(microbatches, costs, limit)
+        return request.problem() if self.has_family else request.on(self.placement, self.splits)
 
     def _proved(self, planned: Planned) -> Planned:
         """The plan, once its programs are known to be right, and to contain only what the runtime can run."""
@@ -219,17 +229,17 @@ class Plans:
         verify_programs(schedule, planned.programs, self._posting)
         return planned
 
-    def _better(self, used: Schedule, costs: Costs, limit: float | None) -> Schedule:
+    def _better(self, used: Schedule, costs: Costs, limit: Limits) -> Schedule:
         """The family's schedule at these costs, or the one in use where that is allowed and as short."""
         fresh = self._at(used.microbatches, costs, limit).plan().schedule
         if self.offload:
             return fresh
+        problem = self._problem(used.microbatches, costs, limit)
         try:
-            verify(used, costs, limit)
+            verify(used, costs, problem.limits)
         except ValueError:
             return fresh
-        costs = self._at(used.microbatches, costs, limit).on(self.placement, self.splits).costs
-        lengths = [self.objective.length(simulate(schedule, costs)) for schedule in (fresh, used)]
+        lengths = [self.objective.length(simulate(schedule, problem.costs)) for schedule in (fresh, used)]
         return fresh if lengths[0] < lengths[1] else used
 
 

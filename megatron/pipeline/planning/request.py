@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from typing import Protocol
 
 from megatron.pipeline.planning.balance import Model, balanced, check_layers, finer
-from megatron.pipeline.planning.compose import kept_limits, solve
+from megatron.pipeline.planning.compose import solve
 from megatron.pipeline.planning.costs import with_parts
+from megatron.pipeline.planning.limits import Beside, kept_limits
 from megatron.pipeline.planning.planned import Planned, Variant
 from megatron.pipeline.planning.refusals import MICROBATCHES, Unit
 from megatron.pipeline.schedule import families
@@ -32,6 +34,14 @@ MOST_RANKS = costs_fields.MOST_RANKS
 
 StagesOf = Callable[[Placement], Iterable[int]]
 CostsOf = Callable[[Placement], Costs]
+EqualOf = Callable[[Placement, Vocabulary | None], Sequence[StageCosts]]
+
+
+class BesideOf(Protocol):
+    """What ranks need beside activations, on a placement with the vocabulary where it is; None where that is not known."""
+
+    def __call__(self, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = ...) -> Beside | None:
+        """Args: in_bytes: in place of the unit in which the request's own costs count memory."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +69,12 @@ class Request:
             behind the other's computation (``transforms.braid``). Costs say what parts layers have; otherwise they are assumed
             (``planning.costs.with_parts``).
         quick: see ``Problem``: a valid plan in a fifth of a second for a few thousand passes, which a search would make shorter.
-        equal: what a rank's whole share costs where no costs are given.
+        equal: what a rank's whole share costs where no costs are given; or of every stage of a placement, whose vocabulary is
+            spread or at its ends.
         layers: of the model, if these are to be split over the stages so that the schedule is short (``planning.balance``); costs
             are then cut into layers, and ``Planned.split`` says how many a stage gets. None: stages are as the costs say.
         unit: in which refusals tell the user amounts of memory.
+        beside: what ranks need beside activations, for limits where there is no ``memory_limit``: see ``limits.kept_limits``.
         bounded: whether to refuse what would take hours: more than ``MOST_PASSES`` passes, or ``MOST_RANKS`` ranks.
     """
 
@@ -84,17 +96,18 @@ class Request:
     host_limit: float | None = None
     overlap: bool = False
     quick: bool = False
-    equal: StageCosts = EQUAL_PASSES
+    equal: StageCosts | EqualOf = EQUAL_PASSES
     layers: int | None = None
     unit: Unit = MICROBATCHES
     bounded: bool = False
+    beside: BesideOf | None = None
 
     @property
     def variant(self) -> Variant:
         return Variant(self.schedule, self.chunks, self.group, self.splits)
 
     @property
-    def limit(self) -> float | None:
+    def lowest_limit(self) -> float | None:
         """The memory limit of the rank that may hold least; None for any amount."""
         return min(self.memory_limit) if isinstance(self.memory_limit, Sequence) else self.memory_limit
 
@@ -141,7 +154,10 @@ class Request:
             self.quick,
         )
         # With offloading the limit holds for the device: the schedule that is offloaded may take more.
-        return replace(problem, limits=kept_limits(family, problem, problem.limits)) if family and not self.offload else problem
+        if family is None or self.offload:
+            return problem
+        beside = self.beside(placement, self.vocabulary) if self.beside else None
+        return replace(problem, limits=kept_limits(family, problem, beside))
 
     def _costs(self, placement: Placement) -> Costs:
         costs = self.costs(placement) if callable(self.costs) else self.costs
@@ -150,6 +166,8 @@ class Request:
     def equal_costs(self, placement: Placement) -> Costs:
         """What passes cost where no costs are given."""
         costs = uniform(placement, vocabulary=EQUAL_SHARDS if self.vocabulary else None)
+        if callable(self.equal):
+            return replace(costs, stages=tuple(self.equal(placement, self.vocabulary)))
         return replace(costs, stages=(self.equal.share(placement.chunks_per_replica),) * len(costs.stages))
 
     def plan(self) -> Planned:

@@ -48,8 +48,13 @@ class Report:
 
     @property
     def bubble_rate(self) -> float:
-        """The share of the measured span in which a rank, on average, ran no pass."""
+        """The share of the measured makespan in which a rank, on average, ran no pass."""
         return self.timeline.bubble_rate
+
+    @property
+    def span_bubble_rate(self) -> float:
+        """The same of the measured span."""
+        return self.timeline.span_bubble_rate
 
     @property
     def memory(self) -> list[list[tuple[float, float]]]:

@@ -90,13 +90,13 @@ class Rehearsal:
             "step_seconds": self.step,
             "replicas_seconds": self.replicas,
             "iteration_seconds": self.seconds(self.timeline),
-            "bubble_rate": self.timeline.makespan_bubble_rate,
+            "bubble_rate": self.timeline.bubble_rate,
             "tokens_per_second": self.tokens / self.seconds(self.timeline),
             "stock": {
                 "schedule": str(self.stock.variant),
                 "passes_seconds": self.stock.timeline.makespan,
                 "iteration_seconds": self.seconds(self.stock.timeline),
-                "bubble_rate": self.stock.timeline.makespan_bubble_rate,
+                "bubble_rate": self.stock.timeline.bubble_rate,
             },
             "passes": [asdict(one) for one in self.passes],
             "ranks": ranks,
@@ -131,10 +131,10 @@ class Rehearsal:
             plain_table(["rank", "MiB of activations", "as planned", "of the process"], memory),
             f" a device for every rank would take {ms(1e3 * self.seconds(own))} for an iteration, "
             f"{self.tokens / self.seconds(own):,.0f} tokens/s: {ms(1e3 * own.makespan)} for its passes, bubble "
-            f"{own.makespan_bubble_rate:.1%} (hop {ms(1e3 * self.costs.hop)}, {source}), and {ms(1e3 * self.step)} for the "
+            f"{own.bubble_rate:.1%} (hop {ms(1e3 * self.costs.hop)}, {source}), and {ms(1e3 * self.step)} for the "
             f"optimizer's step{self._of_replicas}",
             f" stock at its best, at the same costs: {self.stock.variant}, {ms(1e3 * self.seconds(stock))}, bubble "
-            f"{stock.makespan_bubble_rate:.1%}: {self.seconds(stock) / self.seconds(own):.3f} times as long",
+            f"{stock.bubble_rate:.1%}: {self.seconds(stock) / self.seconds(own):.3f} times as long",
         ]
 
 

@@ -118,7 +118,7 @@ def _answered(answers: list[dict[str, Any]]) -> dict[str, Any] | None:
 def _change(before: Schedule, after: Schedule, costs: Costs, limit: float | None, objective: Objective) -> str:
     """What a new schedule is expected to bring."""
     timelines = [simulate(schedule, costs) for schedule in (before, after)]
-    (old, waste), (new, wastes) = ((objective.length(one), objective.bubble_rate(one)) for one in timelines)
+    (old, waste), (new, wastes) = ((objective.length(one), one.bubble_rate) for one in timelines)
     held, holds = (max(activation_peaks(schedule, costs)) / _MIB for schedule in (before, after))
     kept = "the order stays" if before.passes == after.passes else "another order"
     if limit is not None and held > limit / _MIB:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from megatron.pipeline import planning
-from megatron.pipeline.costmodel.memory import GIB, RankMemory, predict
+from megatron.pipeline.costmodel.memory import (
+    GIB,
+    RankMemory,
+    StageSizes,
+    fixed_memory,
+    makes_weights_again,
+    predict,
+    stage_sizes,
+)
 from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
+from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
 from megatron.pipeline.model.layout import decoder_layers
+from megatron.pipeline.planning.limits import Beside
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.costs import StageCosts
+from megatron.pipeline.schedule.core.names import OFF, STOCK
+from megatron.pipeline.schedule.core.passes import Vocabulary
+from megatron.pipeline.schedule.core.placement import Placement, interleaved
 from megatron.pipeline.schedule.core.schedule import Schedule
+
+_NEAR = 1.001  # times what stock needs: predictions are no better
 
 
 def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
@@ -29,6 +46,100 @@ def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:
     """What every pipeline rank needs; on a machine without a GPU no library keeps workspaces."""
     ranks = predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement))
     return ranks if torch.cuda.is_available() else [replace(rank, workspaces=0.0) for rank in ranks]
+
+
+def stock_memory(args: Namespace) -> list[RankMemory] | None:
+    """What every pipeline rank needs under megatron-core's own 1F1B; None where the model cannot be cut for it."""
+    stock, ranks = Namespace(**vars(args) | STOCK_1F1B), args.pipeline_model_parallel_size
+    try:
+        layers = decoder_layers(stock, interleaved(ranks, 1))
+    except ValueError:
+        return None
+    return predict(stock, planning.plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers)
+
+
+def more_than_stock(args: Namespace, ranks: Sequence[RankMemory], stock: Sequence[RankMemory] | None) -> str | None:
+    """The warning where a rank is predicted to need more than the fullest one under megatron-core's own 1F1B, else None.
+
+    Args:
+        ranks, stock: what every rank needs, and what it would under 1F1B.
+    """
+    if stock is None or args.pipeline_schedule == STOCK:
+        return None
+    fullest, most = (max(each, key=lambda rank: rank.total) for each in (ranks, stock))
+    if fullest.allocated <= most.allocated * _NEAR:
+        return None
+    ours, theirs = (" ".join(f"{rank.total / GIB:.3g}" for rank in each) for each in (ranks, stock))
+    again = args.recompute_granularity == "full" and not makes_weights_again(args)
+    remedies = ["--vocab-parallel 2"] * (args.vocab_parallel == OFF) + ["--recompute-fused-backward"] * again
+    remedies.append("a lower --pipeline-memory-limit under zb-h1, zb-auto or v-auto")
+    return (
+        f"WARNING: pipeline rank {list(ranks).index(fullest)} is predicted to need {fullest.total / GIB:.3g} GiB, "
+        f"{(fullest.total - most.total) / GIB:.3g} GiB more than the fullest rank under 1F1B (stock); by rank, GiB: {ours}; "
+        f"stock: {theirs}; what takes less: {', or '.join(remedies)}"
+    )
+
+
+def equal_stages(args: Namespace, share: StageCosts, placement: Placement, vocabulary: Vocabulary | None) -> Sequence[StageCosts]:
+    """What passes cost before they are measured: equal times, and memory as the formulas have it, where they are known.
+
+    A microbatch of a rank's mean share of the layers holds 1, until W; what the output layer holds comes on top.
+
+    Args:
+        share: of a rank, where all are equal.
+    """
+    stage = share.share(placement.chunks_per_replica)
+    sizes = _sizes(args, placement, vocabulary)
+    if sizes is None or sizes.grows:
+        return (stage,) * (placement.last_stage + 1)
+    unit = sum(sizes.layers) / placement.ranks
+    return tuple(
+        replace(
+            stage,
+            activation=(layers + output) / unit,
+            retained=(layers * share.retained + retained) / unit,
+        )
+        for layers, output, retained in zip(sizes.layers, sizes.output, sizes.retained, strict=True)
+    )
+
+
+def beside(args: Namespace, placement: Placement, vocabulary: Vocabulary | None, in_bytes: bool = False) -> Beside | None:
+    """What ranks need beside activations, under 1F1B and on a placement, by the formulas; None where they do not know.
+
+    Args:
+        in_bytes: in place of the unit of ``equal_stages``.
+    """
+    sizes = _sizes(args, placement, vocabulary)
+    first = interleaved(placement.ranks, 1)
+    stock = Namespace(**vars(args) | neutral(Role.CHUNKS) | {"vocab_parallel": OFF})
+    of_stock = _sizes(stock, first, None)
+    if sizes is None or of_stock is None or (sizes.grows and not in_bytes):
+        return None
+    unit = 1.0 if in_bytes else sum(sizes.layers) / placement.ranks
+    return Beside(_beside(stock, first, None, of_stock, unit), _beside(args, placement, vocabulary, sizes, unit))
+
+
+def _beside(
+    args: Namespace, placement: Placement, vocabulary: Vocabulary | None, sizes: StageSizes, unit: float
+) -> tuple[float, ...]:
+    fixed = fixed_memory(args, placement, decoder_layers(args, placement), vocabulary)
+    making = [max(sizes.making[stage] for stage in stages) for stages in placement.stages]
+    return tuple((each.state + each.temporary + more) / unit for each, more in zip(fixed, making, strict=True))
+
+
+def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None) -> StageSizes | None:
+    """None where the formulas are not for the model, or it cannot be cut so."""
+    if not knows_vocabulary(args) or getattr(args, "fp8", None):
+        return None
+    try:
+        return stage_sizes(args, placement, decoder_layers(args, placement), vocabulary)
+    except ValueError:
+        return None
+
+
+def knows_vocabulary(args: Namespace) -> bool:
+    """Whether its size is known: a script of the user's may have no tokenizer."""
+    return bool(getattr(args, "padded_vocab_size", None))
 
 
 def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -> None:

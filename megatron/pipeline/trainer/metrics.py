@@ -39,12 +39,14 @@ class Measured:
     """What was measured of an iteration over the ranks of a pipeline.
 
     Attributes:
-        bubble_rate: the idle share of the span.
+        bubble_rate: the idle share of the makespan.
+        span_bubble_rate: that of the span; None where iterations do not interlock.
         slowdown: the span over the simulated one; None where costs are not known in seconds.
         peak_activation_bytes: per rank.
     """
 
     bubble_rate: float
+    span_bubble_rate: float | None
     slowdown: float | None
     peak_activation_bytes: list[int]
 
@@ -71,6 +73,7 @@ class Metrics:
             "iteration_seconds": step.seconds,
             "optimizer_step": step.step,
             "bubble_rate": measured.bubble_rate if measured else None,
+            **({"span_bubble_rate": measured.span_bubble_rate} if measured and measured.span_bubble_rate is not None else {}),
             "measured_over_simulated": measured.slowdown if measured else None,
             "tokens_per_second": tokens_per_second(self._seq_length, step.batch, step.seconds),
             "peak_activation_bytes": measured.peak_activation_bytes if measured else None,

@@ -17,7 +17,8 @@ from megatron.pipeline.flags.flags import CHUNK_FLAGS, GROUP_FLAG, PROFILE, flag
 from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
-from megatron.pipeline.planning.choose import least_limit, peak_of_1f1b
+from megatron.pipeline.planning.choose import least_limit
+from megatron.pipeline.planning.limits import peak_of_1f1b
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planning.request import Request, variants
@@ -33,6 +34,7 @@ from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitToo
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.trainer.memory import beside, equal_stages
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
         if text is None:
             raise  # a family exceeds the memory that its own name stands for, and its message is complete
         suffix = text.lstrip("0123456789.")
-        peak = peak_of_1f1b(args.pipeline_model_parallel_size, max(microbatch_counts(args)), costs)
+        peak = _peak_of_1f1b(_request(args, costs))
         unit = Unit(suffix, MEMORY_UNITS[suffix] if suffix else peak)
         others = _holding_less(args, costs)
         raise unit.too_little(f"--pipeline-memory-limit {text}", name, error.least, others) from None
@@ -78,7 +80,7 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     profiles = args.pipeline_costs == PROFILE
     request, text = _request(args, costs), args.pipeline_memory_limit
     notes = []
-    if request.limit is None and text:
+    if request.lowest_limit is None and text:
         if not profiles:
             raise ValueError(
                 f"--pipeline-memory-limit {text} needs --pipeline-costs with activations in bytes: a file, or {PROFILE}"
@@ -121,22 +123,31 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
 
 
 def _request(args: Namespace, costs: Costs | None) -> Request:
-    ranks, most = args.pipeline_model_parallel_size, max(microbatch_counts(args))
-    return Request(
+    request = Request(
         args.pipeline_schedule,
-        ranks,
-        most,
+        args.pipeline_model_parallel_size,
+        max(microbatch_counts(args)),
         costs,
         args.chunks,
-        _memory_limit(args.pipeline_memory_limit, ranks, most, costs),
         group=_group(args),
         # Without post-validation each iteration waits for all ranks to end the one before.
         objective=Objective.SPAN if args.post_validation else Objective.MAKESPAN,
         vocabulary=None if args.vocab_parallel == OFF else Vocabulary(args.vocab_parallel),
         offload=None if args.offload == OFF else Offload(args.offload),
         overlap=args.overlap_moe_expert_parallel_comm,
-        equal=_equal_costs(args),
+        equal=partial(equal_stages, args, _equal_costs(args)),
+        beside=partial(beside, args),
     )
+    return replace(request, memory_limit=_memory_limit(args.pipeline_memory_limit, request, costs))
+
+
+def _peak_of_1f1b(request: Request) -> float:
+    """In the unit of the costs that the request has, or that it has as long as nothing is measured."""
+    costs = request.costs
+    if not isinstance(costs, Costs):
+        family = request.schedule if request.schedule in families.FAMILIES else "1f1b"
+        costs = request.equal_costs(families.placement(family, request.ranks, request.chunks if family != "1f1b" else None))
+    return peak_of_1f1b(costs, request.ranks, request.microbatches)
 
 
 def _group(args: Namespace) -> int | None:
@@ -164,14 +175,16 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
 
     def costs_of(placement: Placement) -> Costs:
         stage_layers(args, placement)  # a ValueError: there are too few layers
-        return with_equal_copies(equal_costs(placement)) if costs is None else costs.of_depth(placement.depth)
+        if costs is not None:
+            return costs.of_depth(placement.depth)
+        return with_equal_copies(replace(request.equal_costs(placement), vocabulary=VocabularyCosts()))
 
     request = _request(args, costs)
-    equal_costs = replace(request, vocabulary=None).equal_costs
-    limit = request.limit
+    limit = request.memory_limit
     if limit is None and args.pipeline_memory_limit:  # an amount of bytes is taken to be 1F1B's peak until it is known
-        limit = peak_of_1f1b(request.ranks, request.microbatches)
-    return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit)
+        limit = _peak_of_1f1b(request)
+    in_unit = partial(beside, args, in_bytes=costs is not None)
+    return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit, beside=in_unit)
 
 
 def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
@@ -237,7 +250,7 @@ def replanning(args: Namespace, pipeline: Pipeline) -> Steps | None:
     """The steps that profile and plan again, if ``--pipeline-costs profile`` asks for them."""
     if args.pipeline_costs != PROFILE:
         return None
-    limit = partial(_memory_limit, args.pipeline_memory_limit, args.pipeline_model_parallel_size, max(microbatch_counts(args)))
+    limit = partial(_memory_limit, args.pipeline_memory_limit, _request(args, None))
     steps = replan(pipeline, limit, partial(_write_costs, args))
     next(steps)
     return steps
@@ -278,12 +291,12 @@ def _best(args: Namespace, costs: Costs | None) -> tuple[Variant, str]:
     best, choice = choose_best(request, tried)
     assert choice is not None
     if costs is None:
-        at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.limit)
+        at, table = "equal costs: a pass takes 1, memory is in microbatches", choice.table(COSTS_UNIT, request.lowest_limit)
     else:
         mib = MEMORY_UNITS["MiB"]
         at = f"the costs in {args.pipeline_costs}"
         table = choice.table(
-            Unit(" MiB", mib), request.limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
+            Unit(" MiB", mib), request.lowest_limit, lambda time: f"{1e3 * time:.4g} ms", lambda memory: f"{memory / mib:.4g} MiB"
         )
     return best.variant, f" schedule auto is {best.variant}, at {at}\n{indent(table, '  ')}"
 
@@ -302,7 +315,7 @@ def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
 
     def fits(name: str) -> bool:
         try:
-            return request.limit is not None and least_limit(request.of(Variant(name))) <= request.limit
+            return request.lowest_limit is not None and least_limit(request.of(Variant(name))) <= request.lowest_limit
         except ValueError:
             return False  # memory is not all that is wrong
 
@@ -321,7 +334,7 @@ def _read_costs(path: str) -> Costs:
         raise ValueError(f"--pipeline-costs {path}: {error}") from None
 
 
-def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs | None) -> float | None:
+def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> float | None:
     """The limit in the costs' unit of memory; without costs that is a microbatch of a rank's activations, and bytes are None."""
     if text is None:
         return None
@@ -330,4 +343,4 @@ def _memory_limit(text: str | None, ranks: int, microbatches: int, costs: Costs 
         raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
     if match[2]:
         return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
-    return float(match[1]) * peak_of_1f1b(ranks, microbatches, costs)
+    return float(match[1]) * _peak_of_1f1b(replace(request, costs=costs))

@@ -8,6 +8,7 @@ import torch
 
 from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.trainer.metrics import Measured
 from megatron.pipeline.trainer.planning import replanning
 from megatron.pipeline.trainer.rehearsal import rehearsing
@@ -40,7 +41,9 @@ class Reports:
         self._report = report = pending.wait() if pending and needed else None
         if report is None or not wanted:
             return None
-        return Measured(report.bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
+        interlock = self._pipeline.objective is Objective.SPAN
+        span_bubble_rate = report.span_bubble_rate if interlock else None
+        return Measured(report.bubble_rate, span_bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
 
     def use(self, iteration: int) -> list[str]:
         """Write the trace of the iteration, if it is to have one, and go on with what iterations are measured for; returns lines

@@ -125,6 +125,8 @@ class Log:
             parts.append(f"number of undone steps: {sum(one.step == 'undone' for one in self._window):3d}")
         if measured:
             parts.append(f"bubble: {measured.bubble_rate:.1%}")
+            if measured.span_bubble_rate is not None:
+                parts.append(f"bubble of the span: {measured.span_bubble_rate:.1%}")
             if measured.slowdown:
                 parts.append(f"measured / simulated: {measured.slowdown:.4f}")
         return " | ".join(parts) + " |"
@@ -139,6 +141,7 @@ class Log:
             "iteration-time": step.seconds,
             "tokens-per-second": tokens_per_second(self._args.seq_length, step.batch, step.seconds),
             "bubble-rate": measured.bubble_rate if measured else None,
+            "span-bubble-rate": measured.span_bubble_rate if measured else None,
             "measured-over-simulated": measured.slowdown if measured else None,
         }
         for name, value in values.items():

@@ -17,13 +17,16 @@ from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.schedule.core.costs import uniform
 from megatron.pipeline.schedule.core.kinds import Flow
 from megatron.pipeline.schedule.core.names import OFF, counted
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.shards import Shards
-from megatron.pipeline.trainer.memory import predicted_memory
+from megatron.pipeline.trainer.memory import knows_vocabulary, more_than_stock, predicted_memory, stock_memory
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes may wait behind copies to and from host memory; "
@@ -60,10 +63,10 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
     Args:
         knows_memory: whether the formulas of memory are for a model like this.
     """
-    lines = [*pipeline.notes, _plan(args, pipeline)]
-    knows_vocabulary = getattr(args, "padded_vocab_size", None)  # a script of the user's may have no tokenizer
-    if knows_memory and knows_vocabulary and not pipeline.is_stock:
-        lines.append(_memory(args, pipeline))
+    knows_memory = knows_memory and knows_vocabulary(args)
+    lines = [*pipeline.notes, _plan(args, pipeline, knows_memory)]
+    if knows_memory and not pipeline.is_stock:
+        lines += _memory(args, pipeline)
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
         lines.append(_messages(args, pipeline))
     if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
@@ -81,7 +84,7 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
 _BRAIDED = "dualpipe-v, interleaved, zb-v or v-half"  # schedules in which braids pay
 
 
-def _plan(args: Namespace, pipeline: Pipeline) -> str:
+def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
     layers = decoder_layers(args, pipeline.placement)
     words = f" layers of the model's {counted(len(layers), 'stage')}: {' '.join(map(str, layers))}"
     if args.vocab_parallel != OFF:
@@ -93,12 +96,13 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
     planned = pipeline.plan(max(microbatch_counts(args)))
     objective = pipeline.objective
     length = f"{objective} {1e3 * objective.length(planned.timeline):.4g} ms, " if pipeline.costs else ""
-    held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else counted(float(planned.peak), "microbatch")
-    at = "these costs" if pipeline.costs else "equal costs"
-    bubble = objective.bubble_rate(planned.timeline)
+    count = max(activation_peaks(planned.schedule, uniform(pipeline.placement)))
+    held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else counted(count, "microbatch")
+    at = "these costs" if pipeline.costs else "equal costs" if knows_memory else "equal costs, as if stages were equal,"
+    of_span = f" ({planned.timeline.span_bubble_rate:.1%} of the span)" if objective is Objective.SPAN else ""
     words += (
-        f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble {bubble:.1%} "
-        f"of the {objective}, activations of at most {held} on a rank"
+        f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble "
+        f"{planned.timeline.bubble_rate:.1%} of the makespan{of_span}, activations of at most {held} on a rank"
     )
     if args.overlap_moe_expert_parallel_comm:
         if not planned.braids:
@@ -114,14 +118,18 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
     return words
 
 
-def _memory(args: Namespace, pipeline: Pipeline) -> str:
-    """A line about the memory that every rank allocates, so that it is known before a device is full."""
+def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
+    """Lines about the memory that every rank allocates, so that it is known before a device is full."""
     ranks = predicted_memory(args, pipeline)
     allocated, activations = (
         " ".join(f"{bytes / GIB:.3g}" for bytes in each)
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
     )
-    return f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)"
+    warning = more_than_stock(args, ranks, stock_memory(args))
+    return [
+        f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)",
+        *([f" {warning}"] if warning else []),
+    ]
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:

@@ -31,7 +31,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     """Write the timeline of one iteration, and the one that its schedule has on paper.
 
     The planned timeline uses the costs that the run knows. If it knows none, it uses the pass times of this iteration and hops
-    that take no time. Its memory is always this iteration's. ``makespan_bubble_rate`` is what the log says at the start: at the
+    that take no time. Its memory is always this iteration's. ``bubble_rate`` is what the log says at the start: at the
     known costs, or at equal ones.
     """
     schedule, measured = report.schedule, measured_costs([report], report)
@@ -51,7 +51,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         "memory": report.memory,
         "planned": {
             "costs": "of all iterations" if pipeline.costs else "of this iteration",
-            "makespan_bubble_rate": at_start.makespan_bubble_rate,
+            "bubble_rate": at_start.bubble_rate,
             "timeline": json.loads(planned.to_json()),
             "memory": memory,
         },

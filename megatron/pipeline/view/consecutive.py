@@ -95,7 +95,7 @@ class Consecutive:
     def summary(self) -> str:
         """How often an iteration starts, and its mean span: equal where iterations interlock without a gap."""
         timelines = [one.timeline for one in self.iterations]
-        span, bubble = mean(one.span for one in timelines), mean(one.bubble_rate for one in timelines)
+        span, bubble = mean(one.span for one in timelines), mean(one.span_bubble_rate for one in timelines)
         return f"on average an iteration every {self.period:.4g} s (span {span:.4g} s, bubble {bubble:.1%})"
 
 

@@ -162,9 +162,9 @@ def _facts(entry: Entry) -> dict[str, str]:
         facts["microbatches"] = str(schedule.microbatches)
     facts |= {
         "makespan": f"{float(timeline.makespan):.5g}",
-        "bubble": f"{float(timeline.makespan_bubble_rate):.1%}",
+        "bubble": f"{float(timeline.bubble_rate):.1%}",
         "span": f"{float(timeline.span):.5g}",
-        "bubble of the span": f"{float(timeline.bubble_rate):.1%}",
+        "bubble of the span": f"{float(timeline.span_bubble_rate):.1%}",
     }
     if schedule is not None and entry.costs is not None:
         facts["peak memory"] = f"{float(max(activation_peaks(schedule, entry.costs))):.4g}"

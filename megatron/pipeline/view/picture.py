@@ -383,7 +383,7 @@ def _summary(timeline: Timeline, unit: str) -> str:
     def lengths(name: str, length: float, bubble: float) -> str:
         return f"{name} {f'{length:.4g} {unit}'.rstrip()}, bubble {bubble:.1%}"
 
-    text = lengths("span", timeline.span, timeline.bubble_rate)
+    text = lengths("span", timeline.span, timeline.span_bubble_rate)
     if timeline.makespan > timeline.span * 1.0005:
-        text += f"   ({lengths('makespan', timeline.makespan, timeline.makespan_bubble_rate)})"
+        text += f"   ({lengths('makespan', timeline.makespan, timeline.bubble_rate)})"
     return text

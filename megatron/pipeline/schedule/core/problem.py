@@ -25,7 +25,7 @@ class Objective(StrEnum):
         return timeline.span if self is Objective.SPAN else timeline.makespan
 
     def bubble_rate(self, timeline: Timeline) -> float:
-        return timeline.bubble_rate if self is Objective.SPAN else timeline.makespan_bubble_rate
+        return timeline.span_bubble_rate if self is Objective.SPAN else timeline.bubble_rate
 
 
 class TooLow(ValueError):

@@ -58,13 +58,13 @@ class Timeline:
 
     @property
     def bubble_rate(self) -> float:
-        """The idle share of the span: (span - work) / span."""
-        return _idle_share(self.span, self.work)
+        """The idle share of the makespan: (makespan - work) / makespan."""
+        return _idle_share(self.makespan, self.work)
 
     @property
-    def makespan_bubble_rate(self) -> float:
-        """The idle share of the makespan."""
-        return _idle_share(self.makespan, self.work)
+    def span_bubble_rate(self) -> float:
+        """The idle share of the span, for iterations that interlock."""
+        return _idle_share(self.span, self.work)
 
     def to_json(self) -> str:
         """One JSON object, ``{"ranks": [[["F0.0", start, end], ...], ...]}``, that ``from_json`` reads back; where there are

@@ -29,10 +29,12 @@ class Family:
         grouped: whether the family takes a ``group``.
         least_ranks: the fewest ranks it needs.
         even_ranks: whether their number must be even.
-        memory: from the number of ranks to the limit when the user sets none, in microbatches of activations per rank; None
-            for as much as the order takes.
+        memory: from the number of ranks p to the limit when the user sets none: 1F1B's peak for p, and as many p-th parts of it
+            for another amount. None for as much as the order takes.
         memory_is: how a user's limit changes that: ``fixed``, it may not be lower, and more is not used; ``least``, it may
             not be lower, and more is used; ``default``, it may be lower or higher.
+        keeps: the same of a family with a fixed order but for W, which runs sooner where a limit has no room: the limit counts
+            where the order takes more.
         fused: whether every backward of the family is BW, never split into B and W.
         exposed_hops: for how many hops a rank waits in every F and every B where megatron-core's own function runs this order:
             1 for both directions of 1F1B; 0.5 for interleaved without overlap, which sends those of an F and a B at once.
@@ -51,6 +53,7 @@ class Family:
     even_ranks: bool = False
     memory: Callable[[int], float] | None = None
     memory_is: Literal["fixed", "least", "default"] = "default"
+    keeps: Callable[[int], float] | None = None
     fused: bool = False
     exposed_hops: float = 0.0
     suggested: bool = False

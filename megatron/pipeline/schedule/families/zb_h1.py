@@ -6,32 +6,66 @@ Qi et al., "Zero Bubble Pipeline Parallelism", section 2.3. With equal stages th
 
 where m > p (m >= p without hops) and 2*hop <= W <= F + 2*hop. ``lower_bound`` shows that nothing with that memory is
 shorter. Rank r holds at most p-r whole microbatches, and r more of which only W is due: p microbatches on every rank if
-B frees nothing, as many as rank 0 of 1F1B.
+B frees nothing, as many as rank 0 of 1F1B. Where limits have no room for that, as on a last stage whose logits make its
+microbatches larger, W is due for fewer: at least p-r microbatches are held, as under 1F1B.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
+from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.families.family import Family
+from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.schedule.transforms.transform import fuse, recompute
+
+_SLACK = 1 + 1e-9  # of sums of floats
 
 
 def plan(problem: Problem) -> Order:
-    """Rank r runs p-r forwards before its first B, as 1F1B does, and W r microbatches behind B."""
-    return delayed_weights(problem.ranks, problem.microbatches, depth=1)
+    """Rank r runs p-r forwards before its first B, as 1F1B does, and W up to r microbatches behind B."""
+    return delayed_within_limits(problem, depth=1)
 
 
-def delayed_weights(ranks: int, microbatches: int, depth: int) -> Order:
+def delayed_within_limits(problem: Problem, depth: int) -> Order:
+    """``delayed_weights``, where the W of a rank lag by fewer microbatches if its limit has no room for all of these.
+
+    Where a limit has no room for any, its rank runs each W after its B, and holds more than the limit.
+    """
+    ranks = problem.ranks
+    low, high = [0] * ranks, [depth * rank for rank in range(ranks)]
+    if problem.limits is None:
+        return delayed_weights(ranks, problem.microbatches, depth)
+    enough = min(problem.microbatches, 2 * depth * ranks)  # all is then held that ever is
+    lags = high
+    while True:  # all ranks at once, since what each holds depends on its own lag alone
+        schedule = Schedule("", problem.placement, enough, delayed_weights(ranks, enough, depth, lags))
+        peaks = activation_peaks(recompute(fuse(schedule, problem.fused), problem.recompute), problem.costs)
+        for rank, (lag, peak, limit) in enumerate(zip(lags, peaks, problem.limits, strict=True)):
+            if peak <= limit * _SLACK:
+                low[rank] = lag
+            else:
+                high[rank] = max(low[rank], lag - 1)
+        if low == high:
+            return delayed_weights(ranks, problem.microbatches, depth, low)
+        lags = [(least + most + 1) // 2 for least, most in zip(low, high, strict=True)]
+
+
+def delayed_weights(ranks: int, microbatches: int, depth: int, lags: Sequence[int] | None = None) -> Order:
     """One F, one B, one W in turn, where W lags behind B by ``depth`` microbatches for every rank before this one.
 
     Every rank starts with ``depth`` more forwards than the next. Later ranks start late and postpone as many W as the
     earlier ranks have more forwards. So B reaches rank 0 sooner, and the postponed W fill the time after a rank's last B,
     while gradients still travel towards rank 0.
+
+    Args:
+        lags: of every rank, in place of these.
     """
-    return tuple(
-        _order(in_flight=1 + depth * (ranks - 1 - rank), lag=depth * rank, microbatches=microbatches) for rank in range(ranks)
-    )
+    behind = lags or [depth * rank for rank in range(ranks)]
+    return tuple(_order(1 + depth * (ranks - 1 - rank), lag, microbatches) for rank, lag in enumerate(behind))
 
 
 def _order(in_flight: int, lag: int, microbatches: int) -> tuple[Pass, ...]:
@@ -46,4 +80,4 @@ def _order(in_flight: int, lag: int, microbatches: int) -> tuple[Pass, ...]:
     return tuple(passes)
 
 
-FAMILY = Family("zb-h1", interleaved, plan, suggested=True)
+FAMILY = Family("zb-h1", interleaved, plan, keeps=float, suggested=True)

@@ -15,12 +15,12 @@ from megatron.pipeline.schedule.core.passes import Order
 from megatron.pipeline.schedule.core.placement import interleaved
 from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.families.family import Family
-from megatron.pipeline.schedule.families.zb_h1 import delayed_weights
+from megatron.pipeline.schedule.families.zb_h1 import delayed_within_limits
 
 
 def plan(problem: Problem) -> Order:
-    """Rank r runs 2(p-r)-1 forwards before its first B, and W 2r microbatches behind B."""
-    return delayed_weights(problem.ranks, problem.microbatches, depth=2)
+    """Rank r runs 2(p-r)-1 forwards before its first B, and W up to 2r microbatches behind B."""
+    return delayed_within_limits(problem, depth=2)
 
 
-FAMILY = Family("zb-h2", interleaved, plan)
+FAMILY = Family("zb-h2", interleaved, plan, keeps=lambda p: 2 * p - 1)

@@ -96,8 +96,8 @@ export function chosen({ schedule, candidates }) {
 /** What schedules are held against: time and bubble of what is to be short, the gap to its lower bound, and the most memory. */
 export function measures(plan) {
   const memory = Math.max(...plan.peak_activation);
-  if (plan.objective === "span") return { value: plan.span, bubble: plan.bubble_rate, gap: plan.gap, memory };
-  return { value: plan.makespan, bubble: plan.makespan_bubble_rate, gap: plan.makespan_gap, memory };
+  if (plan.objective === "span") return { value: plan.span, bubble: plan.span_bubble_rate, gap: plan.gap, memory };
+  return { value: plan.makespan, bubble: plan.bubble_rate, gap: plan.makespan_gap, memory };
 }
 
 /** The flags of what stock has, without offload: 1F1B, then interleaved with 2 to `most` chunks where stock can interleave. */
