@@ -24,7 +24,7 @@ def check_quantized(args: Namespace) -> None:
         return
     recipe = getattr(args, "fp8_recipe", None)
     if getattr(args, "transformer_impl", None) == "local":
-        if not te_linear.is_installed():  # which is why layers are local, where nobody has asked for these
+        if not te_linear.is_installed():  # layers are then local without the flag, too
             raise ValueError(
                 f"--fp8-format {args.fp8} needs Transformer Engine, which is not installed: pip install "
                 f"'transformer-engine[pytorch]>={te_linear.OLDEST}', or leave --fp8-format out"
