@@ -61,7 +61,7 @@ def test_a_hang_is_exit_code_1_with_its_circle(capsys: pytest.CaptureFixture[str
     assert "pair               HANGS" in out
     assert "direction          does not hang; makespan 10" in out
     assert re.search(
-        r"the hang over rendezvous, shared, pair:\n  rank .*\n  waits for rank .*\n  waits for rank \d, as above", out
+        r"the hang over rendezvous, shared, pair, batched:\n  rank .*\n  waits for rank .*\n  waits for rank \d, as above", out
     )
     run(capsys, head_on, "--transport", "direction,batched-direction")
     run(capsys, head_on, "--transport", "direction,pair", code=1)
