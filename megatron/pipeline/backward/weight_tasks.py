@@ -137,8 +137,10 @@ def check_nothing_is_overwritten(weight: torch.nn.Parameter) -> None:
 
 
 def _has_lost(weight: torch.nn.Parameter) -> bool:
-    # The mark is that of Transformer Engine's weights, too. DDP's hook has emptied ``grad`` of all that W computes.
-    return weight.grad is not None and hasattr(weight, "main_grad") and hasattr(weight, "skip_backward_post_hook")
+    # The mark is that of Transformer Engine's weights, too. DDP's hook has emptied ``grad`` of all that W computes, and an
+    # optimizer may have left ``main_grad`` itself there.
+    lost = weight.grad is not None and hasattr(weight, "skip_backward_post_hook")
+    return lost and hasattr(weight, "main_grad") and weight.grad is not weight.main_grad
 
 
 def fuse_if_recomputed(weight: torch.nn.Parameter) -> None:

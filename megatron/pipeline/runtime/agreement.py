@@ -150,10 +150,9 @@ def misplaced(chunks: Sequence[Sequence[Built]], placement: Placement, schedule:
 
 def _built(chunk: Any) -> Built:
     layers = getattr(getattr(chunk, "decoder", None), "layers", None)
-    numbers = None if layers is None else tuple(getattr(layer, "layer_number", None) for layer in layers)
-    return Built(
-        tuple(getattr(chunk, name, None) is True for name in _ENDS.values()), None if numbers and None in numbers else numbers
-    )
+    numbers: list[Any] = [getattr(layer, "layer_number", None) for layer in layers or ()]
+    says = layers is not None and None not in numbers
+    return Built(tuple(getattr(chunk, name, None) is True for name in _ENDS.values()), tuple(numbers) if says else None)
 
 
 def _versions() -> dict[str, str]:
