@@ -64,11 +64,11 @@ def test_where_it_also_does_the_work_of_w() -> None:
 @pytest.mark.parametrize("name", ["zb-auto", "v-auto"])
 def test_a_plan_is_no_longer_than_one_as_if_nothing_were_made_again(name: str, seed: int) -> None:
     asked = request(name, seed)
-    assert isinstance(asked.costs, Costs) and asked.limit is not None
+    assert isinstance(asked.costs, Costs) and asked.lowest_limit is not None
     trained = asked.costs.remade()
     (before, _), (after, problem) = solved(asked, asked.costs), solved(asked, trained)
     assert simulate(after, trained).span <= simulate(before, trained).span * SLACK
-    verify(after, trained, asked.limit)
+    verify(after, trained, asked.lowest_limit)
     assert lower_bound(problem) <= problem.value(simulate(after, trained)) * SLACK
 
 

@@ -15,6 +15,7 @@ from pool import Pool
 from training.short_runs import MODEL, metrics, train
 
 from megatron.pipeline.cli import main
+from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
@@ -151,7 +152,7 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     )
     before = pipeline.plan(8).schedule
     assert max(activation_peaks(before, costs)) > (needed + 0.5) * MIB, "it is not known before that this is too much"
-    limit = _memory_limit(f"{needed}.5MiB", 2, 8, costs)
+    limit = _memory_limit(f"{needed}.5MiB", Request(schedule, 2, 8), costs)
     assert limit == (needed + 0.5) * MIB
     after = pipeline.plan_again(costs, limit)[8]
     assert max(activation_peaks(after, costs)) <= limit

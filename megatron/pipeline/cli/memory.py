@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> None:
         baseline = None  # the model cannot be cut for it
     from megatron.pipeline.trainer.memory import more_than_stock
 
-    warning = more_than_stock(prediction.args, prediction.ranks, baseline and baseline.ranks)
+    warning = more_than_stock(prediction.args, prediction.ranks, baseline.ranks if baseline else None)
     limit = options.gpu_memory * GIB
     remedies = list(_remedies(flags, world, limit)) if prediction.fullest.total > limit else []
     contents = report(prediction) | {
