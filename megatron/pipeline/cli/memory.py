@@ -16,7 +16,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import Role, neutral
 from megatron.pipeline.planning.request import MOST_RANKS
@@ -110,10 +110,11 @@ def run(options: argparse.Namespace) -> None:
     except ValueError:
         baseline = None  # the model cannot be cut for it
     limit = options.gpu_memory * GIB
-    remedies = list(_remedies(flags, world, limit)) if prediction.fullest.total > limit else []
+    fits = prediction.fullest.total <= usable(limit)
+    remedies = [] if fits else list(_remedies(flags, world, usable(limit)))
     contents = report(prediction) | {
         "gpu_memory": limit,
-        "fits": prediction.fullest.total <= limit,
+        "fits": fits,
         "baseline": baseline and report(baseline),
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
     }
@@ -253,12 +254,14 @@ def _text(prediction: Prediction, baseline: Prediction | None, gpu_memory: float
     if baseline and baseline.ranks != prediction.ranks:
         parts.append(f"for comparison, stock: megatron-core's own 1F1B, not interleaved\n\n{_table(baseline)}")
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
-    if fullest <= gpu_memory:
+    if fullest <= usable(gpu_memory):
         parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB")
     else:
         would = "\n".join(f"  {needed / GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
+        verdict = "does not fit" if fullest > gpu_memory else "may not fit"
+        more = "" if fullest > gpu_memory else f", more than {SHARE:.0%}, and this prediction may be off by as much as is left"
         parts.append(
-            f"does not fit into {size}: the fullest rank needs {fullest:.1f} GiB. "
+            f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. "
             + (
                 f"What would fit, and the fullest rank's memory:\n{would}"
                 if would

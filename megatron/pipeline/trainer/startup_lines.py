@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
+from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
@@ -62,7 +63,7 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
     lines = [*pipeline.notes, _plan(args, pipeline)]
     knows_vocabulary = getattr(args, "padded_vocab_size", None)  # a script of the user's may have no tokenizer
     if knows_memory and knows_vocabulary and not pipeline.is_stock:
-        lines.append(_memory(args, pipeline))
+        lines += _memory(args, pipeline)
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
         lines.append(_messages(args, pipeline))
     if args.transformer_impl == "local" and torch.cuda.is_available() and not has_transformer_engine():
@@ -112,14 +113,23 @@ def _plan(args: Namespace, pipeline: Pipeline) -> str:
     return words
 
 
-def _memory(args: Namespace, pipeline: Pipeline) -> str:
-    """A line about the memory that every rank allocates, so that it is known before a device is full."""
+def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
+    """Lines about the memory that every rank allocates, so that it is known before a device is full."""
     ranks = predicted_memory(args, pipeline)
     allocated, activations = (
         " ".join(f"{bytes / GIB:.3g}" for bytes in each)
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
     )
-    return f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)"
+    lines = [f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)"]
+    if not torch.cuda.is_available() or args.rehearse:  # a machine's memory, or a GPU's that several ranks share
+        return lines
+    fullest, memory = max(rank.total for rank in ranks), device_memory(this_device())
+    if fullest > usable(memory):
+        lines.append(
+            f" WARNING: with {OVERHEAD / GIB:g} GiB for CUDA and NCCL the fullest rank needs {fullest / GIB:.4g} GiB, more than "
+            f"{SHARE:.0%} of this GPU's {memory / GIB:.4g} GiB: mpipe memory says what would fit"
+        )
+    return lines
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:
