@@ -45,9 +45,8 @@ def check_experts(args: Namespace, world_size: int) -> None:
     if args.add_bias_linear and tensor > 1:
         whole = " or --expert-tensor-parallel-size 1" if parallel > 1 else ""
         raise ValueError(f"experts with biases cannot be cut into {tensor}: give --disable-bias-linear{whole}")
-    if args.moe_grouped_gemm and args.transformer_impl == "local":
-        if args.add_bias_linear or not args.bf16:
-            raise ValueError("--moe-grouped-gemm with --transformer-impl local needs --bf16 and --disable-bias-linear")
+    if args.moe_grouped_gemm and args.transformer_impl == "local" and (args.add_bias_linear or not args.bf16):
+        raise ValueError("--moe-grouped-gemm with --transformer-impl local needs --bf16 and --disable-bias-linear")
     pattern = args.moe_layer_freq
     if isinstance(pattern, list) and len(pattern) != args.num_layers:
         raise ValueError(f"--moe-layer-freq lists {len(pattern)} layers, but --num-layers is {args.num_layers}")

@@ -351,8 +351,8 @@ class Shape:
     def norms_alone(self) -> float:
         """Norms of a layer that are modules of their own, as a mean over the layers.
 
-        Those of megatron-core's ``gpt_layer_specs.py``: Transformer Engine has a norm within the linear layer that reads it, unless
-        two of them do, as in multi-latent attention, or experts.
+        Those of megatron-core's ``gpt_layer_specs.py``: Transformer Engine has a norm within the linear layer that reads it,
+        unless two of them do, as in multi-latent attention, or experts.
         """
         if not self.holding.fused_norms:
             return 2.0

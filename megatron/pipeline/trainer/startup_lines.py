@@ -120,7 +120,9 @@ def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
         " ".join(f"{bytes / GIB:.3g}" for bytes in each)
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
     )
-    lines = [f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)"]
+    lines = [
+        f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)"
+    ]
     if not torch.cuda.is_available() or args.rehearse:  # a machine's memory, or a GPU's that several ranks share
         return lines
     fullest, memory = max(rank.total for rank in ranks), device_memory(this_device())
