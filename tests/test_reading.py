@@ -30,7 +30,7 @@ READERS = [Costs.from_json, Schedule.from_json, Timeline.from_json, device.Devic
     ],
 )
 def test_json_is_read_in_one_place(read: Callable[[str], object], text: str, message: str) -> None:
-    with pytest.raises(ValueError, match="^not [^\n]*$") as error:
+    with pytest.raises(ValueError, match=r"^not [^\n]*$") as error:
         read(text)
     assert message in str(error.value)
 

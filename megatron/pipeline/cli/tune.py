@@ -242,7 +242,7 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
         )
         write_config(result, flags, path, head)
         written[name] = path
-    groups = {"megatron.pipeline": [_training(each) for each in ours.results]}
+    groups = {"megatron.pipeline, stock included": [_training(each) for each in (*ours.results, *stock.results)]}
     if stock.results:
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"
