@@ -185,6 +185,22 @@ def test_what_does_not_fit_is_told_with_what_would(capsys: pytest.CaptureFixture
     assert f" {remedy['flags']}\n" in capsys.readouterr().out
 
 
+def test_what_fits_barely_is_not_said_to_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prediction may be off by the 5 % that mpipe tune leaves as well."""
+    flags = [*SMALL.split(), "--bf16", "--pipeline-schedule", "1f1b"]
+    needed = predicted(flags).fullest.total / 2**30
+    for memory, verdict in (
+        (needed / 0.94, f"fits into {needed / 0.94:.3f} GB: the fullest rank needs {needed:.1f} GiB"),
+        (needed / 0.96, f"may not fit into {needed / 0.96:.3f} GB: the fullest rank needs {needed:.1f} GiB, more than 95%, and"),
+        (needed / 1.01, f"does not fit into {needed / 1.01:.3f} GB: the fullest rank needs {needed:.1f} GiB. What would fit"),
+    ):
+        assert main(["memory", *flags, "--gpu-memory", f"{memory:.3f}"]) == 0
+        assert verdict in capsys.readouterr().out
+    assert main(["memory", *flags, "--gpu-memory", f"{needed / 0.96:.3f}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"] and all(remedy["bytes"] <= 0.95 * told["gpu_memory"] for remedy in told["remedies"])
+
+
 def test_what_is_assumed_of_attention_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """With what the other kind of layers needs, which is what is predicted for them."""
     flags = [*f"memory {SMALL} --global-batch-size 16 --bf16 --pipeline-schedule zb-h1".split()]

@@ -203,7 +203,10 @@ def test_what_memory_is_in_is_inside_of_the_picture(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(picture, "save", lambda figure, _: figures.append(figure))
     one = timeline("zb-h1", 2, 4)
     picture.draw({"it": one}, "it.png", memory={"it": [[(0.0, held)], [(1.0, held)]]}, memory_unit=unit)
-    [label] = [axes.yaxis.label for axes in figures[0].axes if axes.get_ylabel()]
-    assert unit in label.get_text()
     figures[0].canvas.draw()
-    assert label.get_window_extent().x0 >= 0
+    [(axes, label)] = [(axes, text) for axes in figures[0].axes for text in axes.texts if text.get_text().startswith("memory")]
+    box, legend = label.get_window_extent(), axes.get_legend()
+    assert unit in label.get_text() and box.x0 >= 0 and not box.overlaps(legend.get_window_extent())
+    numbers = [tick.label1.get_window_extent() for tick in axes.yaxis.get_major_ticks()]
+    assert numbers and not any(box.overlaps(number) for number in numbers)
+    assert box.y0 > axes.transData.transform((0, held))[1], "above all curves"

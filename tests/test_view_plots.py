@@ -1,13 +1,16 @@
 """Plots of many schedules."""
 
+import math
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.view import Point, draw_pareto, draw_robustness
+from megatron.pipeline.view import Point, draw_pareto, draw_robustness, plots
 from megatron.pipeline.view.plots import label_places, pareto
 
 
@@ -68,3 +71,28 @@ def test_a_robustness_plot_names_schedules_and_jitter(tmp_path: Path) -> None:
         draw_robustness({"zb-v": {0.1: []}}, tmp_path / "r.svg")
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw_robustness(spans, tmp_path / "r.gif")
+
+
+def test_numbers_of_a_front_stand_beside_their_dots_and_on_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, _: figures.append(figure))
+    places = [(42, 20.0), (43, 21.0), (44, 22.5), (58, 24.0), (59, 24.3), (61, 24.5), (70, 25.0), (75, 25.2)]
+    ours = [plots.Training(f"training {memory}", 1000 * speed, memory) for memory, speed in places]
+    stock = [plots.Training("stock", 19_800, 42.5), plots.Training("stock", 24_100, 58.5)]
+    plots.draw_throughput({"ours, stock included": [*ours, *stock], "stock": stock}, "it.png", 76)
+    figure = figures[0]
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    numbers = {text.get_text(): text for text in axes.texts if text.get_text().isdigit()}
+    lines = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
+    assert len(numbers) == 9 and len(lines) == 2
+    for text in numbers.values():
+        box = text.get_window_extent()
+        for line in lines:
+            corners = axes.transData.transform(list(zip(*line.get_data(), strict=True)))
+            for (left, low), (right, high) in pairwise(corners):
+                assert not (left < box.x1 and right > box.x0 and low < box.y1 and low > box.y0), "on a level line"
+                assert not (box.x0 < right < box.x1 and min(low, high) < box.y1 and max(low, high) > box.y0), "on a step"
+        dot = text.xy  # points
+        middle = (box.x0 + box.x1) / 2 * 72 / figure.dpi, (box.y0 + box.y1) / 2 * 72 / figure.dpi
+        assert math.dist(dot, middle) < 45, "points"

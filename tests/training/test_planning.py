@@ -235,9 +235,21 @@ def test_the_log_predicts_the_memory_of_every_rank(flags: str) -> None:
 def test_the_log_says_where_transformer_engine_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
     assert not any("transformer-engine" in line for line in plan_in_words(args, pipeline)), "it is not expected without a GPU"
-    monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
+    on_a_gpu(monkeypatch)
     monkeypatch.setattr(startup_lines, "has_transformer_engine", lambda: False)
     assert "the package transformer-engine is not installed" in plan_in_words(args, pipeline)[-1]
+
+
+def test_the_log_warns_where_a_gpu_may_be_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rule of ``mpipe memory``: a prediction may take 95 % of a GPU, with 2 GiB of it for CUDA and NCCL."""
+    args, _, pipeline = program.prepare(MODEL.split(), world_size=2)
+    on_a_gpu(monkeypatch)
+    needed = max(rank.total for rank in startup_lines.predicted_memory(args, pipeline))
+    for spare, warns in ((1.04, True), (1.06, False)):
+        monkeypatch.setattr(startup_lines, "device_memory", lambda _, spare=spare: int(spare * needed))
+        warnings = [line for line in plan_in_words(args, pipeline) if "the fullest rank needs" in line]
+        assert bool(warnings) is warns
+        assert not warns or f"{needed / 2**30:.4g} GiB, more than 95% of this GPU's" in warnings[0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 8])
@@ -251,10 +263,17 @@ def test_costs_of_other_stages_are_cut_again(tmp_path: Path, count: int) -> None
     assert f"costs.json has the costs of {count} stages: for the 4 of this schedule they are cut evenly, or joined" in note
 
 
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GiB, for what the log says."""
+    monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(startup_lines, "this_device", lambda: None)
+    monkeypatch.setattr(startup_lines, "device_memory", lambda _: 80 * 2**30)
+
+
 def test_the_log_says_what_messages_take_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     args, _, pipeline = program.prepare(f"{MODEL} --bf16".split(), world_size=2)
     assert not any("messages take" in line for line in plan_in_words(args, pipeline)), "on a CPU no host runs ahead"
-    monkeypatch.setattr(startup_lines.torch.cuda, "is_available", lambda: True)
+    on_a_gpu(monkeypatch)
     (line,) = (line for line in plan_in_words(args, pipeline) if "messages take" in line)
     size = args.seq_length * args.micro_batch_size * args.hidden_size * 2 / 2**20
     assert line == f" messages take at most {pipeline.plan(4).message_buffers} x {size:.4g} MiB on a rank in addition"

@@ -15,11 +15,12 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
 from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.planning.document import GOAL, read_text
+from megatron.pipeline.planning.document import GOAL
 from megatron.pipeline.planning.refusals import Bytes
 from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
+from megatron.pipeline.schedule.core.reading import read_text
 
 T = TypeVar("T")
 
@@ -243,7 +244,7 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 def limit(text: str) -> float:
     """An argument type for a memory limit: a number in the unit of the costs, or ``Bytes`` for one such as 20GiB."""
     limit = _float(text)
-    if limit >= 0:
+    if limit >= 0 and (limit < math.inf or "inf" in text.lower()):  # 1e400 is infinite too, which nobody means by it
         return limit
     try:
         return Bytes(memory_size(text))
@@ -290,7 +291,7 @@ def read_costs(path: str, read: Callable[[str], T]) -> T:
         raise argparse.ArgumentTypeError(str(error)) from None
     try:
         return read(text)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 
 

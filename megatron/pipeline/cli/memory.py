@@ -16,7 +16,7 @@ from typing import Any
 from megatron.pipeline.cli.arguments import Commands, add_command, count, report_flags
 from megatron.pipeline.cli.summary import check_output, write
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, RankMemory, predict
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, RankMemory, predict, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.flags.flags import STOCK_1F1B, Role, neutral
 from megatron.pipeline.planning.request import MOST_RANKS
@@ -111,10 +111,11 @@ def run(options: argparse.Namespace) -> None:
 
     warning = more_than_stock(prediction.args, prediction.ranks, baseline.ranks if baseline else None)
     limit = options.gpu_memory * GIB
-    remedies = list(_remedies(flags, world, limit)) if prediction.fullest.total > limit else []
+    fits = prediction.fullest.total <= usable(limit)
+    remedies = [] if fits else list(_remedies(flags, world, usable(limit)))
     contents = report(prediction) | {
         "gpu_memory": limit,
-        "fits": prediction.fullest.total <= limit,
+        "fits": fits,
         "baseline": baseline and report(baseline),
         "warning": warning,
         "remedies": [{"flags": remedy, "bytes": needed} for remedy, needed in remedies],
@@ -263,12 +264,14 @@ def _text(
     if warning:
         parts.append(warning)
     fullest, size = prediction.fullest.total / GIB, f"{gpu_memory:g} GB"
-    if fullest <= gpu_memory:
+    if fullest <= usable(gpu_memory):
         parts.append(f"fits into {size}: the fullest rank needs {fullest:.1f} GiB")
     else:
         would = "\n".join(f"  {needed / GIB:6.1f} GiB  {remedy}" for remedy, needed in remedies)
+        verdict = "does not fit" if fullest > gpu_memory else "may not fit"
+        more = "" if fullest > gpu_memory else f", more than {SHARE:.0%}, and this prediction may be off by as much as is left"
         parts.append(
-            f"does not fit into {size}: the fullest rank needs {fullest:.1f} GiB. "
+            f"{verdict} into {size}: the fullest rank needs {fullest:.1f} GiB{more}. "
             + (
                 f"What would fit, and the fullest rank's memory:\n{would}"
                 if would

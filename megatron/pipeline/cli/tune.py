@@ -17,7 +17,7 @@ from megatron.pipeline.cli.progress import Progress
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import device
 from megatron.pipeline.costmodel.device import Device
-from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
 from megatron.pipeline.costmodel.parameters import total_parameters
 from megatron.pipeline.planning.request import MOST_RANKS
 from megatron.pipeline.schedule import families
@@ -222,7 +222,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if gpus > MOST_RANKS**2:
         raise ValueError(f"--gpus {gpus}: give at most {MOST_RANKS**2}")
     gpu = device.read(options.gpu)
-    memory = gpu.memory * SHARE if options.gpu_memory is None else options.gpu_memory * GIB
+    memory = usable(gpu.memory) if options.gpu_memory is None else options.gpu_memory * GIB
     if memory > gpu.memory:
         raise ValueError(f"--gpu-memory {options.gpu_memory:g}: {gpu.name} has {gpu.memory / GIB:g} GB")
     return Cluster(replace(gpu, memory=memory), gpus, per_node)
@@ -242,7 +242,7 @@ def _write(directory: Path, flags: list[str], cluster: Cluster, ours: SearchResu
         )
         write_config(result, flags, path, head)
         written[name] = path
-    groups = {"megatron.pipeline": [_training(each) for each in ours.results]}
+    groups = {"megatron.pipeline, stock included": [_training(each) for each in (*ours.results, *stock.results)]}
     if stock.results:
         groups["stock Megatron"] = [_training(each) for each in stock.results]
     title = f"{cluster.gpus} x {cluster.device.name}: throughput against memory"

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.pipeline.schedule.core.reading import parse_json, read_text
 from megatron.pipeline.shape.gpt import Work
 
 MIB = 2**20
@@ -175,11 +176,7 @@ class Device:
         Raises:
             ValueError: not JSON, a field is missing or unknown, or a number is out of range.
         """
-        try:
-            content = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"not a device: invalid JSON ({error})") from None
-        row = _row("a device", content, cls)
+        row = _row("a device", parse_json(text, "a device"), cls)
         for name in ("within", "hop", "between"):
             row[name] = Link(**_row(f"{name} of a device", row[name], Link))
         layers = row.get("layers", [])
@@ -218,11 +215,10 @@ def read(name: str) -> Device:
     """
     if not name.endswith(".json"):
         return named(name)
+    text = read_text(name, "a device as mpipe tune --measure writes it")
     try:
-        return Device.from_json(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+        return Device.from_json(text)
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
 

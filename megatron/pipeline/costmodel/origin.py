@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.reading import parse_json
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "num_experts")
 _RANKS = ("tensor_model_parallel_size", "expert_model_parallel_size", "micro_batch_size")
@@ -55,7 +55,7 @@ def read(text: str) -> Rehearsed:
     Raises:
         ValueError: as ``Costs.from_json``; or ``of`` is no object.
     """
-    costs, of = Costs.from_json(text), json.loads(text).get("of", {})
+    costs, of = Costs.from_json(text), parse_json(text, "costs").get("of", {})
     if not isinstance(of, dict):
         raise ValueError(f"of: expected the sizes of a training by name, got {of!r}")
     return Rehearsed(costs, of)

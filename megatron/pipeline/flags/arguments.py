@@ -16,6 +16,7 @@ import yaml
 
 from megatron.pipeline.flags import fork_flags, support
 from megatron.pipeline.flags.flags import add_flags
+from megatron.pipeline.schedule.core.reading import content_of
 
 # Flags of Megatron-LM that change nothing here.
 _NOT_NEEDED = {
@@ -98,13 +99,15 @@ def _parser() -> _Parser:
 def _read_config(parser: argparse.ArgumentParser, path: str) -> list[str]:
     """A YAML file as command-line tokens, so that one parser checks both sources and the later token wins."""
     try:
-        content = yaml.load(Path(path).read_text(), _Loader)
+        content = yaml.load(content_of(path), _Loader)
     except OSError as error:
         raise ValueError(f"--config {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"--config {path}: nested too deeply; expected a mapping of flags to values") from None
     except yaml.MarkedYAMLError as error:
         where = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ValueError(f"--config {path}{where}: {error.problem}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ValueError(f"--config {path}: expected a mapping of flags to values such as `num-layers: 4`")

@@ -19,6 +19,7 @@ from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, i
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow, per_rank
+from megatron.pipeline.schedule.core.reading import parse_json, printable, read_text
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.torch_csv import from_csv
@@ -215,7 +216,7 @@ def read_recorded_plan(path: str) -> Timeline | None:
     """
 
     def plan(text: str) -> Timeline | None:
-        recorded = json.loads(text)
+        recorded = parse_json(text, "a recorded iteration")
         beside = recorded.get("planned") if isinstance(recorded, dict) else None
         return None if beside is None else Timeline.from_json(json.dumps(beside))
 
@@ -231,24 +232,8 @@ def naming(path: str, read: Callable[[str], _Read]) -> _Read:
     text = read_text(path)
     try:
         return read(text)
-    except RecursionError:
-        raise ValueError(f"{path}: not a schedule: the JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def read_text(path: str) -> str:
-    """The content of a file.
-
-    Raises:
-        ValueError: it cannot be read, or is not text.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file; expected JSON as mpipe plan --json writes it, or CSV") from None
 
 
 def is_csv(path: str) -> bool:
@@ -257,7 +242,11 @@ def is_csv(path: str) -> bool:
 
 def schedule_of(path: str, text: str) -> tuple[Schedule, dict[str, Any]]:
     """The schedule in the text of a file, and the fields of its JSON; a CSV has none."""
-    return (from_csv(text, Path(path).stem), {}) if is_csv(path) else (Schedule.from_json(text), json.loads(text))
+    return (
+        (from_csv(text, printable(Path(path).stem)), {})
+        if is_csv(path)
+        else (Schedule.from_json(text), parse_json(text, "a schedule"))
+    )
 
 
 def is_schedule(path: str) -> bool:

@@ -89,7 +89,7 @@ class Opened:
                 text = await self._predicted(file, text, gpu)
         try:
             costs = Costs.from_json(text)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
         id = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._path(id).write_text(text, encoding="utf-8")

@@ -31,6 +31,7 @@ from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
+from megatron.pipeline.schedule.core.reading import content_of
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.trainer.atomic import write_text
@@ -325,11 +326,9 @@ def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
 
 def _read_costs(path: str) -> Costs:
     try:
-        return Costs.from_json(Path(path).read_text(encoding="utf-8"))
+        return Costs.from_json(content_of(path))
     except OSError as error:
         raise ValueError(f"--pipeline-costs {path}: {error.strerror}") from None
-    except RecursionError:
-        raise ValueError(f"--pipeline-costs {path}: not costs: the JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"--pipeline-costs {path}: {error}") from None
 

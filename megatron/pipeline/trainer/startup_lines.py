@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from megatron.pipeline.costmodel.activations import hidden_bytes
-from megatron.pipeline.costmodel.memory import GIB
+from megatron.pipeline.costmodel.memory import GIB, OVERHEAD, SHARE, usable
+from megatron.pipeline.dist.device import device_memory, this_device
 from megatron.pipeline.flags.cautions import cautions
 from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
@@ -126,10 +127,19 @@ def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
         for each in ([rank.allocated for rank in ranks], [rank.activations for rank in ranks])
     )
     warning = more_than_stock(args, ranks, stock_memory(args))
-    return [
+    lines = [
         f" predicted memory by pipeline rank: {allocated} GiB, of which activations {activations} GiB (details: mpipe memory)",
         *([f" {warning}"] if warning else []),
     ]
+    if not torch.cuda.is_available() or args.rehearse:  # a machine's memory, or a GPU's that several ranks share
+        return lines
+    fullest, memory = max(rank.total for rank in ranks), device_memory(this_device())
+    if fullest > usable(memory):
+        lines.append(
+            f" WARNING: with {OVERHEAD / GIB:g} GiB for CUDA and NCCL the fullest rank needs {fullest / GIB:.4g} GiB, more than "
+            f"{SHARE:.0%} of this GPU's {memory / GIB:.4g} GiB: mpipe memory says what would fit"
+        )
+    return lines
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.pipeline.costmodel import device
-from megatron.pipeline.costmodel.memory import SHARE
+from megatron.pipeline.costmodel.memory import usable
 from megatron.pipeline.tune.iteration import Infeasible, Result, evaluate
 from megatron.pipeline.tune.layouts import Layouts
 
@@ -32,8 +32,8 @@ def smallest_changes(layouts: Layouts) -> list[str]:
             found.append(f"--seq-length {length} instead of {base.seq_length}")
             break
     for other in sorted(map(device.named, device.shipped()), key=lambda one: one.memory):
-        usable = replace(other, memory=other.memory * SHARE)
-        if usable.memory > cluster.device.memory and fits(replace_cluster(layouts, device=usable)):
+        enough = replace(other, memory=usable(other.memory))
+        if enough.memory > cluster.device.memory and fits(replace_cluster(layouts, device=enough)):
             found.append(f"--gpu {other.name}")
             break
     return found

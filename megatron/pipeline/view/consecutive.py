@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import mean
 
+from megatron.pipeline.schedule.core.reading import parse_json
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
 
 # Of an iteration's span: by how much two iterations of a rank may overlap. On GPUs, the clock is read anew for each.
@@ -30,7 +30,7 @@ class Iteration:
             ValueError: the text is not one, or a rank ran no pass.
         """
         timeline = Timeline.from_json(text)
-        content = json.loads(text)
+        content = parse_json(text, "an iteration")
         number = content.get("iteration")
         if type(number) is not int:
             raise ValueError("no iteration's number is in there: it must be an iteration_*.json of --pipeline-trace")

@@ -39,7 +39,6 @@ _NEXT_IDLE = "#D9E4EE"  # of every second of several iterations
 _WAIT = "#BBA9C9"
 _WIDTH, _TITLE, _CURVE, _AXIS, _LEGEND, _SIDE, _GAP = 13.0, 0.34, 0.95, 0.42, 0.26, 0.62, 0.14  # inches
 _ROW, _FLATTEST, _TALLEST_PANEL, _LABEL_PITCH, _ITERATIONS = 0.3, 0.05, 9.0, 0.13, 0.2  # inches
-_LABEL = 0.32  # inches from the left edge to the end of two lines that name an axis
 _LANES = 0.45  # by how much a row is taller that has copy lanes below its passes
 _FONT, _HALF_FONT, _SMALLEST, _NARROWEST = 8.0, 6.5, 5.5, 0.9  # points
 _LETTERS_OF_LINE, _BESIDE_LABEL = 190, 5  # of the legend, and what a colour and the space around it take
@@ -309,9 +308,9 @@ def _curve(axes: Axes, profile: Profile, origin: float, peak: float, unit: str) 
         axes.step(times, held, where="post", color=colour, linewidth=1.2, label=f"rank {rank}")
     axes.set_ylim(0, peak * 1.25 or 1)
     axes.set_yticks([0, top], ["0", f"{top:.4g}"])
-    axes.set_ylabel(f"memory\n({unit})" if unit else "memory", fontsize=_FONT, color=INK)
-    # At the picture's edge, between the two numbers and not beside them, which may be long.
-    axes.yaxis.set_label_coords((_LABEL - _SIDE) / (_WIDTH - 1.5 * _SIDE), 0.5)
+    # Above all curves, where no number stands, however long.
+    words = f"memory ({unit})" if unit else "memory"
+    axes.text(0, 0.98, words, transform=axes.transAxes, va="top", fontsize=_FONT - 1, color=INK)
     if len(profile) <= 8:
         axes.legend(ncols=len(profile), loc="upper right", fontsize=_FONT - 1, frameon=False, handlelength=1.2, borderaxespad=0.1)
     else:

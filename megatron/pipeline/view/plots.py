@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -184,9 +185,11 @@ def draw_throughput(groups: Mapping[str, Sequence[Training]], path: str | Path, 
         axes.plot(*zip(*all_, strict=True), "o", color=colour, alpha=0.25, markersize=4)
         _steps(axes, best, memory, colour)
         axes.plot(*zip(*best, strict=True), "o", color=colour, markersize=6, label=name)
-    _label(axes, [(one.memory, one.tokens_per_second) for one in named], [str(n) for n, _ in enumerate(named, 1)])
-    lines = [f"{n}  {one.tokens_per_second:,.0f} tokens/s  {one.memory:.1f} GiB  {one.name}" for n, one in enumerate(named, 1)]
-    figure.text(0.09, _LINE / 2 / height, "\n".join(lines), va="bottom", fontsize=_FONT, color=INK, linespacing=1.4)
+    lines = [[(one.memory, one.tokens_per_second) for one in front] for front in fronts.values()]
+    steps = [step for line in lines for step in _segments(line, memory)]
+    _label(axes, [(one.memory, one.tokens_per_second) for one in named], [str(n) for n, _ in enumerate(named, 1)], steps)
+    words = [f"{n}  {one.tokens_per_second:,.0f} tokens/s  {one.memory:.1f} GiB  {one.name}" for n, one in enumerate(named, 1)]
+    figure.text(0.09, _LINE / 2 / height, "\n".join(words), va="bottom", fontsize=_FONT, color=INK, linespacing=1.4)
     axes.set_xlabel("GiB of the fullest GPU", fontsize=_FONT, color=INK)
     axes.set_ylabel("tokens per second", fontsize=_FONT, color=INK)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -196,7 +199,11 @@ def draw_throughput(groups: Mapping[str, Sequence[Training]], path: str | Path, 
 
 
 def label_places(
-    anchors: Sequence[tuple[float, float]], sizes: Sequence[tuple[float, float]], frame: Box, marker: float = 5.0
+    anchors: Sequence[tuple[float, float]],
+    sizes: Sequence[tuple[float, float]],
+    frame: Box,
+    marker: float = 5.0,
+    blocked: Sequence[Box] = (),
 ) -> list[Box]:
     """Find a place for each label that covers no other label and no marker, as near to its own marker as possible.
 
@@ -205,8 +212,10 @@ def label_places(
         sizes: width and height of each label, in the same unit.
         frame: what labels must stay within. Where no place is free, a label goes where it overlaps least.
         marker: half the width of a marker.
+        blocked: what labels should not cover either, such as lines.
     """
-    taken: list[Box] = [(x - marker, y - marker, x + marker, y + marker) for x, y in anchors]
+    taken: list[Box] = [*blocked, *((x - marker, y - marker, x + marker, y + marker) for x, y in anchors)]
+    already = len(taken)
     for (x, y), (width, height) in zip(anchors, sizes, strict=True):
         candidates: list[tuple[float, float, Box]] = []
         for ring in range(12):
@@ -221,7 +230,7 @@ def label_places(
             if min(candidates)[0] == 0:
                 break
         taken.append(min(candidates)[2])
-    return taken[len(anchors) :]
+    return taken[already:]
 
 
 def _axes(width: float, height: float, box: Box, title: str, grid: Any = "both") -> tuple[Figure, Axes]:
@@ -245,12 +254,22 @@ def _steps(axes: Axes, best: Sequence[tuple[float, float]], end: float, colour: 
     axes.step(x, y, where="post", color=colour, linewidth=1.4, alpha=alpha, zorder=1)
 
 
-def _label(axes: Axes, places: Sequence[tuple[float, float]], names: Sequence[str]) -> None:
+def _segments(best: Sequence[tuple[float, float]], end: float) -> list[Box]:
+    """The lines that ``_steps`` draws, as boxes without a height or a width."""
+    after = [*best[1:], (end, best[-1][1])]
+    level = [(x, y, right, y) for (x, y), (right, _) in zip(best, after, strict=True)]
+    return level + [(x, min(low, y), x, max(low, y)) for (_, low), (x, y) in pairwise(best)]
+
+
+def _label(axes: Axes, places: Sequence[tuple[float, float]], names: Sequence[str], lines: Sequence[Box] = ()) -> None:
     points = 72 / axes.figure.dpi
+    corners = [[axes.transData.transform(corner) * points for corner in ((x, y), (right, top))] for x, y, right, top in lines]
+    blocked = [(low[0] - 1, low[1] - 1, high[0] + 1, high[1] + 1) for low, high in corners]
     anchors = [tuple(axes.transData.transform(place) * points) for place in places]
     sizes = [(0.6 * _FONT * len(name), 1.25 * _FONT) for name in names]
     (left, bottom), (right, top) = axes.bbox.get_points() * points
-    for anchor, name, box in zip(anchors, names, label_places(anchors, sizes, (left, bottom, right, top)), strict=True):
+    boxes = label_places(anchors, sizes, (left, bottom, right, top), blocked=blocked)
+    for anchor, name, box in zip(anchors, names, boxes, strict=True):
         axes.annotate(
             name,
             anchor,

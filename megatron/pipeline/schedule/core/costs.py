@@ -13,6 +13,7 @@ from megatron.pipeline.schedule.core.braids import braid_seconds
 from megatron.pipeline.schedule.core.kinds import COPY_LANES, Lane
 from megatron.pipeline.schedule.core.passes import Kind
 from megatron.pipeline.schedule.core.placement import Placement
+from megatron.pipeline.schedule.core.reading import parse_json
 from megatron.pipeline.schedule.core.stage_costs import (
     ALL_TO_ALL,
     PARTS,
@@ -200,11 +201,7 @@ class Costs:
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.
         """
-        try:
-            data = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"not costs: invalid JSON ({error})") from None
-        return cls(**costs_fields.read(data, cut=False))
+        return cls(**costs_fields.read(parse_json(text, "costs"), cut=False))
 
     @classmethod
     def from_fields(cls, data: object) -> Costs:

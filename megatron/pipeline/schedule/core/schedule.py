@@ -13,6 +13,7 @@ from typing import Any
 from megatron.pipeline.schedule.core.kinds import AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
+from megatron.pipeline.schedule.core.reading import parse_json, printable
 
 __all__ = ["RankPasses", "Schedule", "ScheduleError"]
 
@@ -131,10 +132,7 @@ class Schedule:
         Raises:
             ValueError: not JSON, a field is missing or of the wrong type, or a pass cannot be read.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a schedule: invalid JSON ({error})") from None
+        data = parse_json(text, "a schedule")
         if not isinstance(data, dict):
             raise ValueError(f"not a schedule: expected a JSON object, got {type(data).__name__}")
         missing = [key for key in ("schedule", "placement", "microbatches", "passes") if key not in data]
@@ -162,7 +160,7 @@ class Schedule:
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
         order = tuple(_read_row(rank, row, kinds) for rank, row in enumerate(passes))
-        return cls(str(name), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
+        return cls(printable(str(name)), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
 
 
 class RankPasses:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.core.passes import Pass
+from megatron.pipeline.schedule.core.reading import parse_json
 
 
 class Timed(NamedTuple):
@@ -84,8 +85,8 @@ class Timeline:
         Raises:
             ValueError: not JSON, not of that form, a pass cannot be read, or a time is not a finite number.
         """
+        data = parse_json(text, "a timeline")
         try:
-            data = json.loads(text)
             data = data.get("timeline", data)
             rows, lanes = data["ranks"], data.get("copies", [])
             ranks, copies = (
