@@ -160,7 +160,7 @@ def _identity(function: FunctionType) -> Iterator[object]:
 
 
 def _folders() -> list[Path]:
-    """Where machine code may be, the first place first: numba's cache folder, or else beside Python's code, or the user's cache."""
+    """Where machine code may be, the first place first: numba's cache folder, or else beside Python's code, or in the user's."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(given)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
