@@ -2,7 +2,7 @@
 
     python benchmarks/planner.py [--quick] [--json FILE]
 
-The instances are drawn from fixed seeds, so that spans and gaps are the same everywhere; seconds are those of one core.
+The instances are drawn from fixed seeds, so that spans and gaps are the same everywhere; seconds are CPU seconds.
 """
 
 from __future__ import annotations

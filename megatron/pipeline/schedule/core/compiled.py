@@ -49,7 +49,7 @@ class Compiled:
         self._natives: dict[tuple[str, ...], Callable[..., int]] = {}
         _COMPILED.append(self)
 
-    def __call__(self, *arguments: Any) -> float:
+    def __call__(self, *arguments: Any) -> Any:
         types: list[str] = []
         words: list[Any] = []
         _flatten(arguments, types, words)
@@ -73,7 +73,7 @@ class Compiled:
         return njit(error_model="numpy", forceinline=True)(copy)
 
     def _native(self, types: tuple[str, ...], arguments: tuple[Any, ...]) -> Callable[..., int]:
-        fields = [type(each)._fields for each in arguments if isinstance(each, tuple)]
+        fields = [getattr(type(each), "_fields", ()) for each in arguments if isinstance(each, tuple)]
         parts = (*_identity(self.function), types, fields, *_machine())
         name = f"{self.function.__name__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:20]}"
         code = _kept(name)
@@ -110,7 +110,7 @@ class Compiled:
 
         call = f"function({', '.join(map(text, arguments))})"
         exec(f"def native({', '.join(parameters)}):\n    return 0.0 + {call}", known)
-        options = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        options: dict[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
         made = numba.njit(numba.float64(*kinds), **options)(known["native"])
         module = llvm.parse_assembly(made.inspect_llvm(made.signatures[0]))
         outside = {each.name for each in module.functions if each.is_declaration} - {_FREE}
@@ -160,7 +160,7 @@ def _identity(function: FunctionType) -> Iterator[object]:
 
 
 def _folders() -> list[Path]:
-    """Folders for machine code, in the order to try them: numba's cache, or else beside Python's code, or the user's cache."""
+    """Where machine code may be, the first place first: numba's cache folder, or else beside Python's code, or in the user's."""
     if given := os.environ.get("NUMBA_CACHE_DIR"):
         return [Path(given)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
