@@ -129,7 +129,7 @@ def _beside(
 
 def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None) -> StageSizes | None:
     """None where the formulas are not for the model, or it cannot be cut so."""
-    if not knows_vocabulary(args) or getattr(args, "fp8", None):
+    if not knows_sizes(args):
         return None
     try:
         return stage_sizes(args, placement, decoder_layers(args, placement), vocabulary)
@@ -137,9 +137,9 @@ def _sizes(args: Namespace, placement: Placement, vocabulary: Vocabulary | None)
         return None
 
 
-def knows_vocabulary(args: Namespace) -> bool:
-    """Whether its size is known: a script of the user's may have no tokenizer."""
-    return bool(getattr(args, "padded_vocab_size", None))
+def knows_sizes(args: Namespace) -> bool:
+    """Whether the formulas hold: a script of the user's may have no tokenizer, and they know no FP8."""
+    return bool(getattr(args, "padded_vocab_size", None)) and not getattr(args, "fp8", None)
 
 
 def check_rehearsal_fits(args: Namespace, pipeline: Pipeline, world_size: int) -> None:

@@ -27,7 +27,7 @@ from megatron.pipeline.schedule.time.simulate import activation_peaks
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.shards import Shards
-from megatron.pipeline.trainer.memory import knows_vocabulary, more_than_stock, predicted_memory, stock_memory
+from megatron.pipeline.trainer.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes may wait behind copies to and from host memory; "
@@ -64,7 +64,7 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
     Args:
         knows_memory: whether the formulas of memory are for a model like this.
     """
-    knows_memory = knows_memory and knows_vocabulary(args)
+    knows_memory = knows_memory and knows_sizes(args)
     lines = [*pipeline.notes, _plan(args, pipeline, knows_memory)]
     if knows_memory and not pipeline.is_stock:
         lines += _memory(args, pipeline)
