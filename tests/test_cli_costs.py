@@ -219,9 +219,11 @@ def test_the_limit_travels_and_can_be_lifted(tmp_path: Path, capsys: pytest.Capt
     path.write_text(json.dumps(data | {"memory_limit": 1}))
     assert "above the limit of 1" in refusal(capsys, "verify", str(path))
     assert "memory_limit" not in run(capsys, f"simulate {path} --memory-limit inf")
-    for wrong in ("2", -1, True, [2]):
+    for wrong in ("2", -1, True):
         path.write_text(json.dumps(data | {"memory_limit": wrong}))
         assert f"{path}: memory_limit must be a number between 0 and 1e100, got {wrong!r}" in refusal(capsys, "verify", str(path))
+    path.write_text(json.dumps(data | {"memory_limit": [2]}))
+    assert f"{path}: memory_limit has 1 numbers for 2 ranks" in refusal(capsys, "verify", str(path))
 
 
 @pytest.mark.parametrize(
