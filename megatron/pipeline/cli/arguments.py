@@ -244,7 +244,7 @@ def numbers(*names: str) -> Callable[[str], Numbers]:
 def limit(text: str) -> float:
     """An argument type for a memory limit: a number in the unit of the costs, or ``Bytes`` for one such as 20GiB."""
     limit = _float(text)
-    if limit >= 0 and (limit < math.inf or "inf" in text.lower()):  # 1e400 is infinite too, which nobody means by it
+    if limit >= 0 and (limit < math.inf or "inf" in text.lower()):  # 1e400 is infinite too
         return limit
     try:
         return Bytes(memory_size(text))

@@ -145,8 +145,8 @@ class Opened:
                 raise Busy(ENDING)
             if process.returncode:
                 said = complaint.decode(errors="replace").strip().splitlines() or [f"{file}: exit code {process.returncode}"]
-                told = [line for line in said if line.startswith("mpipe: ")] or said  # libraries may complain after it
-                raise ValueError(told[-1].removeprefix("mpipe: ").replace(str(config), file))
+                errors = [line for line in said if line.startswith("mpipe: ")] or said  # libraries may complain after it
+                raise ValueError(errors[-1].removeprefix("mpipe: ").replace(str(config), file))
             return json.dumps(json.loads(out))
 
 

@@ -216,7 +216,7 @@ class Page {
     this.#tell([not, ahead].filter(Boolean).join("; ") || (ahead === "" ? "all planned" : ""));
   }
 
-  /** Count the seconds, beside what is told, for as long as something is being done. */
+  /** Count the seconds beside the message for as long as something is being done. */
   #count(works) {
     if (works && this.counting) return;
     clearInterval(this.counting);
