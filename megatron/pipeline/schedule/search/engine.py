@@ -104,7 +104,10 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
     remaining = lengths.sum()
 
     while remaining > 0:
-        rank = np.argmin(clock)
+        rank = 0
+        for other in range(1, clock.shape[0]):
+            if clock[other] < clock[rank]:
+                rank = other
         now = clock[rank]
         if now == np.inf:
             return False
@@ -202,17 +205,18 @@ def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends
 @compiled
 def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, done: Array) -> tuple[Any, float]:
     """The oldest microbatch that still allocates on a rank, and the memory it needs there beyond what older ones will free."""
-    oldest = np.int64(2**62)
+    first, model = np.int64(2**62), np.int64(0)  # of the oldest: its number within its replica, and which that is
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
         if allocated[kind, stage] > 0 and done[kind, stage] < counts[stage]:
-            oldest = min(oldest, done[kind, stage] * replicas + replica[stage])
+            if done[kind, stage] < first or (done[kind, stage] == first and replica[stage] < model):
+                first, model = done[kind, stage], replica[stage]
     reserved = 0.0
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
-        edge = min(counts[stage], (oldest - replica[stage] + replicas - 1) // replicas)
+        edge = min(counts[stage], first + (replica[stage] < model))
         reserved -= allocated[kind, stage] * min(done[kind, stage], edge)
-        belongs = edge < counts[stage] and edge * replicas + replica[stage] == oldest
+        belongs = edge < counts[stage] and replica[stage] == model
         if belongs and allocated[kind, stage] > 0 and done[kind, stage] <= edge:
             reserved += allocated[kind, stage]
-    return oldest, reserved
+    return first * replicas + model, reserved
