@@ -44,7 +44,7 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 @compiled
-def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
+def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
     arrays: Any,
     limits: Array,
     order: Array,
