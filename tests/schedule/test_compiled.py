@@ -50,7 +50,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cannot_compile(*_: object) -> bytes:
-    raise AssertionError("it was compiled")
+    pytest.fail("it was compiled")
 
 
 def test_machine_code_is_made_once_and_loaded_from_then_on(
@@ -65,10 +65,10 @@ def test_machine_code_is_made_once_and_loaded_from_then_on(
     assert Compiled(weighed)(*ARGUMENTS) == EXPECTED
     assert not capfd.readouterr().err
     other = FunctionType(weighed.__code__, {**weighed.__globals__, "FACTOR": 4})  # a constant of another value
-    with pytest.raises(AssertionError, match="it was compiled"):
+    with pytest.raises(pytest.fail.Exception, match="it was compiled"):
         Compiled(other)(*ARGUMENTS)
     file.write_bytes(file.read_bytes()[:-1])  # a part of a file
-    with pytest.raises(AssertionError, match="it was compiled"):
+    with pytest.raises(pytest.fail.Exception, match="it was compiled"):
         Compiled(weighed)(*ARGUMENTS)
 
 
@@ -80,7 +80,20 @@ def test_it_compiles_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPa
 
 def test_what_allocates_is_refused() -> None:
     with pytest.raises(AssertionError, match="grown allocates or raises"):
-        Compiled(grown)(np.zeros(3))
+        Compiled(grown)._native(("d1",), (np.zeros(3),))
+
+
+@pytest.mark.parametrize("step", ["_compile", "_load"])
+def test_where_machine_code_cannot_be_made_or_loaded_numba_calls_the_function(
+    step: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> Any:
+        raise AttributeError("no emit_object")
+
+    monkeypatch.setattr(Compiled if step == "_compile" else module, step, fail)
+    loop = Compiled(weighed)
+    assert [loop(*ARGUMENTS), loop(*ARGUMENTS)] == [EXPECTED, EXPECTED]
+    assert capfd.readouterr().err.count("machine code cannot be kept (no emit_object)") == 1
 
 
 def test_one_of_several_processes_compiles_and_the_others_wait(cache: Path) -> None:

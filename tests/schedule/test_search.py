@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from examples import examples
 from hypothesis import given
@@ -24,6 +25,7 @@ from megatron.pipeline.schedule.rules.verify import rounded_up, verify, verify_p
 from megatron.pipeline.schedule.search import search
 from megatron.pipeline.schedule.search.instance import Array, Instance, Plan
 from megatron.pipeline.schedule.search.search import _begin
+from megatron.pipeline.schedule.search.seeds import starts
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.join import saves
 
@@ -294,3 +296,17 @@ def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.M
     search._level.cache_clear()
     assert {limit: planning.plan("v-auto", 4, 12, costs, memory_limit=limit) for limit in reversed(alone)} == alone
     assert len(begun) < levels
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_list_scheduling_ends_early_only_where_a_plan_is_longer_than_one_of_use(objective: str) -> None:
+    costs = uniform(v(4), 1, 1.2, 0.8, 0.05)
+    instance = Instance(planning.Request("v-auto", 4, 12, costs, objective=objective).problem())
+    limits = np.full(4, 3.0)
+    plans = list(starts(instance, limits, 40))
+    longest = float(np.median([plan.value for plan in plans]))
+    bounded = list(starts(instance, limits, 40, lambda: longest))
+    assert len(bounded) == len(plans)
+    for plan, other in zip(plans, bounded, strict=True):
+        assert other.order.tolist() == plan.order.tolist() if other.value < np.inf else plan.value > longest
+    assert np.inf in [plan.value for plan in bounded]

@@ -46,7 +46,7 @@ class Compiled:
     def __init__(self, function: Callable[..., Any]) -> None:
         assert isinstance(function, FunctionType)
         self.function = function
-        self._natives: dict[tuple[str, ...], Callable[..., int]] = {}
+        self._natives: dict[tuple[str, ...], Callable[..., int] | None] = {}  # None where numba has to call it
         _COMPILED.append(self)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -54,9 +54,15 @@ class Compiled:
         words: list[Any] = []
         _flatten(arguments, types, words)
         key = tuple(types)
-        native = self._natives.get(key)
+        if key not in self._natives:
+            try:
+                self._natives[key] = self._native(key, arguments)
+            except Exception as error:  # numba or llvmlite are not as they were: planning takes longer, and is possible
+                print(f"the planner's machine code cannot be kept ({error}): every process compiles it", file=sys.stderr)
+                self._natives[key] = None
+        native = self._natives[key]
         if native is None:
-            native = self._natives[key] = self._native(key, arguments)
+            return self.jitted(*arguments)
         result = ctypes.c_double()
         failed = native(ctypes.byref(result), ctypes.byref(ctypes.c_void_p()), *words)
         assert not failed, f"{self.function.__name__} raised"
@@ -70,7 +76,7 @@ class Compiled:
         function = self.function
         known = {name: each.jitted if isinstance(each, Compiled) else each for name, each in _named(function).items()}
         copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__)
-        return njit(error_model="numpy", forceinline=True)(copy)
+        return njit(error_model="numpy", forceinline=True, nogil=True)(copy)
 
     def _native(self, types: tuple[str, ...], arguments: tuple[Any, ...]) -> Callable[..., int]:
         fields = [getattr(type(each), "_fields", ()) for each in arguments if isinstance(each, tuple)]

@@ -77,8 +77,10 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
     in_order: bool,
     order: Array,
     progress: Any,
-) -> bool:
-    """Fill ``order`` by list scheduling; returns whether every pass was placed.
+    spare: Array,
+    from_zero: bool,
+) -> int:
+    """Fill ``order`` by list scheduling; returns 1 if every pass was placed, 0 if some cannot be, -1 if a rank is idle too long.
 
     At every decision the rank that is free first considers the passes whose inputs arrive within ``window``, and takes the
     one with the smallest target. While it waits for that pass, it runs others that end in time.
@@ -97,17 +99,23 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
             earlier one.
         order: int[P, N, 3], filled with (kind, stage, microbatch).
         progress: ``Progress``, none so far.
+        spare: float[P], for how many seconds each rank may be idle; changed.
+        from_zero: whether a rank's time before its first pass counts too.
     """
     home, hops, counts, replica, replicas, seconds, before, allocated, lengths, lines, first = arrays
     ends, done, length, free, clock, held = progress
     stages = home.shape[0]
     remaining = lengths.sum()
+    late = 0.0  # by how much all times may be later than the order makes necessary
 
     while remaining > 0:
-        rank = np.argmin(clock)
+        rank = 0
+        for other in range(1, clock.shape[0]):
+            if clock[other] < clock[rank]:
+                rank = other
         now = clock[rank]
         if now == np.inf:
-            return False
+            return 0
         mine = lines[first[rank] : first[rank + 1]]
         oldest, reserved = -1, 0.0  # of this rank, not known yet: few passes need it
         room = limits[rank] * (1 + SLACK) - held[rank]
@@ -166,7 +174,13 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
             continue
 
         index = done[chosen, chosen_stage]
-        end = max(now, chosen_ready) + seconds[chosen, chosen_stage]
+        begin = max(now, chosen_ready)
+        end = begin + seconds[chosen, chosen_stage]
+        late += begin - max(free[rank], chosen_ready)
+        if from_zero or length[rank] > 0:
+            spare[rank] -= begin - free[rank]
+            if spare[rank] + late < 0:
+                return -1
         ends[chosen, chosen_stage, index] = end
         order[rank, length[rank], 0] = chosen
         order[rank, length[rank], 1] = chosen_stage
@@ -182,7 +196,7 @@ def construct(  # noqa: PLR0912, PLR0915 - one loop, which numba compiles as a w
             waiting = home[neighbour]  # the rank that may wait for the result
             if clock[waiting] > free[waiting]:
                 clock[waiting] = max(free[waiting], now)
-    return True
+    return 1
 
 
 @compiled
@@ -202,17 +216,18 @@ def _arrival(kind: int, stage: int, index: int, hops: Array, before: Array, ends
 @compiled
 def _reserve(mine: Array, counts: Array, replica: Array, replicas: int, allocated: Array, done: Array) -> tuple[Any, float]:
     """The oldest microbatch that still allocates on a rank, and the memory it needs there beyond what older ones will free."""
-    oldest = np.int64(2**62)
+    first, model = np.int64(2**62), np.int64(0)  # of the oldest: its number within its replica, and which that is
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
-        if allocated[kind, stage] > 0 and done[kind, stage] < counts[stage]:
-            oldest = min(oldest, done[kind, stage] * replicas + replica[stage])
+        older = done[kind, stage] < first or (done[kind, stage] == first and replica[stage] < model)
+        if older and allocated[kind, stage] > 0 and done[kind, stage] < counts[stage]:
+            first, model = done[kind, stage], replica[stage]
     reserved = 0.0
     for line in range(mine.shape[0]):
         kind, stage = mine[line, 0], mine[line, 1]
-        edge = min(counts[stage], (oldest - replica[stage] + replicas - 1) // replicas)
+        edge = min(counts[stage], first + (replica[stage] < model))
         reserved -= allocated[kind, stage] * min(done[kind, stage], edge)
-        belongs = edge < counts[stage] and edge * replicas + replica[stage] == oldest
+        belongs = edge < counts[stage] and replica[stage] == model
         if belongs and allocated[kind, stage] > 0 and done[kind, stage] <= edge:
             reserved += allocated[kind, stage]
-    return oldest, reserved
+    return first * replicas + model, reserved

@@ -111,15 +111,30 @@ class Instance:
         """Of arrays over all passes: kinds, stages, microbatches."""
         return KINDS, len(self.home), int(self.counts.max())
 
-    def construct(self, seed: Seed, limits: Array) -> Plan | None:
-        """List scheduling; None if the limits leave no room for one microbatch."""
+    def construct(self, seed: Seed, limits: Array, longest: float = np.inf) -> Plan | None:
+        """List scheduling; None if the limits leave no room for one microbatch.
+
+        Args:
+            longest: a plan of a higher value is not finished, and its value is infinite.
+        """
         order = np.full((len(limits), int(self.lengths.max()), 3), -1, np.int32)
         any_number = np.full(len(self.home), 2**31)
         caps = any_number if seed.caps is None else seed.caps
         quotas = any_number if seed.quotas is None else seed.quotas
         progress, targets = engine.Progress.none(len(limits), self.shape), np.ascontiguousarray(seed.targets, float)
-        placed = engine.construct(self.arrays, limits, targets, caps, quotas, seed.window, seed.in_order, order, progress)
+        whole = seed.window, seed.in_order, order, progress, self._spare(longest), self.problem.objective is Objective.MAKESPAN
+        placed = engine.construct(self.arrays, limits, targets, caps, quotas, *whole)
+        if placed < 0:
+            return Plan(np.inf, np.inf, np.inf, order, progress.ends)
         return self.replay(order) if placed else None
+
+    def _spare(self, longest: float) -> Array:
+        """For how many seconds each rank can be idle in a plan of a value, float[P]; that of random times is not known before."""
+        if self.backwards or self.problem.jitter:
+            longest = np.inf
+        work = np.zeros(len(self.lengths))
+        np.add.at(work, self.home, self.seconds.sum(axis=0) * self.counts)
+        return longest * (1 + 1000 * engine.SLACK) - work
 
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""

@@ -286,10 +286,17 @@ def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal
     Args:
         near: plans more than this many times as long as the best are not squeezed.
     """
-    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most))
-    best: list[Plan] = []
+    best, some = list[Plan](), list[Plan]()
+
+    def longest() -> float:
+        """The value above which a plan is not squeezed."""
+        return min(near * some[0].value if some else np.inf, some[-1].value if len(some) == _SQUEEZED else np.inf)
+
+    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, longest))
     for number in (_GLANCE, most):  # the first few are often enough
-        some = sorted(itertools.islice(plans, number), key=_value)[:_SQUEEZED]
+        some = []
+        for plan in itertools.islice(plans, number):
+            some = sorted([*some, plan], key=_value)[:_SQUEEZED]
         some = [plan for plan in some if plan.value <= near * some[0].value]
         best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
@@ -332,7 +339,7 @@ def _improve(instance: Instance, plan: Plan, limits: Array, tries: int, goal: fl
         in_order = bool(generator.integers(2))
         noise = np.zeros(instance.shape) if number < 2 else _noise(generator, instance.shape, period)
         if number % 2:
-            new = instance.construct(Seed(begin + noise, window=window, in_order=in_order), limits)
+            new = instance.construct(Seed(begin + noise, window=window, in_order=in_order), limits, best.value * _NEAR)
         else:
             targets = (current.makespan - current.ends)[::-1, :, ::-1]
             turned = backwards.construct(Seed(targets + noise, window=window, in_order=in_order), limits)

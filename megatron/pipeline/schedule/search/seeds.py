@@ -9,7 +9,7 @@ resolves the collisions; the lifespans become quotas, how many microbatches a st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -24,9 +24,13 @@ _LAGS = (100.0, 0.5)  # microbatches between B and W: as late as memory allows, 
 _ROUND = (0.8, 0.5, 0.2)  # what is added to a lifespan, in microbatches, before it is rounded up to a quota
 
 
-def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
-    """Plans within the limits to begin with: one or two that are always tried, then up to ``most`` others, best guesses first."""
-    simple = instance.construct(Seed(greedy(instance)), limits)
+def starts(instance: Instance, limits: Array, most: int, longest: Callable[[], float] = lambda: np.inf) -> Iterator[Plan]:
+    """Plans within the limits to begin with: one or two that are always tried, then up to ``most`` others, best guesses first.
+
+    Args:
+        longest: above which value the next plan is of no use; it then is infinite.
+    """
+    simple = instance.construct(Seed(greedy(instance)), limits, longest())
     if simple is not None:
         yield simple
     if instance.is_v:
@@ -34,7 +38,7 @@ def starts(instance: Instance, limits: Array, most: int) -> Iterator[Plan]:
         if plan is not None and instance.within(plan, limits):
             yield plan
     for seed in itertools.islice(_seeds(instance, limits), most):
-        plan = instance.construct(seed, limits)
+        plan = instance.construct(seed, limits, longest())
         if plan is not None:
             yield plan
 

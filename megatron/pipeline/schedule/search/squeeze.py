@@ -33,8 +33,10 @@ def squeeze(instance: Instance, plan: Plan, limits: Array) -> Plan:
 def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
     order, ends, starts = plan.order.copy(), plan.ends.copy(), plan.ends - instance.seconds[:, :, None]
     exists = (instance.before != -2)[:, :, None] & (np.arange(starts.shape[2]) < instance.counts[None, :, None])
-    by_start = np.argsort(np.where(exists, starts, np.inf), axis=None, kind="stable")
-    if not _squeeze(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2]))):
+    numbers = np.flatnonzero(exists)
+    by_start = numbers[np.argsort(starts.ravel()[numbers], kind="stable")]
+    places = np.zeros((2, len(order)), np.int64)
+    if not _squeeze(instance.arrays, limits, order, ends, by_start, *np.zeros((2, *order.shape[:2])), *places):
         return plan
     squeezed = instance.replay(order)
     # Where two times differ by no more than a rounding error, a pass may have moved before one that it needs.
@@ -42,24 +44,35 @@ def _once(instance: Instance, plan: Plan, limits: Array) -> Plan:
 
 
 @compiled
-def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
-    arrays: Any, limits: Array, order: Array, ends: Array, by_start: Array, held: Array, idle: Array
+def _squeeze(  # noqa: PLR0912, PLR0915 - numba compiles it as a whole
+    arrays: Any,
+    limits: Array,
+    order: Array,
+    ends: Array,
+    by_start: Array,
+    held: Array,
+    idle: Array,
+    seen: Array,
+    gap: Array,
 ) -> int:
     """Change ``order`` and ``ends`` in place, pass by pass in the order of their starts; returns how many passes moved.
 
     Args:
         held: float[P, N], of every rank after each of its passes.
         idle: float[P, N], idle seconds of every rank up to the start of each of its passes.
+        seen: int[P], zeros: how many passes of every rank have had their turn, so that the next is most often at that place.
+        gap: int[P], zeros: the place behind the last idle time of every rank before the pass whose turn it is.
     """
     home, hops, _, _, _, seconds, before, allocated, lengths, _, _ = arrays
     stages, many = ends.shape[1], ends.shape[2]
     moved = 0
     for rank in range(lengths.shape[0]):
         _account(order[rank], 0, lengths[rank], held[rank], idle[rank], allocated, ends, seconds)
-    for number in by_start[: lengths.sum()]:
+    for number in by_start:
         kind, stage, index = number // (stages * many), number // many % stages, number % many
         rank, takes, row = home[stage], allocated[kind, stage], order[home[stage]]
         start = ends[kind, stage, index] - seconds[kind, stage]
+        slot, seen[rank] = seen[rank], seen[rank] + 1
         ready = ends[kind, stage, index - 1] if index > 0 else 0.0
         if before[kind, stage] >= 0:
             ready = max(ready, ends[before[kind, stage], stage, index])
@@ -68,13 +81,22 @@ def _squeeze(  # noqa: PLR0912 - numba compiles it as a whole
         slack = SLACK * (1 + start)
         if ready >= start - slack:
             continue
-        slot = _first_from(row, lengths[rank], start - slack, ends, seconds)
         slot = _find(row, slot, lengths[rank], kind, stage, index)
+        behind = min(gap[rank], slot)
+        while behind < slot and idle[rank, slot] - idle[rank, behind] > slack:
+            behind += 1
+        while behind > 0 and idle[rank, slot] - idle[rank, behind - 1] <= slack:
+            behind -= 1
+        gap[rank] = behind
+        if behind < slot:
+            last, last_stage, last_index = row[behind]
+            if ends[last, last_stage, last_index] - seconds[last, last_stage] < ready + seconds[kind, stage] - slack:
+                continue  # no idle time to move into: the common case, which has to be quick
         place = _first_from(row, slot, ready + seconds[kind, stage] - slack, ends, seconds)
         while place < slot and ends[row[place, 0], row[place, 1], row[place, 2]] <= ready + slack:
             place += 1  # passes of no duration, which it may need
         if idle[rank, slot] - (idle[rank, place - 1] if place else 0.0) <= slack:
-            continue  # no idle time to move into: the common case, which has to be quick
+            continue
         if takes > 0:
             full = slot - 1  # the last place after which its memory does not fit
             while full >= place - 1 and full >= 0 and held[rank, full] + takes <= limits[rank] * (1 + SLACK):
