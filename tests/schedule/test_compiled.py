@@ -1,5 +1,6 @@
 """Compiled loops: numba makes their machine code once, for every process, and one process at a time."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -76,6 +77,16 @@ def test_it_compiles_where_no_folder_can_be_written(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/nowhere")
     assert Compiled(twice.function)(4.0) == 8
     assert "no cache folder is writable; set NUMBA_CACHE_DIR" in capfd.readouterr().err
+
+
+def test_machine_code_that_cannot_be_kept_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(path: Path, content: bytes) -> int:
+        path.open("wb").write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    assert Compiled(twice.function)(4.0) == 8
+    assert [path.name for path in cache.iterdir()] == ["compiling.lock"]
 
 
 def test_what_allocates_is_refused() -> None:

@@ -112,6 +112,38 @@ def test_what_this_machine_cannot_ask_for_shows_that_it_lives(
         touching.join()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"\xff\xfe\x00", b"[" * 100_000, b'{"process": "1\\u0000", "machine": "%s"}', b'{"host": "\\u001b[2J"}'],
+    ids=["bytes", "nested", "no process", "control characters"],
+)
+def test_of_a_damaged_file_the_directory_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: bytes
+) -> None:
+    monkeypatch.setattr(save_lock, "_BEAT", 0.05)
+    monkeypatch.setattr(save_lock, "_SILENCE", 0.2)
+    (tmp_path / LOCK).write_bytes(text.replace(b"%s", save_lock._machine().encode()))
+    os.utime(tmp_path / LOCK, (0, 0))  # as servers show that know no times
+    check(str(tmp_path))
+    assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid()
+    assert all(message.isprintable() for message in caplog.messages)
+    release(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, link_to_nowhere])
+def test_what_is_not_a_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / LOCK)
+    with pytest.raises(OSError, match=r"it is not a file|symbolic links"):
+        check(str(tmp_path))
+    release(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
 def test_another_machines_run_that_ends_meanwhile_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_lock, "_BEAT", 0.05)
     written(tmp_path, 1, machine="another")

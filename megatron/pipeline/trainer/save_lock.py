@@ -7,10 +7,12 @@ of another machine's, the file, which is touched every few seconds, says it.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.pipeline.dist.groups import done_by_rank_0
+from megatron.pipeline.schedule.core.reading import printable
 
 LOCK = "saving_run.json"
 _BEAT = 5.0  # seconds between two touches
 _SILENCE = 30.0  # seconds without one after which the run of another machine has ended
+_MOST = 4096  # bytes that are read of the file, which has a tenth of it
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +75,7 @@ def check(directory: str) -> None:
         holder = _read(text)
         if _who(holder) == _who(_this_process()):
             return
-        if not touched:
+        if touched is None:
             continue  # it is gone
         lives, elsewhere = _lives(holder), ""
         if lives is None:
@@ -95,9 +99,10 @@ def check(directory: str) -> None:
 
 def release(directory: str | None) -> None:
     """Let other runs save there. Does nothing on ranks other than 0, and where another run has taken over."""
-    if directory and (path := Path(directory) / LOCK) and _is_ours(path):
+    if directory:
         with suppress(OSError):
-            path.unlink()
+            if _is_ours(path := Path(directory) / LOCK):
+                path.unlink()
 
 
 def _create(path: Path) -> bool:
@@ -126,7 +131,7 @@ def _touch(path: Path) -> None:
             os.utime(path)
 
 
-def _is_touched(path: Path, text: str, touched: int) -> bool:
+def _is_touched(path: Path, text: str, touched: int | None) -> bool:
     """Watch whether the file changes."""
     until = time.monotonic() + _SILENCE
     while time.monotonic() < until:
@@ -143,25 +148,35 @@ def _remove(path: Path, text: str) -> bool:
         path.rename(aside)  # of two runs that try it one finds the file
     except FileNotFoundError:
         return False
-    if aside.read_text() != text:
+    if _look(aside)[0] != text:
         aside.rename(path)
         return False
     aside.unlink()
     return True
 
 
-def _look(path: Path) -> tuple[str, int]:
-    """What the file says, and when it was touched, in nanoseconds; 0 if it is not there. Opening it asks the server."""
+def _look(path: Path) -> tuple[str, int | None]:
+    """What the file says, and when it was touched, in nanoseconds; None if it is not there. Opening it asks the server.
+
+    Raises:
+        OSError: it cannot be read, or is something else than a file, such as a link to nowhere or a pipe, which has no end.
+    """
     try:
-        with path.open() as file:
-            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        return "", 0
+        return "", None
+    try:
+        state = os.fstat(descriptor)
+        if not stat.S_ISREG(state.st_mode):
+            raise OSError(errno.EINVAL, "it is not a file")
+        return os.read(descriptor, _MOST).decode(errors="replace"), state.st_mtime_ns
+    finally:
+        os.close(descriptor)
 
 
 def _read(text: str) -> dict[str, Any]:
     """Empty if nothing can be read, as while the file is written."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         holder = json.loads(text)
         if isinstance(holder, dict):
             return holder
@@ -169,7 +184,7 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def _words(holder: dict[str, Any]) -> str:
-    return f"host {holder.get('host', '?')}, process {holder.get('process', '?')}, since {holder.get('since', '?')}"
+    return printable(f"host {holder.get('host', '?')}, process {holder.get('process', '?')}, since {holder.get('since', '?')}")
 
 
 def _is_ours(path: Path) -> bool:
@@ -201,7 +216,7 @@ def _machine() -> str:
 
 def _started(process: Any) -> str:
     """When a process started, as its number may be another's later; empty if it has ended."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # the latter for what is no number, in a file that is damaged
         state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if state in "ZX" else rest[18]
     return ""

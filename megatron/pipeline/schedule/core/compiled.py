@@ -185,10 +185,12 @@ def _kept(name: str) -> bytes | None:
 
 def _keep(folder: Path | None, name: str, code: bytes) -> None:
     if folder is not None:
+        part = folder / f"{name}.{os.getpid()}.part"
         with contextlib.suppress(OSError):  # the next process compiles again
-            part = folder / f"{name}.{os.getpid()}.part"
             part.write_bytes(hashlib.sha256(code).digest() + code)
             part.replace(folder / f"{name}.o")
+        with contextlib.suppress(OSError):  # such as half of it on a full disk
+            part.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
