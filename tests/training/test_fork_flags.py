@@ -30,8 +30,13 @@ def test_what_the_page_gives_is_accepted(ours: str) -> None:
 @pytest.mark.parametrize("flag", NOW)
 def test_what_the_table_gives_are_flags(flag: str) -> None:
     """Every flag that a row names is one of ours or of Megatron-LM's."""
-    named = set(re.findall(r"--[a-z][a-z-]+", NOW[flag])) - set(NOW)
-    values = {"--pipeline-schedule": "zb-v", "--pipeline-memory-limit": "1.0", "--pipeline-costs": "profile"}
+    named = set(re.findall(r"--[a-z][a-z-]+", NOW[flag].replace("mpipe plan --splits", ""))) - set(NOW)
+    schedule = re.search(r"--pipeline-schedule ([a-z0-9-]+)", NOW[flag])
+    values = {
+        "--pipeline-schedule": schedule[1] if schedule else "zb-v",
+        "--microbatch-group-size-per-virtual-pipeline-stage": "6",
+    }
+    values |= {"--pipeline-memory-limit": "1.0", "--pipeline-costs": "profile"}
     values |= {"--vocab-parallel": "2", "--decoder-last-pipeline-num-layers": "1", "--offload": "full", "--metrics": "m.jsonl"}
     values |= {"--recompute-granularity": "selective", "--recompute-modules": "core_attn"}
     parse([*PARSED, *(word for name in named for word in (name, *([values[name]] if name in values else [])))])
@@ -43,6 +48,11 @@ def test_all_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--enable-zero-bubble: .*zb-auto.*; --zero-bubble-max-pending-backward: .*zb-h1"):
         parse([*PARSED, "--config", str(config)])
     with pytest.raises(
-        ValueError, match=r"--num-seq-splits: --pipeline-schedule seq-1f1b; --allow-padding-num-layers: not needed"
+        ValueError, match=r"--num-seq-splits: --pipeline-schedule seq-1f1b \(2\).*; --allow-padding-num-layers: not needed"
     ):
-        parse([*PARSED, "--num-seq-splits=2", "--allow-padding-num-layers"])
+        parse([*PARSED, "--num-seq-splits=4", "--allow-padding-num-layers"])
+
+
+def test_other_numbers_of_slices_are_not_two() -> None:
+    """``seq-1f1b`` has 2 slices: a line with 4 must not be sent there."""
+    assert "--splits" in NOW["--num-seq-splits"]

@@ -15,7 +15,7 @@ NOW = {
     "--zero-bubble-v-schedule-mem-setup": "--pipeline-schedule zb-v (zb), v-half (half) or v-min (min)",
     "--zero-bubble-max-pending-backward": "--pipeline-schedule zb-h1 (p), zb-h2 (2p) or zb-auto --pipeline-memory-limit X",
     "--enable-1f1b-v": "--pipeline-schedule 1f1b-v",
-    "--num-seq-splits": "--pipeline-schedule seq-1f1b",
+    "--num-seq-splits": "--pipeline-schedule seq-1f1b (2), or with mpipe plan --splits a file (any other number)",
     "--interleave-group-size": "--pipeline-schedule gis --microbatch-group-size-per-virtual-pipeline-stage N",
     "--enable-zb-runtime": "not needed: one runtime runs all schedules, such as --pipeline-schedule 1f1b",
     "--zero-bubble-pipeline-timers-start-iter": _PROFILE,

@@ -122,9 +122,11 @@ class Plans:
                 wanted = f"groups of {group}, at least {ranks} in the last one,"
                 if self._request.group in (None, ranks):
                     wanted = f"a multiple of {ranks} microbatches"
+                flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+                own = f"give {flag} {microbatches}, " if microbatches >= ranks else ""
                 raise ValueError(
                     f"megatron-core's own interleaved schedule needs {wanted} for {ranks} pipeline ranks, and an iteration has "
-                    f"{microbatches}: change the batch size or the size of groups, or take interleaved"
+                    f"{microbatches}: change the batch size, {own}or take --pipeline-schedule interleaved"
                 )
 
     def plan_again(self, costs: Costs, memory_limit: Limits) -> dict[int, Schedule]:
