@@ -57,7 +57,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write today's lines into the file")
     found = counted()
     if parser.parse_args().write:
-        BUDGET.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        rounded = {name: -(-count // 20) * 20 for name, count in found.items()}  # so that a line or two need no new number
+        BUDGET.write_text(json.dumps(rounded, indent=1) + "\n", encoding="utf-8")
     budget = json.loads(BUDGET.read_text(encoding="utf-8"))
     over = {name: count for name, count in found.items() if count > budget.get(name, 0)}
     for name, count in over.items():
