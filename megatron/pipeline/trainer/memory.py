@@ -43,9 +43,8 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
 
 
 def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:
-    """What every pipeline rank needs; on a machine without a GPU no library keeps workspaces."""
-    ranks = predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement))
-    return ranks if torch.cuda.is_available() else [replace(rank, workspaces=0.0) for rank in ranks]
+    """What every pipeline rank needs on this machine."""
+    return _here(predict(args, largest_iteration(args, pipeline), decoder_layers(args, pipeline.placement)))
 
 
 def stock_memory(args: Namespace) -> list[RankMemory] | None:
@@ -55,7 +54,12 @@ def stock_memory(args: Namespace) -> list[RankMemory] | None:
         layers = decoder_layers(stock, interleaved(ranks, 1))
     except ValueError:
         return None
-    return predict(stock, planning.plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers)
+    return _here(predict(stock, planning.plan("1f1b", ranks, min(ranks, max(microbatch_counts(args)))), layers))
+
+
+def _here(ranks: list[RankMemory]) -> list[RankMemory]:
+    """On a machine without a GPU no library keeps workspaces."""
+    return ranks if torch.cuda.is_available() else [replace(rank, workspaces=0.0) for rank in ranks]
 
 
 def more_than_stock(args: Namespace, ranks: Sequence[RankMemory], stock: Sequence[RankMemory] | None) -> str | None:
