@@ -147,7 +147,9 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     holds less by itself leaves less on the device.
     """
     family, given = families.named(name), problem.limits
-    own = kept_limits(family, replace(problem, limits=None))
+    # What is offloaded may hold more than 1F1B before: copies free it, and need time between F and B.
+    fullest = max(map(problem.microbatch_memory, range(problem.ranks)))
+    own = (family.memory(problem.ranks) * fullest + spreading(problem),) * problem.ranks if family.memory else None
 
     def attempt(limits: tuple[float, ...] | None) -> Schedule:
         base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
