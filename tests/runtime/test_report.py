@@ -70,7 +70,7 @@ def reports(schedule: str) -> tuple[Any, Any, list[bool]]:
     pending = pipeline.start_report()
     used = pipeline.planned[4]
     other = planning.plan("1f1b-v" if schedule == "zb-v" else "zb-h1", 4, 4)
-    pipeline.adopt(uniform(other.placement), None, {4: other})
+    pipeline.adopt(uniform(other.placement), 100.0, {4: other})
     run.step(1, forward_only=True)
     run.step(2)
     report = pending.wait()
