@@ -15,6 +15,7 @@ from gpu_model.mutations import KEEPS_ALL_THAT_IS_SENT, UNTIED, Mutation, mutate
 from gpu_model.recorded import recording, stuck, trained
 from gpu_model.test_trainer import races_and_trace
 from gpu_model.trace import At, Item, Post
+from megatron.pipeline import planning
 
 EXTRAS = {
     "plain": "",
@@ -113,8 +114,16 @@ def iteration(schedule: str, mutation: Mutation | None = None) -> tuple[list[Ite
 
 
 @pytest.fixture(scope="module")
-def zb_v(gpus: Pool) -> tuple[list[list[Item]], list[int]]:
-    traces, peaks = zip(*gpus.run(2, iteration, "zb-v"), strict=True)
+def equal_zb_v(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """ZB-V of equal stages: with its logits a model as small as the test's would run W sooner."""
+    path = tmp_path_factory.mktemp("judged") / "zb-v.json"
+    path.write_text(planning.plan("zb-v", 2, 8).to_json())
+    return f"file:{path}"
+
+
+@pytest.fixture(scope="module")
+def zb_v(gpus: Pool, equal_zb_v: str) -> tuple[list[list[Item]], list[int]]:
+    traces, peaks = zip(*gpus.run(2, iteration, equal_zb_v), strict=True)
     return list(traces), list(peaks)
 
 
@@ -158,9 +167,9 @@ def test_memory_is_what_plans_count_and_messages_that_the_host_is_ahead_of(zb_v:
     assert judge(traces, Setting(launches=1)).peak < judge(traces).peak
 
 
-def test_messages_that_are_kept_are_reported(gpus: Pool, zb_v: tuple[list[list[Item]], list[int]]) -> None:
+def test_messages_that_are_kept_are_reported(gpus: Pool, equal_zb_v: str, zb_v: tuple[list[list[Item]], list[int]]) -> None:
     """Of a host that waits for each kernel, which has nothing to keep."""
     _, counted = zb_v
-    traces, _ = zip(*gpus.run(2, iteration, "zb-v", KEEPS_ALL_THAT_IS_SENT), strict=True)
+    traces, _ = zip(*gpus.run(2, iteration, equal_zb_v, KEEPS_ALL_THAT_IS_SENT), strict=True)
     peaks = judge(list(traces), Setting(launches=1)).peak
     assert all(peak > activations + 4096 for peak, activations in zip(peaks, counted, strict=True)), (peaks, counted)
