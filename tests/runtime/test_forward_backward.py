@@ -212,7 +212,8 @@ def test_one_of_the_groups_alone_is_refused(pool: Pool) -> None:
 def test_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     path.write_text(planning.plan("zb-h2", RANKS, 4).to_json())
-    named, sizes = f"file:{path}", {"pp": RANKS, "iterations": 2, "flags": DEEP}
+    named = f"file:{path}"
+    sizes: dict[str, Any] = {"pp": RANKS, "iterations": 2, "flags": DEEP}
     assert pool.run(RANKS, tiny_gpt.train, named, **sizes) == pool.run(RANKS, tiny_gpt.train, "zb-h2", **sizes)
     evaluated = pool.run(RANKS, evaluate_six, named)
     assert evaluated == pool.run(RANKS, evaluate_six, "stock")
