@@ -133,7 +133,7 @@ SIZES: list[Any] = [
     ("zb-h1", 2, 1, ALL),
     pytest.param("zb-h1", 4, 4, SELECTIVE, marks=WHOLE),
     ("zb-h2", 4, 7, FULL),
-    ("zb-auto", 4, 8, FULL),
+    ("zb-auto", 4, 8, ALL),
     pytest.param("zb-auto", 2, 2, ALL, marks=WHOLE),
     ("zb-v", 2, 4, FULL),
     ("v-half", 4, 8, SELECTIVE),

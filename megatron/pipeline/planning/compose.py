@@ -150,6 +150,7 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
     # What is offloaded may hold more than 1F1B before: copies free it, and need time between F and B.
     fullest = max(map(problem.microbatch_memory, range(problem.ranks)))
     own = (family.memory(problem.ranks) * fullest + spreading(problem),) * problem.ranks if family.memory else None
+    named = kept_limits(family, replace(problem, limits=None))
 
     def attempt(limits: tuple[float, ...] | None) -> Schedule:
         base = solve(name, replace(problem, limits=limits, offload=None, host_limit=None))
@@ -160,9 +161,12 @@ def _offloaded(name: str, problem: Problem, mode: Offload) -> Schedule:
             more = f"; or raise the limit of host memory, {problem.host_limit:g}" if problem.host_limit else ""
             raise LimitTooLow(f"{error}{more}", error.least) from None
 
-    if given is None or own is None or not family.plans_for_limits:
+    if own is None or (given is not None and not family.plans_for_limits):
         return attempt(own)
-    return _largest(attempt, given, own)
+    if given is not None:
+        return _largest(attempt, given, own)
+    # Least memory is what copies are for; with few of them, the less there is before them, the less is left.
+    return min(map(attempt, dict.fromkeys((own, named))), key=lambda schedule: max(activation_peaks(schedule, problem.costs)))
 
 
 def _largest(attempt: Callable[[tuple[float, ...]], Schedule], given: tuple[float, ...], own: tuple[float, ...]) -> Schedule:
