@@ -55,7 +55,7 @@ class Run:
         from megatron.pipeline.flags.arguments import parse
         from megatron.pipeline.flags.validation import validate
         from megatron.pipeline.model.slices import check_slices
-        from megatron.pipeline.trainer.planning import plan_pipeline
+        from megatron.pipeline.session.planning import plan_pipeline
         from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
 
         world = torch.distributed.get_world_size()

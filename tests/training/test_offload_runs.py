@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from optimizer import injected_runs
 from pool import Pool
+from session.test_replanning import logged
 from training.short_runs import MODEL, metrics, train
-from training.test_replanning import logged
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.session.startup_lines import offload_in_words
 from megatron.pipeline.trainer import program
-from megatron.pipeline.trainer.startup_lines import offload_in_words
 
 TWO = "--pipeline-model-parallel-size 2 --num-layers 8"
 SMALL = "--offload-min-size 1KiB"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 from pool import forked
-from training.test_planning import MODEL
+from session.test_planning import MODEL
 
 from megatron.pipeline.dist import processes
+from megatron.pipeline.session.startup_lines import first_words, obstacles
 from megatron.pipeline.trainer import program
-from megatron.pipeline.trainer.startup_lines import first_words, obstacles
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 

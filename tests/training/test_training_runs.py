@@ -208,7 +208,7 @@ def train_on_full_disk(flags: str) -> str:
     def write_text(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    package = "megatron.pipeline.trainer"
+    package = "megatron.pipeline.session"
     with patch(f"{package}.trace.write_text", write_text), patch(f"{package}.planning.write_text", write_text):
         return train(flags)
 

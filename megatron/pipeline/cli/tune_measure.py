@@ -16,7 +16,7 @@ from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device, origin
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.flags import Role, neutral
-from megatron.pipeline.trainer import atomic
+from megatron.pipeline.session import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed
 from megatron.pipeline.tune.measure.rank import Job, Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape

@@ -31,8 +31,8 @@ from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.groups import barrier, done_by_rank_0
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.trainer import save_lock
-from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.atomic import UNFINISHED, sync, write_text
 from megatron.pipeline.trainer.checkpoint_files import (
     FORMAT,
     RESHARDABLE,

@@ -20,9 +20,9 @@ from megatron.pipeline.patches import compat
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 
 from megatron.pipeline.flags.flags import flag_of
-from megatron.pipeline.trainer.atomic import UNFINISHED
+from megatron.pipeline.session.atomic import UNFINISHED
+from megatron.pipeline.session.tokenizer import padded_vocab_size
 from megatron.pipeline.trainer.optimizer_state import has_state, kind_of_state, wanted_kind
-from megatron.pipeline.trainer.tokenizer import padded_vocab_size
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SUMMARY = "training.json"

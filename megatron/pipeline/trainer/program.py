@@ -32,17 +32,18 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.trainer import checkpoint, checkpoint_files, save_lock
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.memory import check_rehearsal_fits
+from megatron.pipeline.session.planning import plan_pipeline
+from megatron.pipeline.session.rehearsal import about_absent_ranks, price_absent_ranks
+from megatron.pipeline.session.startup_lines import first_words, plan_in_words
+from megatron.pipeline.session.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
+from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
-from megatron.pipeline.trainer.memory import check_rehearsal_fits
-from megatron.pipeline.trainer.planning import plan_pipeline
-from megatron.pipeline.trainer.rehearsal import about_absent_ranks, price_absent_ranks
 from megatron.pipeline.trainer.run_log import Log
-from megatron.pipeline.trainer.startup_lines import first_words, plan_in_words
 from megatron.pipeline.trainer.state import Training, build_training, initialize_model_parallel
-from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace
 
 logger = logging.getLogger(__name__)
 

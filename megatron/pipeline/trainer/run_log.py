@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from megatron.pipeline.session.metrics import Measured, Metrics, Step, tokens_per_second
 from megatron.pipeline.shape.gpt import Shape, training_operations
-from megatron.pipeline.trainer.metrics import Measured, Metrics, Step, tokens_per_second
 
 
 class Log:

@@ -16,9 +16,10 @@ from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
-from megatron.pipeline.trainer import program, startup_lines
-from megatron.pipeline.trainer.memory import more_than_stock, predicted_memory, stock_memory
-from megatron.pipeline.trainer.startup_lines import plan_in_words
+from megatron.pipeline.session import startup_lines
+from megatron.pipeline.session.memory import more_than_stock, predicted_memory, stock_memory
+from megatron.pipeline.session.startup_lines import plan_in_words
+from megatron.pipeline.trainer import program
 
 MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "

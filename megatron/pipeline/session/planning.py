@@ -34,8 +34,8 @@ from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitToo
 from megatron.pipeline.schedule.core.reading import content_of
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.trainer.atomic import write_text
-from megatron.pipeline.trainer.memory import beside, equal_stages
+from megatron.pipeline.session.atomic import write_text
+from megatron.pipeline.session.memory import beside, equal_stages
 
 logger = logging.getLogger(__name__)
 

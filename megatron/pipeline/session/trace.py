@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.program import Collective, Message
 from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
-from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.consecutive import Iteration, latest
 from megatron.pipeline.view.picture import Profile, draw

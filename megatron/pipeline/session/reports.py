@@ -9,10 +9,10 @@ import torch
 from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.trainer.metrics import Measured
-from megatron.pipeline.trainer.planning import replanning
-from megatron.pipeline.trainer.rehearsal import rehearsing
-from megatron.pipeline.trainer.trace import write_trace
+from megatron.pipeline.session.metrics import Measured
+from megatron.pipeline.session.planning import replanning
+from megatron.pipeline.session.rehearsal import rehearsing
+from megatron.pipeline.session.trace import write_trace
 
 
 class Reports:

@@ -142,7 +142,7 @@ def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedu
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
 def test_limits_in_bytes(schedule: str, stages: int) -> None:
     from megatron.pipeline.runtime.replan import _change, _plan
-    from megatron.pipeline.trainer.planning import _memory_limit
+    from megatron.pipeline.session.planning import _memory_limit
 
     flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
     costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, 2 * MIB, MIB),) * stages)

@@ -24,10 +24,10 @@ from megatron.pipeline.schedule.core.names import OFF, counted
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.shards import Shards
-from megatron.pipeline.trainer.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes may wait behind copies to and from host memory; "
