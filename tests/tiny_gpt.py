@@ -55,8 +55,9 @@ class Run:
         from megatron.pipeline.flags.arguments import parse
         from megatron.pipeline.flags.validation import validate
         from megatron.pipeline.model.slices import check_slices
+        from megatron.pipeline.session.groups import initialize_model_parallel
         from megatron.pipeline.session.planning import plan_pipeline
-        from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
+        from megatron.pipeline.trainer.state import build_training
 
         world = torch.distributed.get_world_size()
         dp = world // (pp * tp * cp)

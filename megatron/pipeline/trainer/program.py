@@ -33,6 +33,8 @@ from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.checkpoints import latest
+from megatron.pipeline.session.groups import initialize_model_parallel
 from megatron.pipeline.session.memory import check_rehearsal_fits
 from megatron.pipeline.session.planning import plan_pipeline
 from megatron.pipeline.session.rehearsal import about_absent_ranks, price_absent_ranks
@@ -43,7 +45,7 @@ from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
 from megatron.pipeline.trainer.run_log import Log
-from megatron.pipeline.trainer.state import Training, build_training, initialize_model_parallel
+from megatron.pipeline.trainer.state import Training, build_training
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +218,7 @@ def _last_words(args: Namespace, log: Log) -> str:
     places = {
         "metrics": args.metrics,
         "TensorBoard log": args.tensorboard_dir,
-        "checkpoint": checkpoint_files.latest(args.save) if args.save else None,
+        "checkpoint": latest(args.save) if args.save else None,
         "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,
         "timeline picture": drawn,
         "picture of consecutive iterations": draw_consecutive(traces) if traces else None,
