@@ -78,7 +78,7 @@ class Run:
         self.args = args
         self.microbatches = microbatches
         self.pipeline = plan_pipeline(args, measure=measure)
-        check_slices(args, self.pipeline.splits)
+        check_slices(args, self.pipeline.plans.splits)
         schedules.restore()
         initialize_model_parallel(args, self.pipeline.placement)
         training = build_training(args, self.pipeline.placement)

@@ -163,7 +163,7 @@ def predicted(
         args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
         pipeline = plan_pipeline(args, measure=False, evaluates=False)
         schedule = largest_iteration(args, pipeline)
-        messages = None if pipeline.is_stock else pipeline.plan(schedule.microbatches).message_buffers
+        messages = None if pipeline.is_stock else pipeline.plans.plan(schedule.microbatches).message_buffers
         layers = decoder_layers(args, schedule.placement)
         return Prediction(args, schedule, layers, predict(args, schedule, layers), whole, messages)
 

@@ -41,7 +41,7 @@ class Reports:
         self._report = report = pending.wait() if pending and needed else None
         if report is None or not wanted:
             return None
-        interlock = self._pipeline.objective is Objective.SPAN
+        interlock = self._pipeline.plans.objective is Objective.SPAN
         span_bubble_rate = report.span_bubble_rate if interlock else None
         return Measured(report.bubble_rate, span_bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
 

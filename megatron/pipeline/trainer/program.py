@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return _refused(error)
     _configure_logging(args, rank)
     try:
-        with _world(args, rank, world_size, binds=pipeline.offloads and args.offload_numa_binding):
+        with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offload_numa_binding):
             run(args, tokenizer, pipeline)
     except save_lock.CannotSave as error:
         return _refused(error)
@@ -89,7 +89,7 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)  # decides what --layer-redistribution does
     pipeline = plan_pipeline(args)
     stage_layers(args, pipeline.placement)
-    check_slices(args, pipeline.splits)
+    check_slices(args, pipeline.plans.splits)
     check_rehearsal_fits(args, pipeline, world_size)
     check_data(args, tokenizer.vocab_size)
     checkpoint.check_release(args, pipeline.placement)
