@@ -18,6 +18,7 @@ from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit
+from megatron.pipeline.planning.document import read_costs
 from megatron.pipeline.planning.limits import peak_of_1f1b
 from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Variant
@@ -27,12 +28,11 @@ from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, StageCosts, VocabularyCosts, with_equal_copies
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, MemoryUnit, StageCosts, VocabularyCosts, with_equal_copies
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.schedule.core.reading import content_of
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.session.atomic import write_text
@@ -328,11 +328,9 @@ def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
 
 def _read_costs(path: str) -> Costs:
     try:
-        return Costs.from_json(content_of(path))
-    except OSError as error:
-        raise ValueError(f"--pipeline-costs {path}: {error.strerror}") from None
+        return read_costs(path)
     except ValueError as error:
-        raise ValueError(f"--pipeline-costs {path}: {error}") from None
+        raise ValueError(f"--pipeline-costs {error}") from None
 
 
 def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> float | None:
@@ -342,6 +340,11 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
     if match is None or (match[2] and match[2] not in MEMORY_UNITS):
         raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
+    if match[2] and costs and costs.unit is not MemoryUnit.BYTES:
+        raise ValueError(
+            f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
+            '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
+        )
     if match[2]:
         return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
     return float(match[1]) * _peak_of_1f1b(replace(request, costs=costs))
