@@ -41,6 +41,7 @@ MIB = 2**20
         (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave the group out"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
         (Request("1f1b", 4, 8, jitter=2), ValueError, "jitter is a share of a pass's time between 0 and 1, got 2"),
+        (Request("v-auto", 4, 8, equal=StageCosts(0, 0, 0)), ValueError, "F, B and W of every stage take 0"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
         (Request("1f1b", 4, 8, host_limit=1), ValueError, "a limit of host memory needs offloading, and there is none"),
         (Request("v-half", 4, 8, memory_limit=2), LimitTooLow, "room for 3 microbatches, 3 on every rank, and the limit is 2"),
