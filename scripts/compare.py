@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.trainer.rehearsal import RESULT
-from megatron.pipeline.trainer.trace import trace_of
+from megatron.pipeline.session.rehearsal import RESULT
+from megatron.pipeline.session.trace import trace_of
 from megatron.pipeline.view.picture import draw
 
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"

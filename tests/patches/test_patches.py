@@ -192,7 +192,7 @@ def test_older_releases_get_what_they_lack(pool: Pool) -> None:
 
 
 def test_tokenizers_that_a_release_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.pipeline.trainer import tokenizer
+    from megatron.pipeline.session import tokenizer
 
     monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"NullTokenizer needs megatron-core 0\.15 or later.* or take ByteLevelTokenizer"):
