@@ -20,7 +20,6 @@ from megatron.pipeline.schedule.core.placement import linear
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.time.clock import Clock
-from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.lanes import switches
 from megatron.pipeline.schedule.time.links import Link, Rows, lane_rows
 from megatron.pipeline.schedule.time.simulate import simulate
@@ -191,18 +190,6 @@ def test_copies_slower_than_planned_make_a_longer_run(name: str, copies: CopyCos
     late = simulate(schedule, slow)
     check(schedule, slow, late)
     assert late.span > 1.5 * planned.span
-
-
-def test_without_jitter_copies_take_what_they_take() -> None:
-    costs = replace(uniform(families.placement("interleaved", 4), hop=0.1), copies=CopyCosts(0.5, 0.75))
-    schedule = planning.plan("interleaved", 4, 8, costs, offload=Offload.FULL)
-    for factor in (1, 8):
-        slower = replace(costs, copies=CopyCosts(0.5 * factor, 0.75 * factor))
-        found, timeline = expected(schedule, slower, 0, draws=2), simulate(schedule, slower)
-        assert found.span == pytest.approx(timeline.span) and found.makespan == pytest.approx(timeline.makespan)
-    # Passes that take longer by chance then wait for copies here and there, and never less than without copies.
-    plain = expected(without_copies(schedule), costs, 0.2, draws=20)
-    assert (expected(schedule, costs, 0.2, draws=20).spans >= plain.spans * (1 - 1e-9)).all()
 
 
 def test_the_timeline_of_forwards_has_no_copies() -> None:

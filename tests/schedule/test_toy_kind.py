@@ -31,7 +31,6 @@ from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.lower.program import Compute, Copy, Message, Program, Send, Wait
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
-from megatron.pipeline.schedule.time.jitter import expected, factors
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.view import draw, render, style
 from megatron.pipeline.view.chrome_trace import to_trace
@@ -175,9 +174,6 @@ def test_it_is_simulated(schedule: Schedule) -> None:
     free = simulate(schedule, Costs((ToyCosts(2.0, 1.0, 2.0),) * RANKS, hop=0.1))
     assert free.makespan < timeline.makespan < free.makespan + MICROBATCHES * 1.5
     assert max(activation_peaks(schedule, COSTS)) == 2.5  # a W is later, by half a forward
-    assert expected(schedule, COSTS, 0.0, draws=2).makespan == pytest.approx(timeline.makespan)
-    drawn = factors(C, 0, MICROBATCHES, 0.1, 3, 0)
-    assert drawn.shape == (MICROBATCHES, 3) and drawn.tolist() != factors(Kind.F, 0, MICROBATCHES, 0.1, 3, 0).tolist()
 
 
 def test_it_is_drawn(schedule: Schedule, colour: str, tmp_path: Path) -> None:
