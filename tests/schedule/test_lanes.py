@@ -150,7 +150,7 @@ def test_copies_of_what_runs_again_are_of_its_checkpoint_and_r_waits() -> None:
     schedule = Schedule("own", linear(1), 2, parse("F0 F1 D2H0 H2D0 R0 BW0 R1 BW1"))
     costs = Costs((stage,), copies=CopyCosts(1, 2))
     assert [lane.seconds for lane in lane_rows(schedule, costs)] == [[0.5], [1.0]]
-    assert schedule.rows[0].awaited == {Pass(Kind.R, 0): [Pass(Kind.H2D, 0)]}
+    assert schedule.rows[0].awaited == {Pass(Kind.R, 0): Pass(Kind.H2D, 0)}
     assert next(timed for timed in simulate(schedule, costs).ranks[0] if timed.work.kind is Kind.R).start == 3
 
 
@@ -167,7 +167,7 @@ def check(schedule: Schedule, costs: Costs, timeline: Timeline) -> None:
             else:
                 assert place.start <= copy.start + slack
         back = {one.work: one.end for one in copies}
-        assert all(back[copy] <= at[work].start + slack for work, copies in own.awaited.items() for copy in copies)
+        assert all(back[copy] <= at[work].start + slack for work, copy in own.awaited.items())
         for kind in (Kind.D2H, Kind.H2D):
             lane = [one for one in copies if one.work.kind is kind]
             assert all(one.end <= after.start + slack for one, after in pairwise(lane))

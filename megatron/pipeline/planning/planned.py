@@ -113,12 +113,12 @@ class Planned:
         schedule, costs = self.schedule, self.problem.costs.sliced(self.schedule.splits)
         lanes = cache(lambda stage, kind: costs.stages[stage].lanes(kind))
         exposed = whole = 0.0
-        for stages, row, timed in zip(schedule.placement.stages, schedule.rows, self.timeline.ranks, strict=True):
+        for stages, timed in zip(schedule.placement.stages, self.timeline.ranks, strict=True):
             for work, start, end in timed:
-                if not (work.kind.is_of_vocabulary or work.kind.is_concurrent):
+                if not (work.kind.is_of_vocabulary or work.kind.is_copy):
                     computing, communicating = lanes(stages[work.chunk], work.kind)
-                    exposed += end - start - computing / row.parts(work)
-                    whole += communicating / row.parts(work)
+                    exposed += end - start - computing
+                    whole += communicating
         return max(0.0, exposed) / schedule.ranks, whole / schedule.ranks
 
     @cached_property

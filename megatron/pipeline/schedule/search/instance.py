@@ -173,7 +173,7 @@ class Instance:
                 return None
             stages = placement.stages[rank]
             order[rank, : len(row)] = [
-                (slot_of[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk, _ in row
+                (slot_of[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk in row
             ]
         return self.replay(order)
 

@@ -92,7 +92,7 @@ def advance(
         passes, linked, starts, ends, now = rows.passes[row], rows.links[row], run.starts[row], run.ends[row], free[row]
         first, own_seconds = len(ends), seconds_of[row] if seconds_of else None
         for slot in range(first, len(passes)):
-            kind, microbatch, chunk, _ = passes[slot]
+            kind, microbatch, chunk = passes[slot]
             made, needed, hop, seconds, is_part = linked[chunk][kind]
             ready = made_at[needed + microbatch]
             if ready is None:
