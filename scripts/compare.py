@@ -10,6 +10,7 @@ have, they run one after another and the seconds are measured: those of each sch
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shlex
@@ -45,7 +46,13 @@ class Training:
             old.unlink(missing_ok=True)
         with self.log.open("w") as file:
             environment = {"OMP_NUM_THREADS": "1", **os.environ}
-            self._process = subprocess.Popen(self._command(args), stdout=file, stderr=subprocess.STDOUT, env=environment)
+            self._process = subprocess.Popen(
+                self._command(args),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509  # this script has no threads
+            )
 
     @property
     def log(self) -> Path:
@@ -186,6 +193,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(argv[:end])
     args.flags = list(argv[end + 1 :])
     return args
+
+
+def _end_with_parent() -> None:
+    """Have torchrun end, and its ranks with it, however this script ends: ranks that are stopped would stay for ever."""
+    pr_set_pdeathsig = 1  # prctl(2)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _one_after_another(args: argparse.Namespace, console: Console) -> Iterator[Training]:

@@ -40,7 +40,6 @@ MIB = 2**20
         (Request("1f1b", 4, 8, splits=2), ValueError, "1f1b does not cut microbatches into slices: leave --splits out"),
         (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave the group out"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
-        (Request("1f1b", 4, 8, jitter=2), ValueError, "jitter is a share of a pass's time between 0 and 1, got 2"),
         (Request("v-auto", 4, 8, equal=StageCosts(0, 0, 0)), ValueError, "F, B and W of every stage take 0"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
         (Request("1f1b", 4, 8, host_limit=1), ValueError, "a limit of host memory needs offloading, and there is none"),
@@ -55,13 +54,13 @@ def test_what_cannot_be_asked_for(request_: Request, kind: type[ValueError], mes
 
 
 def test_a_request_of_another_family_keeps_the_rest() -> None:
-    asked = Request(AUTO, 4, 8, memory_limit=3, objective="makespan", jitter=0.1)
+    asked = Request(AUTO, 4, 8, memory_limit=3, objective="makespan")
     variant = Variant("gis", 3, 3)
     again = asked.of(variant)
     assert again.variant == variant and str(again.variant) == "gis v=3 g=3"
     assert replace(again, schedule=AUTO, chunks=None, group=None) == asked
     problem = again.problem()
-    assert (problem.objective, problem.jitter, problem.limits, problem.group) == (Objective.MAKESPAN, 0.1, (3,) * 4, 3)
+    assert (problem.objective, problem.limits, problem.group) == (Objective.MAKESPAN, (3,) * 4, 3)
 
 
 def test_costs_and_stages_follow_the_placement() -> None:
@@ -123,7 +122,7 @@ def test_the_judgement_of_a_plan() -> None:
     planned = Request("zb-h1", 4, 8).plan()
     assert planned.value == planned.timeline.span and planned.peak == max(planned.peaks) == 4
     assert planned.gap == planned.timeline.span / planned.bound - 1
-    assert planned.expected is None and planned.memory_limit is None and planned.title == "zb-h1"
+    assert planned.memory_limit is None and planned.title == "zb-h1"
     assert planned.programs is planned.programs and len(planned.programs) == 4, "made once"
 
 

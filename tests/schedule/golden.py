@@ -67,7 +67,6 @@ def make_schedule(case: Case) -> tuple[Schedule, Costs]:
         fused=_CHOSEN[case.fused](stages),
         splits=case.splits,
         group=case.group,
-        jitter=case.jitter,
         vocabulary=None if case.vocabulary == "off" else Vocabulary(case.vocabulary),
         offload=None if case.offload == "off" else Offload(case.offload),
         host_limit={"any": None, "some": 1.3 * microbatch, "none": 1e-3 * microbatch}[case.host],

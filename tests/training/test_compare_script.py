@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import compare
@@ -55,6 +57,7 @@ for iteration in range(4):
 """
 
 
+@pytest.mark.slow
 def test_trainings_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK)
@@ -65,6 +68,7 @@ def test_trainings_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (tmp_path / "journal").read_text().split() == ["a", "b"] * 4
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK)
@@ -75,6 +79,31 @@ def test_a_training_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pyte
     assert failed.schedule == "fails" and failed.wait()
     trainings.close()
     assert len((tmp_path / "journal").read_text().split()) == 1, "the other one was stopped, and then ended"
+
+
+@pytest.mark.slow
+def test_ranks_that_are_stopped_end_with_the_script(tmp_path: Path) -> None:
+    """A killed script once left them stopped for ever."""
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    sizes = ["--schedules", "a", "b", "--ranks", "1", "--output", str(tmp_path)]
+    start = f"import compare, sys; from pathlib import Path; compare.PROGRAM = Path({str(program)!r}); compare.main({sizes!r})"
+    script = subprocess.Popen([sys.executable, "-c", start], cwd=Path(compare.__file__).parent)
+    while not (tmp_path / "journal").exists():
+        assert script.poll() is None
+        time.sleep(0.1)
+    script.kill()
+    script.wait()
+
+    def ranks() -> list[Path]:
+        lines = (path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+        return [path for path in lines if str(program).encode() in path.read_bytes()]
+
+    for _ in range(600):
+        if not ranks():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"60 s later there are still {ranks()}")
 
 
 def test_table_and_picture_show_the_fastest_iteration(tmp_path: Path) -> None:

@@ -133,11 +133,10 @@ def size_flags() -> Parser:
     return flags
 
 
-def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parser:
-    """What is to be short, and in which case.
+def goal_flags(default: Objective | None = GOAL) -> Parser:
+    """The objective.
 
     Args:
-        several: whether ``--jitter`` takes several numbers; then it is a list.
         default: the objective; None for that of the file.
     """
     own = "" if default else ", if the file names none"
@@ -148,14 +147,6 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         default=default,
         help=f"what to minimise: the makespan, from the first pass on any rank to the last (default{own}), or the span, the "
         "longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
-    )
-    case = "the expected span and makespan are printed, and families that search plan for"
-    flags.add_argument(
-        "--jitter",
-        type=jitters if several else jitter,
-        metavar="X,.." if several else "X",
-        help="variation of pass times: standard deviation as a share of the mean, such as 0.1; "
-        + (f"{case} the first of them" if several else f"{case} that"),
     )
     return flags
 
@@ -250,19 +241,6 @@ def limit(text: str) -> float:
         units = ", ".join(MEMORY_UNITS)
         wanted = f"expected a number of microbatches of at least 0, or bytes such as 20GiB, in one of {units}"
         raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
-
-
-def jitter(text: str) -> float:
-    """An argument type for how much pass times vary."""
-    share = _float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a share of a pass's time between 0 and 1, such as 0.1 for 10 %")
-    return share
-
-
-def jitters(text: str) -> list[float]:
-    """An argument type for ``0.1`` or ``0,0.1,0.3``."""
-    return list(dict.fromkeys(map(jitter, text.split(","))))
 
 
 def _float(text: str) -> float:

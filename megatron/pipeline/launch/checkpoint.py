@@ -29,9 +29,8 @@ _NOT_SAVED = {
 
 def save_by_parameter(args: Namespace) -> bool:
     """Have the distributed optimizer's state saved so that any schedule can load it; returns whether this changes a flag."""
-    by_bucket = getattr(args, "dist_ckpt_optim_fully_reshardable", True) is False  # releases before 0.15 have no such flag
     local = getattr(args, "non_persistent_ckpt_type", None) == "local"  # which upstream saves by bucket alone
-    changes = bool(args.use_distributed_optimizer and args.save and by_bucket and not local)
+    changes = bool(args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable and not local)
     if changes:
         args.dist_ckpt_optim_fully_reshardable = True
     return changes

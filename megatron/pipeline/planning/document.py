@@ -35,7 +35,7 @@ _Read = TypeVar("_Read")
 
 _OF_EACH = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "span_bubble_rate", "makespan_bubble_rate", "peak_activation"),
-    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
+    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
     *("offload", "overlap", "balance"),
 )
 
@@ -69,7 +69,6 @@ def _report(planned: Planned) -> dict[str, Any]:
         "gap": above(timeline.span, bounds[Objective.SPAN]),
         "makespan_lower_bound": bounds[Objective.MAKESPAN],
         "makespan_gap": above(timeline.makespan, bounds[Objective.MAKESPAN]),
-        **_expected(planned),
         **({"offload": gain(planned)} if copies else {}),
         **_overlap(planned),
         **_split(planned),
@@ -113,14 +112,6 @@ def _limits(planned: Planned) -> dict[str, Any]:
         return {"memory_limit": planned.memory_limit}
     least = smallest_sustaining_limit(with_own_passes(planned.schedule, planned.problem))
     return {"memory_limit": planned.memory_limit, "sustaining_limit": least}
-
-
-def _expected(planned: Planned) -> dict[str, float]:
-    """What an iteration takes on average where pass times vary, if they do."""
-    if planned.expected is None:
-        return {}
-    jitter, case = planned.problem.jitter, planned.expected
-    return {"jitter": jitter, "expected_span": case.span, "expected_makespan": case.makespan}
 
 
 def gain(planned: Planned) -> dict[str, Any]:
@@ -175,7 +166,7 @@ class Changes:
     Attributes:
         costs: what passes cost.
         memory_limit: the most activation memory a rank may hold.
-        objective, jitter: what the schedule is judged by.
+        objective: what the schedule is judged by.
         offload: ``OFF`` or a mode of ``Offload``: the file's copies to host memory go, and those of the mode come.
         host_limit: see ``Problem``.
     """
@@ -183,7 +174,6 @@ class Changes:
     costs: CostFlags = field(default_factory=CostFlags)
     memory_limit: float | None = None
     objective: str | None = None
-    jitter: float | None = None
     offload: str | None = None
     host_limit: float | None = None
 
@@ -296,7 +286,6 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         None if limit is None else tuple(per_rank(limit, schedule.ranks)),
         Objective(objective),
         splits=schedule.splits,
-        jitter=_number(file, "jitter") or 0.0 if changes.jitter is None else changes.jitter,
         vocabulary=schedule.vocabulary,
         offload=mode,
         host_limit=host_limit,

@@ -92,7 +92,6 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     check_slices(args, pipeline.plans.splits)
     check_rehearsal_fits(args, pipeline, world_size)
     check_data(args, tokenizer.vocab_size)
-    checkpoint.check_release(args, pipeline.placement)
     checkpoint_files.check(args)
     return args, tokenizer, pipeline
 

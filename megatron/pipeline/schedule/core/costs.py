@@ -130,7 +130,7 @@ class Costs:
             stage: where it runs; passes of the vocabulary take the same on every rank.
             recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
         """
-        if kind.row.copy:
+        if kind.is_copy:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
         return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
 
