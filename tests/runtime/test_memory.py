@@ -32,7 +32,7 @@ def peak_bytes(pipeline: Any, _chunks: Any) -> list[int]:
 
 
 def peak_bytes_and_plan(pipeline: Any, _chunks: Any) -> tuple[list[int], Schedule]:
-    [planned] = pipeline.planned.values()
+    [planned] = pipeline.plans.planned.values()
     return pipeline.report().peak_activation_bytes, planned
 
 

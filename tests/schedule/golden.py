@@ -49,7 +49,7 @@ def make_schedule(case: Case) -> tuple[Schedule, Costs]:
         from megatron.pipeline.runtime.pipeline import Pipeline  # imports torch
 
         pipeline = Pipeline(planning.Request(STOCK, case.ranks, case.microbatches, chunks=case.chunks))
-        pipeline.check(case.microbatches)
+        pipeline.plans.check(case.microbatches)
         return Schedule(STOCK, pipeline.placement, case.microbatches, ((),) * case.ranks), make_costs(case, pipeline.placement)
     placement = families.placement(case.family, case.ranks, case.chunks)
     costs = make_costs(case, placement)

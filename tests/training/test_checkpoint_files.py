@@ -17,8 +17,9 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
+from megatron.pipeline.session.checkpoints import TRACKER, find, latest
 from megatron.pipeline.trainer import checkpoint_files
-from megatron.pipeline.trainer.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
+from megatron.pipeline.trainer.checkpoint_files import check, model_flags, schedule_flags
 
 ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 SGD = {"wd_mult": 1.0, "lr": 1e-3, "momentum": 0.9}

@@ -15,12 +15,10 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
 from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.planning.document import GOAL
+from megatron.pipeline.planning.document import GOAL, read_costs
 from megatron.pipeline.planning.refusals import Bytes
-from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.core.reading import read_text
 
 T = TypeVar("T")
 
@@ -116,7 +114,7 @@ def cost_flags() -> Parser:
     )
     flags.add_argument(
         "--costs",
-        type=costs_file,
+        type=file_of(read_costs),
         metavar="FILE",
         help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
         '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
@@ -253,24 +251,16 @@ def _float(text: str) -> float:
         return math.nan
 
 
-def costs_file(path: str) -> Costs:
-    return read_costs(path, Costs.from_json)
+def file_of(read: Callable[[str], T]) -> Callable[[str], T]:
+    """An argument type for the path of a file that ``read`` reads, whose ValueError names the file."""
 
+    def argument(path: str) -> T:
+        try:
+            return read(path)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def read_costs(path: str, read: Callable[[str], T]) -> T:
-    """What ``read`` makes of a file's text.
-
-    Raises:
-        argparse.ArgumentTypeError: with the name of the file.
-    """
-    try:
-        text = read_text(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    try:
-        return read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    return argument
 
 
 def names(text: str) -> list[str]:

@@ -185,12 +185,12 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
     Raises:
         ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
-    check_slices(args, pipeline.splits)
+    check_slices(args, pipeline.plans.splits)
     dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
     jitter = getattr(args, "moe_input_jitter_eps", None)
-    recomputes = any(pipeline.plan(count).schedule.reruns for count in microbatches)
+    recomputes = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
     te_linear.check_quantized(args, offloads=False, counts=False, steps_ahead=False, reruns=recomputes)
-    if (dropout or jitter) and (recomputes or pipeline.splits > 1):
+    if (dropout or jitter) and (recomputes or pipeline.plans.splits > 1):
         what = "runs forwards again (R)" if recomputes else "runs slices of microbatches"
         drawn = f"jitter of --moe-input-jitter-eps {jitter}" if jitter else "dropout masks"
         fix = "leave it out, or take another schedule"

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.trainer.checkpoint_files import RESHARDABLE, TRACKER, name_of
+from megatron.pipeline.session.checkpoints import RESHARDABLE, TRACKER, name_of
 
 _FLAG = "--dist-ckpt-optim-fully-reshardable"
 _BY_PARAMETER = (RESHARDABLE, "fully_sharded_model_space")  # not by bucket

@@ -16,6 +16,7 @@ from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
 from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow, per_rank
@@ -213,13 +214,28 @@ def read_recorded_plan(path: str) -> Timeline | None:
     return None if is_schedule(path) else naming(path, plan)
 
 
-def naming(path: str, read: Callable[[str], _Read]) -> _Read:
+def read_costs(path: str, text: str | None = None) -> Costs:
+    """The costs of every stage, from a file (``Costs.from_json``).
+
+    Args:
+        text: of the file, where it has been read.
+
+    Raises:
+        ValueError: the file cannot be read, or has no costs; the message names the file.
+    """
+    return naming(path, Costs.from_json, text)
+
+
+def naming(path: str, read: Callable[[str], _Read], text: str | None = None) -> _Read:
     """What ``read`` makes of the text of a file; its complaints name the file.
+
+    Args:
+        text: of the file, where it has been read.
 
     Raises:
         ValueError: the file cannot be read, or what ``read`` raised.
     """
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     try:
         return read(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Checkpoints: written next to the last one and put in place by a rename, so that a crash leaves a usable one.
 
-The layout is Megatron-LM's, which loads them, as they load its own (``checkpoint_files.py`` finds and checks them). Tensors carry
-global names, so a checkpoint loads under another pipeline size, placement or schedule.
+The layout is Megatron-LM's, which loads them, as they load its own (``session/checkpoints.py`` finds, ``checkpoint_files.py``
+checks them). Tensors carry global names, so a checkpoint loads under another pipeline size, placement or schedule.
 """
 
 from __future__ import annotations
@@ -28,24 +28,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.groups import barrier, done_by_rank_0
-from megatron.pipeline.trainer import save_lock
-from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
-from megatron.pipeline.trainer.checkpoint_files import (
-    FORMAT,
-    RESHARDABLE,
-    SUMMARY,
-    TRACKER,
-    damaged,
-    find,
-    latest,
-    model_flags,
-    name_of,
-    reason,
-    replaced,
-    schedule_flags,
-)
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.atomic import UNFINISHED, sync, write_text
+from megatron.pipeline.session.checkpoints import FORMAT, RESHARDABLE, TRACKER, damaged, find, latest, name_of, reason, replaced
+from megatron.pipeline.session.metrics import training_flops
+from megatron.pipeline.trainer.checkpoint_files import SUMMARY, model_flags, schedule_flags
 from megatron.pipeline.trainer.optimizer_state import load_state, sharded_state
-from megatron.pipeline.trainer.run_log import training_flops
 from megatron.pipeline.trainer.state import Training
 
 # What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.

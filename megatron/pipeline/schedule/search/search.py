@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import TypeAlias
@@ -42,6 +42,7 @@ _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its 
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
 _NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is squeezed
+_CLOSE = 1.005  # a plan in rounds up to this many times as long as the bound of a long problem's level ends the level's search
 _DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
@@ -197,13 +198,19 @@ class _Level:
     @cached_property
     def begin(self) -> list[Plan]:
         """The plans to begin with, the best first; empty if none fits."""
-        near = _NEAR_OF_LONG if self.long else np.inf
-        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, near)
+        near, known = (_NEAR_OF_LONG, self.in_rounds) if self.long else (np.inf, [])
+        longest = near * min((plan.value for plan in known), default=np.inf)
+        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, near, longest)
 
     @cached_property
     def plans(self) -> list[Plan]:
-        """The plans to begin with, improved; the best first."""
-        return sorted((_improve(self.instance, plan, self._room, self._tries, self._goal) for plan in self.begin), key=_value)
+        """The plans to begin with, improved; the best first. Of a part of a longer problem only those that are near the best."""
+        known = [*self.begin[:1], *self.in_rounds] if self.long else []
+        longest = _DOMINATED * min((plan.value for plan in known), default=np.inf)
+        near = [plan for plan in self.begin if plan.value <= longest]
+        return sorted(
+            _each(near, lambda plan: _improve(self.instance, plan, self._room, self._tries, self._goal)), key=_value
+        )
 
     @property
     def budget(self) -> int:
@@ -254,6 +261,8 @@ class _Long:
                 squeezed = squeeze(whole, plan, room)
                 best = squeezed if best is None else min(best, squeezed, key=_value)
                 yield squeezed
+                if squeezed.value <= goal * _CLOSE:
+                    return
         if self._whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
 
@@ -269,36 +278,71 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
             return
     if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:
         return
-    tried: list[Plan | None] = [*starts(whole, room, max(2, level.budget // 16))] if not level.in_rounds else []
-    for plan in sorted([*level.in_rounds, *level.plans], key=_value)[:2]:
+    few = _Few(max(1, min(_STARTS, level.budget // _FEWEST)), _NEAR_OF_LONG, best.value * _NEAR_OF_LONG if best else np.inf)
+    if not level.in_rounds:
+        few.add(starts(whole, room, max(2, level.budget // 16), few.longest))
+    for plan in sorted(_distinct([*level.in_rounds, *level.plans]), key=_value)[:2]:
         for block in _BLOCKS:
             targets = _repeated(small, plan, whole, block)
             exact = whole.sorted(targets)
-            tried.append(exact if exact and whole.within(exact, room) else None)
-            tried += [whole.construct(Seed(targets, in_order=in_order), room) for in_order in (True, False)]
-    begin = sorted((plan for plan in tried if plan is not None), key=_value)[: max(1, min(_STARTS, level.budget // _FEWEST))]
-    yield from (squeeze(whole, plan, room) for plan in begin)
+            few.add([exact] if exact and whole.within(exact, room) else [])
+            few.add(whole.construct(Seed(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
+    yield from (squeeze(whole, plan, room) for plan in _distinct(few.plans))
 
 
-def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float) -> list[Plan]:
+@dataclass
+class _Few:
+    """The shortest of the plans that are added.
+
+    Attributes:
+        most: as many at most.
+        near: none that is more than this many times as long as the shortest, ...
+        limit: or than this.
+    """
+
+    most: int
+    near: float
+    limit: float
+    plans: list[Plan] = field(default_factory=list)
+
+    def longest(self) -> float:
+        """The value above which another plan is of no use."""
+        values = [plan.value for plan in self.plans]
+        return min([self.limit, *(self.near * value for value in values[:1]), *values[self.most - 1 :]])
+
+    def add(self, plans: Iterable[Plan | None]) -> None:
+        for plan in plans:
+            if plan is not None and plan.value <= self.longest():
+                self.plans = sorted([*self.plans, plan], key=_value)[: self.most]
+                self.plans = [each for each in self.plans if each.value <= self.longest()]
+
+
+def _distinct(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans without those whose order another one has."""
+    return list({plan.order.tobytes(): plan for plan in plans}.values())
+
+
+def _each(plans: list[Plan], change: Callable[[Plan], Plan]) -> list[Plan]:
+    """All plans, changed; those that have one order are changed once."""
+    changed = {plan.order.tobytes(): change(plan) for plan in _distinct(plans)}
+    return [changed[plan.order.tobytes()] for plan in plans]
+
+
+def _begin(
+    instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float = np.inf, longest: float = np.inf
+) -> list[Plan]:
     """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
 
     Args:
         near: plans more than this many times as long as the best are not squeezed.
+        longest: nor are plans with a higher value.
     """
-    best, some = list[Plan](), list[Plan]()
-
-    def longest() -> float:
-        """The value above which a plan is not squeezed."""
-        return min(near * some[0].value if some else np.inf, some[-1].value if len(some) == _SQUEEZED else np.inf)
-
-    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, longest))
+    best, few = list[Plan](), _Few(_SQUEEZED, near, longest)
+    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, lambda: few.longest()))
     for number in (_GLANCE, most):  # the first few are often enough
-        some = []
-        for plan in itertools.islice(plans, number):
-            some = sorted([*some, plan], key=_value)[:_SQUEEZED]
-        some = [plan for plan in some if plan.value <= near * some[0].value]
-        best = sorted([*best, *(squeeze(instance, plan, limits) for plan in some)], key=_value)[:_STARTS]
+        few = _Few(_SQUEEZED, near, longest)
+        few.add(itertools.islice(plans, number))
+        best = sorted([*best, *_each(few.plans, lambda plan: squeeze(instance, plan, limits))], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
             return best[:1]
     return best
