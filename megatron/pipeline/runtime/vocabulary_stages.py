@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.executor import Handler, Handlers, Job
+from megatron.pipeline.runtime.executor import Handler, Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.vocabulary import Groups, VocabularyPasses
@@ -59,9 +59,9 @@ class VocabularyStages(ModelStages):
             gradients = [self._vocabulary.output_gradient(work.microbatch, output.dtype)]
         return super().backward(work, inputs, outputs, gradients)
 
-    def _look_up(self, job: Job) -> dict[int, Tensors]:
+    def _look_up(self, work: Pass, received: Tensors) -> Tensors:
         self._ask_for_parameters(0)  # the first chunk has the shard
-        return self._vocabulary.run(job)
+        return self._vocabulary.run(work, received)
 
     def _hand_embedding_over(self, work: Pass, again: bool) -> None:
         if self._placement.is_first(self._placement.stage(self._rank, work.chunk)):
