@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -300,20 +301,19 @@ def test_searches_within_several_limits_share_their_levels(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("name", "extended"), [("v-auto", False), ("v-half", True)])
 def test_a_plan_near_the_bound_ends_a_level_of_a_long_problem(name: str, extended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Any] = []
-    monkeypatch.setattr(search, "_extended", lambda *level: begun.append(level) or _extended(*level))
+    monkeypatch.setattr(search, "_extended", begun := Mock(side_effect=_extended))
     problem = planning.Request(name, 16, 128, uniform(v(16), 1, 1.2, 0.8, 0.05)).problem()
     assert value(problem, planning.solve(name, problem)) <= lower_bound(problem) * search._CLOSE
-    assert bool(begun) == extended
+    assert begun.called == extended
 
 
 def test_plans_of_one_order_are_changed_once() -> None:
     instance = Instance(planning.Request("v-auto", 4, 12).problem())
     one, other = list(starts(instance, np.full(4, 4.0), 0))
     plans = [one, other, replace(one, order=one.order.copy()), other]
-    changed: list[Plan] = []
-    assert search._each(plans, lambda plan: changed.append(plan) or plan) == [changed[0], changed[1], changed[0], changed[1]]
-    assert len(changed) == 2
+    first, second, third, fourth = search._each(plans, change := Mock(side_effect=lambda plan: plan))
+    assert first is third and second is fourth and first is not second
+    assert change.call_count == 2
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
