@@ -208,9 +208,7 @@ class _Level:
         known = [*self.begin[:1], *self.in_rounds] if self.long else []
         longest = _DOMINATED * min((plan.value for plan in known), default=np.inf)
         near = [plan for plan in self.begin if plan.value <= longest]
-        return sorted(
-            _each(near, lambda plan: _improve(self.instance, plan, self._room, self._tries, self._goal)), key=_value
-        )
+        return sorted(_each(near, lambda plan: _improve(self.instance, plan, self._room, self._tries, self._goal)), key=_value)
 
     @property
     def budget(self) -> int:
