@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,33 @@ class Plan:
     makespan: float
     order: Array
     ends: Array
+
+
+@dataclass
+class Few:
+    """The shortest of some plans.
+
+    Attributes:
+        most: as many at most.
+        near: none that is more than this many times as long as the shortest.
+        limit: none that is longer.
+    """
+
+    most: int
+    near: float
+    limit: float
+    plans: list[Plan] = field(default_factory=list)
+
+    def longest(self) -> float:
+        """The value above which another plan is of no use."""
+        values = [plan.value for plan in self.plans]
+        return min([self.limit, *(self.near * value for value in values[:1]), *values[self.most - 1 :]])
+
+    def add(self, plans: Iterable[Plan | None]) -> None:
+        for plan in plans:
+            if plan is not None and plan.value <= self.longest():
+                self.plans = sorted([*self.plans, plan], key=attrgetter("value"))[: self.most]
+                self.plans = [each for each in self.plans if each.value <= self.longest()]
 
 
 class Seed(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.core.problem import LimitTooLow, Problem
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import rounded_up
 from megatron.pipeline.schedule.search.engine import SLACK
-from megatron.pipeline.schedule.search.instance import Instance, Plan, Seed
+from megatron.pipeline.schedule.search.instance import Few, Instance, Plan, Seed
 from megatron.pipeline.schedule.search.rounds import can_be_in_rounds, rounds
 from megatron.pipeline.schedule.search.seeds import period_and_unit, starts
 from megatron.pipeline.schedule.search.squeeze import squeeze
@@ -42,7 +42,7 @@ _ROUNDS = 3  # with this many per rank, enough to find its two ends and how its 
 _BLOCKS = (1, 2, 3, 4, 6)  # microbatches after which the middle may repeat
 _NEAR = 1.02  # a plan up to this many times as long as the best is squeezed, and at first also improved further
 _NEAR_OF_LONG = 1.04  # the same in a long problem before a plan is squeezed
-_CLOSE = 1.005  # a plan in rounds up to this many times as long as the bound of a long problem's level ends the level's search
+_CLOSE = 1.005  # a plan of full length up to this many times as long as the bound ends the search of a long problem's level
 _DOMINATED = 1.01  # a level whose best start is this many times as long as another level's plan is not searched further
 _KEPT = 64  # levels whose plans are cached, so that trying several limits searches each level once
 
@@ -199,8 +199,8 @@ class _Level:
     def begin(self) -> list[Plan]:
         """The plans to begin with, the best first; empty if none fits."""
         near, known = (_NEAR_OF_LONG, self.in_rounds) if self.long else (np.inf, [])
-        longest = near * min((plan.value for plan in known), default=np.inf)
-        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, near, longest)
+        few = Few(_SQUEEZED, near, near * min((plan.value for plan in known), default=np.inf))
+        return _begin(self.instance, self.known, self._room, self.budget // 2, self._goal, few)
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -246,13 +246,12 @@ class _Long:
     def candidates(self, level: _Level, limits: Array, best: Plan | None, goal: float, thorough: bool) -> Iterator[Plan]:
         """Better and better plans of a level; none where the best known plan shows that they would hardly be better."""
         whole, room = self._whole, _room(self._whole, limits)
-        quick = [*starts(whole, room, 0)] if can_be_in_rounds(whole) else []
-        if self._whole.size <= _HUGE:
-            quick = [plan for plan in quick if plan.value <= goal * _NEAR]
+        most = goal * _NEAR if whole.size <= _HUGE else np.inf
+        quick = [plan for plan in starts(whole, room, 0, lambda: most) if plan.value <= most] if can_be_in_rounds(whole) else []
         longest = min((plan.span for plan in (*quick, *([best] if best else []))), default=np.inf)
         made = list(rounds(whole, room, longest * _DOMINATED, few=True))
         self._in_rounds = self._in_rounds or bool(made)
-        if not (quick or made) and self._whole.size > _HUGE:
+        if not (quick or made) and whole.size > _HUGE:
             quick = [*starts(whole, room, _PROBES)]
         for plan in sorted([*quick, *made], key=_value)[:1]:
             if best is None or plan.value <= best.value * _DOMINATED:
@@ -261,7 +260,7 @@ class _Long:
                 yield squeezed
                 if squeezed.value <= goal * _CLOSE:
                     return
-        if self._whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
+        if whole.size <= (_MOST_IN_ROUNDS if self._in_rounds else _HUGE) and (thorough or not self._in_rounds):
             yield from _extended(whole, level, room, best)
 
 
@@ -269,14 +268,15 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
     """The best plan of a level for fewer microbatches, with its middle repeated; none if the level is dominated."""
     small = level.instance
     more = (whole.problem.microbatches - small.problem.microbatches) * period_and_unit(small)[0]
-    dominated = best.value * _DOMINATED if best else np.inf
+    known = best.value if best else np.inf
+    near = known * _NEAR_OF_LONG
     if best is not None and not level.in_rounds:
-        glance = itertools.islice(starts(small, _room(small, level.limits), _PROBES), _PROBES)
-        if min((plan.value for plan in glance), default=np.inf) + more > best.value * _NEAR_OF_LONG:
+        glance = itertools.islice(starts(small, _room(small, level.limits), _PROBES, lambda: near - more), _PROBES)
+        if min((plan.value for plan in glance), default=np.inf) + more > near:
             return
-    if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > dominated:
+    if min((plan.value for plan in (*level.in_rounds, *level.begin)), default=np.inf) + more > known * _DOMINATED:
         return
-    few = _Few(max(1, min(_STARTS, level.budget // _FEWEST)), _NEAR_OF_LONG, best.value * _NEAR_OF_LONG if best else np.inf)
+    few = Few(max(1, min(_STARTS, level.budget // _FEWEST)), _NEAR_OF_LONG, near)
     if not level.in_rounds:
         few.add(starts(whole, room, max(2, level.budget // 16), few.longest))
     for plan in sorted(_distinct([*level.in_rounds, *level.plans]), key=_value)[:2]:
@@ -286,33 +286,6 @@ def _extended(whole: Instance, level: _Level, room: Array, best: Plan | None) ->
             few.add([exact] if exact and whole.within(exact, room) else [])
             few.add(whole.construct(Seed(targets, in_order=in_order), room, few.longest()) for in_order in (True, False))
     yield from (squeeze(whole, plan, room) for plan in _distinct(few.plans))
-
-
-@dataclass
-class _Few:
-    """The shortest of the plans that are added.
-
-    Attributes:
-        most: as many at most.
-        near: none that is more than this many times as long as the shortest, ...
-        limit: or than this.
-    """
-
-    most: int
-    near: float
-    limit: float
-    plans: list[Plan] = field(default_factory=list)
-
-    def longest(self) -> float:
-        """The value above which another plan is of no use."""
-        values = [plan.value for plan in self.plans]
-        return min([self.limit, *(self.near * value for value in values[:1]), *values[self.most - 1 :]])
-
-    def add(self, plans: Iterable[Plan | None]) -> None:
-        for plan in plans:
-            if plan is not None and plan.value <= self.longest():
-                self.plans = sorted([*self.plans, plan], key=_value)[: self.most]
-                self.plans = [each for each in self.plans if each.value <= self.longest()]
 
 
 def _distinct(plans: Iterable[Plan]) -> list[Plan]:
@@ -326,19 +299,16 @@ def _each(plans: list[Plan], change: Callable[[Plan], Plan]) -> list[Plan]:
     return [changed[plan.order.tobytes()] for plan in plans]
 
 
-def _begin(
-    instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, near: float = np.inf, longest: float = np.inf
-) -> list[Plan]:
+def _begin(instance: Instance, known: list[Plan], limits: Array, most: int, goal: float, few: Few) -> list[Plan]:
     """The best plans to begin with, squeezed, the best first; only that one if it reaches the goal.
 
     Args:
-        near: plans more than this many times as long as the best are not squeezed.
-        longest: nor are plans with a higher value.
+        few: those that are squeezed, none yet.
     """
-    best, few = list[Plan](), _Few(_SQUEEZED, near, longest)
-    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, lambda: few.longest()))
+    best = list[Plan]()
+    plans = itertools.chain(_fitting(instance, known, limits), starts(instance, limits, most, few.longest))
     for number in (_GLANCE, most):  # the first few are often enough
-        few = _Few(_SQUEEZED, near, longest)
+        few.plans = []
         few.add(itertools.islice(plans, number))
         best = sorted([*best, *_each(few.plans, lambda plan: squeeze(instance, plan, limits))], key=_value)[:_STARTS]
         if best and best[0].value <= goal:
