@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +48,7 @@ class BraidingExecutor(Executor):
         self._main = torch.cuda.current_stream() if torch.cuda.is_available() else None
         super()._compute(work, other)
 
-    def _send_within_braid(self, work: Pass, outputs: Mapping[int, Tensors]) -> None:
+    def _send_within_braid(self, work: Pass, outputs: Tensors) -> None:
         if self._main is not None and torch.cuda.current_stream() != self._main:
             type(self).beside += 1
         super()._send_within_braid(work, outputs)

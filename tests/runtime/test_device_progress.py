@@ -53,7 +53,7 @@ def run_ahead() -> Iteration:
     transport: Any = SimpleNamespace(
         receive=lambda *_: None, wait=lambda _: [], start=lambda: None, sweep=lambda: None, unsent=list, finish=lambda *_: None
     )
-    handlers = Handlers({Kind.F: lambda *_: {}, Kind.B: lambda *_: {}})
+    handlers = Handlers({Kind.F: lambda *_: [], Kind.B: lambda *_: []})
     executor = Executor(PROGRAM, Wiring({}, {}, {}), handlers, transport, Unmeasured(), device=DeviceProgress())
     channels: Any = SimpleNamespace(ranks=(10, 11))
     iteration = Iteration(plan=None, channels=channels)  # type: ignore[arg-type]
@@ -90,9 +90,9 @@ def test_the_host_is_only_some_passes_ahead() -> None:
     Event.device = Event.recorded = 0
     ahead: list[int] = []
 
-    def launch(*_: Any) -> dict[int, Any]:
+    def launch(*_: Any) -> list[Any]:
         ahead.append(Event.recorded + 1 - Event.device)
-        return {}
+        return []
 
     transport: Any = SimpleNamespace(start=lambda: None, sweep=lambda: None, unsent=list)
     device = DeviceProgress()

@@ -51,9 +51,8 @@ def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
                 if work.kind.row.sends:
                     makers[Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work
     for work in passes:
-        message = _handed_over(work, rank, placement)
-        if message in makers:
-            takes[work], peers[message] = message, rank
+        if (given := _handed_over(work, rank, placement)) in makers:
+            takes[work], peers[given] = given, rank
     answers = {
         taker: (activation, peers[activation])
         for taker, message in takes.items()

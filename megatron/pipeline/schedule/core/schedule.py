@@ -241,11 +241,12 @@ class RankPasses:
         for work in self.passes:
             kind, microbatch, chunk = work
             needed = own[kind]
-            if len(needed) > 1:
-                if (need := self.before(work)) not in seen:
+            if needed:
+                alone = len(needed) == 1
+                kinds = needed_on_own_rank(kind)
+                need = Pass(needed[0], microbatch, chunk) if alone else self.first_of(kinds, microbatch, chunk)
+                if need not in seen:
                     return work, need
-            elif needed and (needed[0], microbatch, chunk) not in seen:
-                return work, Pass(needed[0], microbatch, chunk)
             seen.add(work)
         return None
 
