@@ -60,7 +60,6 @@ class VocabularyStages(ModelStages):
         return super().backward(work, inputs, outputs, gradients)
 
     def _look_up(self, job: Job) -> dict[int, Tensors]:
-        self._ask_for_parameters(0)  # the first chunk has the shard
         return self._vocabulary.run(job)
 
     def _hand_embedding_over(self, work: Pass, again: bool) -> None:
