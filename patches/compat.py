@@ -70,8 +70,8 @@ NAMES: dict[str, dict[str, Name]] = {
         "DistributedDataParallel.__init__": Name("buckets on every rank and chunk: wrapped"),
         "ProcessGroupCollection.setup_process_groups_for_ddp": Name("replaced while DDP is built"),
     },
-    "megatron.core.distributed.param_and_grad_buffer": {
-        "_ParamAndGradBucketGroup.check_grads": Name("reads whether gradients are numbers: once per iteration", required=False),
+    "megatron.core.rerun_state_machine": {
+        "RerunStateMachine.validate_result": Name("reads whether losses and gradients are numbers: once per iteration"),
     },
     "megatron.core.models.gpt.gpt_layer_specs": {
         "get_gpt_decoder_block_spec": Name("the layers of a stage"),
@@ -155,9 +155,7 @@ NAMES: dict[str, dict[str, Name]] = {
     "megatron.core.optimizer.distrib_optimizer": {
         "DistributedOptimizer.sharded_state_dict": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer._set_main_param_and_optimizer_states": Name("checkpoints of torch's optimizers: wrapped"),
-        "DistributedOptimizer.compute_full_param_layout": Name(
-            "buckets on every rank: wrapped", "0.18-0.19", required=False
-        ),
+        "DistributedOptimizer.compute_full_param_layout": Name("buckets on every rank: wrapped", "0.18-0.19", required=False),
         "DistributedOptimizer.sharded_param_state_fully_reshardable": Name("checkpoints: wrapped", "0.15-0.19", required=False),
         "DistributedOptimizer.load_parameter_state_from_fully_reshardable": Name(
             "checkpoints: wrapped", "0.15-0.19", required=False

@@ -47,7 +47,9 @@ def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
         chunk: as DDP has wrapped it, or not.
         order: its parameters, as forwards take them.
     """
-    hooks = getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles  # none while a loop takes them out
+    hooks = (
+        getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles
+    )  # none while a loop takes them out
     if not hooks or not chunk.ddp_config.align_param_gather:
         return
     of: Any = chunk.param_to_bucket_group

@@ -151,7 +151,7 @@ def host_waits(directory: str, flags: str) -> list[list[str]]:
 def test_no_pass_waits_for_the_host(gpus: Pool, data: str, flags: str) -> None:
     """The host runs ahead of the device through all passes of an iteration; then it reads once whether gradients are numbers."""
     for found in gpus.run(2, host_waits, data, f"--pipeline-model-parallel-size 2 {flags}"):
-        assert found and all(places == ["param_and_grad_buffer.py"] for places in found), found
+        assert found and all(places == ["rerun_state_machine.py"] for places in found), found
 
 
 def thread_blocks() -> list[int]:

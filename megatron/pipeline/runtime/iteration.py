@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import distributed_data_parallel, param_and_grad_buffer
+from megatron.pipeline.patches import distributed_data_parallel, rerun_state_machine
 
 from megatron.pipeline.backward.weight_tasks import check_no_gradient_is_lost
 from megatron.pipeline.health.device_progress import DeviceProgress
@@ -111,7 +111,7 @@ class Iteration:
         config, rank = call.config, self.channels.rank
         reduces_late = config.grad_sync_func is not None and rank != 0
         sync = GradientSync(config.no_sync_func, self.plan.schedule.passes[rank], reduces_late)
-        with _timed(config):
+        with _timed(config), rerun_state_machine.together() as checks:
             if self.resolve is None:
                 attempt = self._begin(call, call.iterators, sync)
             else:
@@ -121,20 +121,20 @@ class Iteration:
                 if result is not ValidationResult.ACCEPTED:
                     attempt.executor.abandon()
                     rewind.rewind()
+                    checks.clear()
                 rewind.forget()
                 if result is ValidationResult.STOPPED:
                     return []
                 if result is ValidationResult.ROLLED_BACK:
                     attempt = self._begin(call, rewind.iterators, sync)
-            with param_and_grad_buffer.together():
-                with sync, attempt.recorder.observing():
-                    attempt.executor.finish()
-                attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
-                for chunk in call.chunks if self.first else ():
-                    check_no_gradient_is_lost(chunk)
-                if not call.forward_only:
-                    with attempt.recorder.finishing():
-                        self._finish_gradients(call, attempt, reduces_late)
+            with sync, attempt.recorder.observing():
+                attempt.executor.finish()
+            attempt.recorder.end(attempt.offloaded.copies() if attempt.offloaded else ())
+            for chunk in call.chunks if self.first else ():
+                check_no_gradient_is_lost(chunk)
+            if not call.forward_only:
+                with attempt.recorder.finishing():
+                    self._finish_gradients(call, attempt, reduces_late)
         return attempt.stages.reported
 
     def _begin(self, call: Call, iterators: Sequence[Any], sync: GradientSync) -> _Attempt:
