@@ -1,9 +1,9 @@
 """megatron.core.distributed.distributed_data_parallel: gradients and weights are cut into buckets on every rank and chunk.
 
-``DistributedDataParallel.__init__``: upstream makes one bucket of all chunks but the first of the first pipeline rank, since under
+``DistributedDataParallel.__init__``: upstream makes one bucket of all chunks but the first of the first pipeline rank, as under
 its schedules the others have time to reduce it when they are done. Under ours all ranks end together, with a W: one bucket would
-be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is; no setting does so. A program asks for all gathers
-of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``).
+be reduced behind it. Chunks that ``mark`` has seen are cut as that first one is; no setting does so. A program asks for all
+gathers of weights where it begins (``gather``), so that no layer starts the next one's (``align_param_gather``).
 ``DistributedOptimizer.compute_full_param_layout``, ``LayerWiseDistributedOptimizer.compute_full_param_layout``: which from 0.18
 on Megatron-LM calls before, with its choice of buckets.
 """
@@ -47,9 +47,8 @@ def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
         chunk: as DDP has wrapped it, or not.
         order: its parameters, as forwards take them.
     """
-    hooks = (
-        getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles
-    )  # none while a loop takes them out
+    # A loop may take the hooks out for a while.
+    hooks = getattr(chunk, "use_forward_hook", False) and chunk.remove_forward_pre_hook_handles
     if not hooks or not chunk.ddp_config.align_param_gather:
         return
     of: Any = chunk.param_to_bucket_group

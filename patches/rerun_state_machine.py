@@ -1,9 +1,9 @@
 """megatron.core.rerun_state_machine: when the host reads whether losses and gradients are numbers.
 
 ``RerunStateMachine.validate_result``: upstream's loss functions ask it about every microbatch's loss, and DDP about the norm of
-every bucket that is complete, each twice. It reads what it is given, and the host waits for the device: before it has launched the
-passes that are left. Within ``together`` results are copied, and read at its end, all at once; upstream's function then judges
-them in their order, in its own words. No setting does so.
+every bucket that is complete, each twice. It reads what it is given, and the host waits for the device before it has launched
+the passes that are left. Within ``together`` results are copied, and read at its end, all at once; upstream's function then
+judges them in their order, in its own words. No setting does so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install() -> None:
 
 @contextmanager
 def together() -> Iterator[list[Noted]]:
-    """Judge all results that are given within when it ends, after one read of the device; yields them: who clears them drops them.
+    """Judge all results that are given within when it ends, after one read of the device; yields them, to be cleared or not.
 
     Raises:
         RuntimeError: upstream's, for what is no number.

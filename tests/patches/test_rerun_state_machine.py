@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import rerun_state_machine as upstream
+from megatron.pipeline.patches import rerun_state_machine as patch
 
 from megatron.pipeline import patches
-from megatron.pipeline.patches import rerun_state_machine as patch
 
 
 @pytest.fixture
@@ -82,12 +82,16 @@ def test_gradients_that_are_no_numbers_fail_as_upstream_says(machine: Any) -> No
         complete([float("nan")])
 
 
+def fail(machine: Any) -> None:
+    check(machine, torch.tensor(float("nan")))
+    raise KeyError
+
+
 def test_checks_that_are_cleared_or_of_an_iteration_that_fails_are_dropped(machine: Any) -> None:
     machine.set_mode(upstream.RerunMode.DISABLED)
     with patch.together() as noted:
         check(machine, torch.tensor(float("nan")))
         noted.clear()
     with pytest.raises(KeyError), patch.together():
-        check(machine, torch.tensor(float("nan")))
-        raise KeyError
+        fail(machine)
     check(machine, torch.tensor(1.0))

@@ -63,8 +63,8 @@ def check_placement(args: Namespace, placement: Placement) -> None:
         return
     raise ValueError(
         f"the checkpoint {path} has the distributed optimizer's state by bucket ({kind}), as the ranks held the layers under "
-        f"--pipeline-schedule {schedule}, and {args.pipeline_schedule} places them or cuts buckets otherwise: run one iteration as before with "
-        f"{_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
+        f"--pipeline-schedule {schedule}, and {args.pipeline_schedule} places them or cuts buckets otherwise: run one iteration "
+        f"as before with {_FLAG} and --save, and load what it saves; or give --no-load-optim, which starts the optimizer anew"
     )
 
 

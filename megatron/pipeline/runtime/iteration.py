@@ -167,7 +167,7 @@ class Iteration:
         return _Attempt(stages, offloaded, executor, recorder, embedding)
 
     def _gather_parameters(self, call: Call) -> None:
-        """Start all gathers of parameters that a distributed optimizer has left in shards, in the order in which passes use them."""
+        """Start all gathers of parameters that a distributed optimizer has left in shards, in the order of their use."""
         sync = call.config.param_sync_func
         for index in dict.fromkeys(work.chunk for work in self.plan.schedule.passes[self.channels.rank]):
             chunk = call.chunks[index]
