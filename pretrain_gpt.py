@@ -16,8 +16,13 @@ if __name__ == "__main__":
     logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
     from megatron.pipeline import patches
+    from megatron.pipeline.dist.processes import let_rank_0_speak
 
-    patches.install()
+    try:
+        patches.install()
+    except RuntimeError as error:  # of another release of megatron-core
+        let_rank_0_speak()
+        sys.exit(f"pretrain_gpt.py: {error}")
 
     from megatron.pipeline.trainer.program import main
 

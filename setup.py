@@ -38,7 +38,7 @@ setup(
     # Minimums alone: an environment keeps the torch and megatron-core that it has. A run warns of releases that are not tested.
     install_requires=[
         "torch>=2.11",
-        "megatron-core>=0.14",
+        "megatron-core>=0.16",
         "numpy>=1.26",
         "numba>=0.61",  # compiles the planner's inner loops
         "einops>=0.8",

@@ -41,7 +41,7 @@ class Arrow(NamedTuple):
 
 # Colours of passes (Okabe and Ito's palette), lightened.
 ROOMS = (
-    Room("flags/  trainer/", "or launch/: the loop", (4, 74.6), "#D6ECF8", (2, 2, 28, 79)),
+    Room("flags/  session/", "trainer/, launch/: the loop", (4, 74.6), "#D6ECF8", (2, 2, 28, 79)),
     Room(
         "planning/  schedule/",
         "what runs when: without torch, before any process group exists",

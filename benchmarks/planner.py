@@ -1,4 +1,4 @@
-"""How good, how fast and how robust are the planner's schedules? Prints Markdown tables, which benchmarks/README.md sums up.
+"""How good and how fast are the planner's schedules? Prints Markdown tables, which benchmarks/README.md sums up.
 
     python benchmarks/planner.py [--quick] [--json FILE]
 
@@ -35,7 +35,6 @@ from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
 from megatron.pipeline.schedule.search import seeds
 from megatron.pipeline.schedule.search.instance import Instance, Seed
-from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.simulate import simulate
 
 Row = dict[str, Any]
@@ -54,7 +53,7 @@ def main() -> None:
         print(json.dumps(measure(name, *map(int, sizes))))
         return
     results: dict[str, list[Row]] = {}
-    for part in (greedy_and_ours, named_memories, speed, robustness):
+    for part in (greedy_and_ours, named_memories, speed):
         begin = time.perf_counter()
         results[part.__name__] = part(options.quick)
         print(f"\n<!-- {part.__name__}: {time.perf_counter() - begin:.0f} seconds -->\n", flush=True)
@@ -230,38 +229,6 @@ def in_new_process(name: str, ranks: int, microbatches: int, chunks: int, **envi
     done = subprocess.run(command, env={**os.environ, **one_core}, check=True, capture_output=True, text=True)
     found: Row = json.loads(done.stdout)
     return found
-
-
-# --- robustness -------------------------------------------------------------------------------------------------------
-
-
-UNSEEN = 1  # the seed of draws that no schedule was planned with
-
-
-def robustness(quick: bool) -> list[Row]:
-    p, m, jitters = 8, 32, (0.1, 0.3)
-    names = ("1f1b", "interleaved", "gis", "zb-h1", "zb-h2", "zb-auto", "1f1b-v", "zb-v", "v-half", "v-min", "v-auto")
-    rows: list[Row] = []
-    for (kind, hop), name in itertools.product((("1/1/1", 0.0), ("1/1.2/0.8", 0.05)), names[:: 4 if quick else 1]):
-        costs = uniform(families.placement(name, p), *COSTS[kind], hop)
-        problem = planning.Request(name, p, m, costs).problem()
-        schedule = planning.solve(name, problem)
-        row: Row = {"costs": kind, "name": name, "nominal": simulate(schedule, costs).span}
-        for jitter in jitters:
-            prepared = planning.solve(name, replace(problem, jitter=jitter))
-            found, better = (expected(each, costs, jitter, seed=UNSEEN) for each in (schedule, prepared))
-            row |= {
-                f"mean {jitter}": found.span,
-                f"95 % {jitter}": float(np.quantile(found.spans, 0.95)),
-                f"prepared {jitter}": better.span,
-            }
-        rows.append(row)
-    print(f"### Spans where passes take longer or shorter by chance: p={p}, m={m}, 100 draws\n")
-    columns = ["", "costs", "nominal"]
-    columns += [f"{what}, {jitter:.0%}" for jitter in jitters for what in ("mean", "95th percentile", "planned for it")]
-    keys = ["nominal", *(f"{what} {jitter}" for jitter in jitters for what in ("mean", "95 %", "prepared"))]
-    print(markdown(columns, ((f"`{row['name']}`", row["costs"], *(f"{row[key]:.1f}" for key in keys)) for row in rows)))
-    return rows
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def plan_again(pipeline: Pipeline, iterate: Callable[[], Any]) -> Costs:
             steps.send(report)
     except StopIteration as done:
         costs: Costs = done.value.costs
-    pipeline.adopt(costs, None, pipeline.plan_again(costs, None))
+    pipeline.plans.adopt(costs, None, pipeline.plans.plan_again(costs, None))
     return costs
 
 

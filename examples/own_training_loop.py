@@ -30,7 +30,7 @@ patches.install()  # before the model is built
 def plan(schedule: str, microbatches: int = 4, **options: Any) -> Pipeline:
     """The pipeline, in megatron-core's place, and the process groups of its placement."""
     pipeline = Pipeline(Request(schedule, torch.distributed.get_world_size(), microbatches), **options)
-    pipeline.check(microbatches)  # plans and verifies now, not in the first iteration
+    pipeline.plans.check(microbatches)  # plans and verifies now, not in the first iteration
     ranks, chunks = pipeline.placement.ranks, pipeline.placement.chunks
     parallel_state.initialize_model_parallel(1, ranks, chunks if chunks > 1 else None)
     tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)

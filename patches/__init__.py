@@ -23,10 +23,11 @@ def install() -> None:
     """Apply every patch. Call it first thing in a program, before a model is built or a process group exists.
 
     Raises:
-        RuntimeError: megatron-core is missing, or lacks names that this package relies on.
+        RuntimeError: megatron-core is missing or too old, or lacks names that this package relies on.
     """
     from megatron.pipeline.patches import compat, older_releases
 
+    compat.refuse_older_releases()
     try:
         older_releases.install()  # the others are written for the newest release
         compat.check()

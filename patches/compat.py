@@ -1,7 +1,7 @@
 """Every name of megatron-core and megatron.training that this package relies on and that is no stable interface: in one table.
 
 A name is in the table if it is private, if a patch replaces it, if it is a helper inside upstream's schedules or optimizers, or
-if a release between 0.14 and 0.19 lacks it. ``patches.install`` checks all names once. Code takes a name by ``get``, and a module
+if a release between 0.16 and 0.19 lacks it. ``patches.install`` checks all names once. Code takes a name by ``get``, and a module
 whose names it replaces by ``module``.
 
 To support another release: add it to ``RELEASES``, correct the rows, and change the code that takes the rows' names.
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-RELEASES = ("0.14", "0.15", "0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
+RELEASES = ("0.16", "0.17", "0.18", "0.19")  # scripts/check_core_versions.py trains with these
 TORCH = ((2, 11), (2, 15))  # the first and the last release of torch that trained what docs/versions.md says
-_NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else "0.16"  # 0.17 and later ask for Python 3.12
+_NEWEST = RELEASES[-1] if sys.version_info >= (3, 12) else RELEASES[0]  # 0.17 and later ask for Python 3.12
 _PIP = f"pip install 'megatron-core~={_NEWEST}.0'"
 ADVICE = f"install a release that megatron.pipeline is tested with ({', '.join(RELEASES)}): {_PIP}"
 
@@ -37,13 +37,13 @@ class Name(NamedTuple):
 
     Attributes:
         purpose: what this package uses it for.
-        releases: the first and the last minor release that has it, of 0.14 to 0.19.
+        releases: the first and the last minor release that has it, of 0.16 to 0.19.
         required: whether ``check`` refuses a release without it, up to the last that has it. ``older_releases.py`` has added what
             older ones lack.
     """
 
     purpose: str
-    releases: str = "0.14-0.19"
+    releases: str = "0.16-0.19"
     required: bool = True
 
 
@@ -75,17 +75,17 @@ NAMES: dict[str, dict[str, Name]] = {
     },
     "megatron.core.models.gpt.gpt_layer_specs": {
         "get_gpt_decoder_block_spec": Name("the layers of a stage"),
-        "get_gpt_decoder_layer_specs": Name("all layers of the model", "0.16-0.19"),
+        "get_gpt_decoder_layer_specs": Name("all layers of the model"),
     },
     "megatron.core.models.common.language_module.language_module": {
         "LanguageModule.setup_embeddings_and_output_layer": Name("replaced while models are built"),
         "LanguageModule.shared_embedding_or_output_weight": Name("the tied weight of a stage"),
     },
     "megatron.core.transformer.moe.experts": {
-        "GroupedMLP": Name("local grouped experts, removed in 0.17", "0.14-0.16"),
-        "GroupedMLP.forward": Name("grouped experts whose backward splits: wrapped", "0.14-0.16"),
-        "gg.ops": Name("the package grouped_gemm as this module sees it: replaced", "0.14-0.16"),
-        "gg.assert_grouped_gemm_is_available": Name("replaced", "0.14-0.16"),
+        "GroupedMLP": Name("local grouped experts, removed in 0.17", "0.16-0.16"),
+        "GroupedMLP.forward": Name("grouped experts whose backward splits: wrapped", "0.16-0.16"),
+        "gg.ops": Name("the package grouped_gemm as this module sees it: replaced", "0.16-0.16"),
+        "gg.assert_grouped_gemm_is_available": Name("replaced", "0.16-0.16"),
     },
     "megatron.core.transformer.moe.moe_utils": {
         "RouterGatingLinearFunction.forward": Name("reads te_general_gemm, which is defined with Transformer Engine only"),
@@ -133,10 +133,10 @@ NAMES: dict[str, dict[str, Name]] = {
         "TransformerLayer._forward_attention": Name("seeding: comes first in a forward and in a plan"),
     },
     "megatron.core.process_groups_config": {
-        "ProcessGroupCollection": Name("the groups of one iteration", "0.15-0.19"),
+        "ProcessGroupCollection": Name("the groups of one iteration"),
         "MultiModuleProcessGroupCollection": Name("several modules in one pipeline: refused", "0.17-0.19", required=False),
     },
-    "megatron.core.optimizer_param_scheduler": {"get_canonical_lr_for_logging": Name("the learning rate, for logs", "0.16-0.19")},
+    "megatron.core.optimizer_param_scheduler": {"get_canonical_lr_for_logging": Name("the learning rate, for logs")},
     "megatron.core.optimizer.optimizer": {
         "MegatronOptimizer.get_grads_for_grad_norm": Name("post-validation: one part of a step", "0.19-0.19"),
         "MegatronOptimizer.get_grad_stats_parallel_group": Name("post-validation: the ranks that share a norm"),
@@ -156,10 +156,8 @@ NAMES: dict[str, dict[str, Name]] = {
         "DistributedOptimizer.sharded_state_dict": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer._set_main_param_and_optimizer_states": Name("checkpoints of torch's optimizers: wrapped"),
         "DistributedOptimizer.compute_full_param_layout": Name("buckets on every rank: wrapped", "0.18-0.19", required=False),
-        "DistributedOptimizer.sharded_param_state_fully_reshardable": Name("checkpoints: wrapped", "0.15-0.19", required=False),
-        "DistributedOptimizer.load_parameter_state_from_fully_reshardable": Name(
-            "checkpoints: wrapped", "0.15-0.19", required=False
-        ),
+        "DistributedOptimizer.sharded_param_state_fully_reshardable": Name("checkpoints: wrapped"),
+        "DistributedOptimizer.load_parameter_state_from_fully_reshardable": Name("checkpoints: wrapped"),
     },
     "megatron.core.optimizer.layer_wise_optimizer": {
         "LayerWiseDistributedOptimizer.compute_full_param_layout": Name(
@@ -167,20 +165,14 @@ NAMES: dict[str, dict[str, Name]] = {
         ),
     },
     "megatron.core.dist_checkpointing.strategies.filesystem_async": {
-        "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.14-0.16"),
+        "_get_write_results_queue": Name("the writers' process ends with its rank: replaced", "0.16-0.16"),
         "get_write_results_queue": Name("the same, from 0.17 on", "0.17-0.19", required=False),
-    },
-    "megatron.core.dist_checkpointing.strategies.checkpointable": {
-        "CheckpointableShardedTensor": Name("its release can read our checkpoints back", "0.15-0.19", required=False),
     },
     "megatron.core.num_microbatches_calculator": {
         "StepBatchsizeNumMicroBatchesCalculator": Name("a growing batch size, as steps", "0.18-0.19", required=False),
     },
     "megatron.core.tokenizers": {
-        "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer", "0.15-0.19", required=False),
-    },
-    "megatron.core.datasets.gpt_dataset": {
-        "MockGPTLowLevelDataset.__getitem__": Name("--mock-data: wrapped in releases before 0.16"),
+        "MegatronTokenizer": Name("tokenizers other than ByteLevelTokenizer"),
     },
     "megatron.core.utils": {
         "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.18-0.19", required=False),
@@ -209,11 +201,22 @@ NAMES: dict[str, dict[str, Name]] = {
         "get_forward_backward_func": Name("fetches the schedule"),
     },
     "megatron.training.utils": {
-        "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.14-0.17"),
-        "is_first_or_last_pipeline_stage": Name("wrapped: which ranks read data", "0.15-0.19", required=False),
+        "get_batch_on_this_tp_rank": Name("wrapped: which part of a batch a rank needs", "0.16-0.17"),
+        "is_first_or_last_pipeline_stage": Name("wrapped: which ranks read data"),
     },
-    "megatron.legacy.fused_kernels": {"load": Name("CPU backend: replaced", "0.14-0.16")},
+    "megatron.legacy.fused_kernels": {"load": Name("CPU backend: replaced", "0.16-0.16")},
 }
+
+
+def refuse_older_releases() -> None:
+    """Refuse a megatron-core older than the first supported release.
+
+    Raises:
+        RuntimeError: says what is installed, what is supported, and what to install.
+    """
+    if _minor(version()) < _minor(RELEASES[0]):
+        supported = f"megatron.pipeline supports {RELEASES[0]} to {RELEASES[-1]}"
+        raise RuntimeError(f"megatron-core {version()} is installed, and {supported}: {_PIP}")
 
 
 def check(names: Mapping[str, Mapping[str, Name]] = NAMES) -> None:
@@ -290,14 +293,6 @@ def has_module(path: str) -> bool:
         return False
 
 
-def missing_module(path: str) -> str | None:
-    """Why a feature that needs a later module of upstream is unavailable, with what to install; None if the module is there."""
-    if has_module(path):
-        return None
-    first = min(row.releases.partition("-")[0] for row in NAMES[path].values())
-    return f"needs megatron-core {first} or later, and {version()} is installed: {_PIP}"
-
-
 def wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method of a class, or a function in all loaded modules of upstream that have it, as ``from`` imports copy it, by
     one that calls ``replacement`` with the original and all arguments. What a module has replaced it does not replace again.
@@ -340,16 +335,6 @@ def version() -> str:
 def reduces_experts_right() -> bool:
     """Whether this release reduces the gradients of all experts over the right ranks, as 0.19 and later do."""
     return _minor(version()) >= (0, 19)
-
-
-def reads_data_by_stage() -> bool:
-    """Whether scripts of Megatron-LM ask ``is_first_or_last_pipeline_stage`` which chunks read data; 0.14's ask for ranks."""
-    return _minor(version()) >= (0, 15)
-
-
-def packs_sequences() -> bool:
-    """Whether --sft packs conversations into a sequence, within which attention stays, as from 0.16 on."""
-    return _minor(version()) >= (0, 16)
 
 
 def shares_packed_sequences() -> bool:

@@ -37,8 +37,6 @@ def install() -> None:
         return
     compat.wrap(optimizer, "sharded_state_dict", _with_states)
     compat.wrap(optimizer, "_set_main_param_and_optimizer_states", _keeping_steps)
-    if not hasattr(optimizer, "sharded_param_state_fully_reshardable"):  # before 0.15
-        return
     compat.wrap(optimizer, "load_parameter_state_from_fully_reshardable", _checked)
     if _counts_padding(optimizer.sharded_param_state_fully_reshardable):
         compat.wrap(optimizer, "sharded_param_state_fully_reshardable", _without_padding)

@@ -1,7 +1,6 @@
 """megatron.training.utils: which ranks read data, and which part of it tensor-parallel ranks broadcast.
 
-``is_first_or_last_pipeline_stage``: asks the placement. (Releases before 0.15 have none: their scripts read on the first and the
-last rank, which every placement that trains can do with.)
+``is_first_or_last_pipeline_stage``: asks the placement.
 ``get_batch_on_this_tp_rank``, which is ``megatron.core.utils``'s from 0.18 on: on a rank with both ends of the model, as on the
 first of a V, or with a shard of the vocabulary, all of the batch is broadcast, not the part that the first stage uses.
 """

@@ -2,9 +2,9 @@
 
 ``check_core_versions.py [--quick] [--tests] [RELEASE ..]``
 
-Each release gets an environment of its own under ``build/``, in which pip installs it and what it asks for (0.14 and 0.15: numpy
-below 2), over the packages of the environment that runs this script. Releases from 0.17 on ask for Python 3.12; under an older
-Python their wheel is unpacked and its one compiled module built. There the patches are applied, and a few iterations of
+Each release gets an environment of its own under ``build/``, in which pip installs it and what it asks for, over the packages of
+the environment that runs this script. Releases from 0.17 on ask for Python 3.12; under an older Python their wheel is unpacked
+and its one compiled module built. There the patches are applied, and a few iterations of
 ``configs/tiny.yaml`` must give the numbers of that release's own schedules, as exactly as docs/numerics.md says, also when they
 resume from a checkpoint of the distributed optimizer, buckets padded. ``--quick`` takes three schedules, ``--tests`` runs tests
 of the model, the runtime and training there as well.
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import pybind11
 
 ROOT = Path(__file__).parents[1]
-RELEASES = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")  # the last of every minor release
+RELEASES = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")  # the last of every minor release
 _NEWER_PYTHON = (3, 12)  # what megatron-core asks for from 0.17 on
 _ITERATIONS = 3
 _TRAIN = (
@@ -74,7 +74,6 @@ _ROWS = {
 }
 _SAVED = "v-half"  # by the distributed optimizer, with a bucket for every parameter: vectors of 64 elements are padded to 128
 _DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 1 --save-interval 2 --save"
-_NOT_SAVED = ("0.14",)  # releases in which these checkpoints are refused
 # Also without any row: a release fails if its schedules make a call that the table of answers lacks.
 _DUTIES = "tests/patches/test_duties.py"
 _TESTS = (
@@ -95,8 +94,6 @@ from megatron.pipeline import patches
 patches.install()
 print(megatron.core.__version__, megatron.core.__file__)
 """
-# Release 0.15 compiles for a GPU when it is imported with torch's CUDA build, and asks the GPU for its kind unless it is said.
-_NO_GPU_NEEDED = {"TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0")}
 # The tests' own imports are those of a program that has applied the patches.
 _PYTEST = """
 import sys
@@ -195,8 +192,7 @@ def check(python: str, release: str, rows: Mapping[str, Row]) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         found = [f"{name}: {_equals_stock(python, row, folder / name.replace(' ', '-'))}" for name, row in rows.items()]
-        if not release.startswith(_NOT_SAVED):
-            found.append(_resumes(python, folder))
+        found.append(_resumes(python, folder))
     return f"patches applied; {'; '.join(found)}"
 
 
@@ -264,7 +260,7 @@ def _run(command: Sequence[str], name: str, folder: Path | None = None) -> str:
     ended = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **_NO_GPU_NEEDED},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

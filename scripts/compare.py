@@ -1,20 +1,25 @@
 """Train the same model under several schedules and compare: ``compare.py --iterations 20 -- --config configs/tiny.yaml ...``.
 
-The schedules run one after another, from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``. Prints one
-table and writes one picture with a timeline per schedule. On one machine every training is rehearsed: the ranks share its cores,
-run their passes one at a time, and the seconds are those of an iteration with a device for every rank. With ``--launcher``, for
-devices that the ranks have, the seconds are measured: those of each schedule's fastest iteration.
+Every schedule trains from the same seed and data; what follows ``--`` goes to ``pretrain_gpt.py``. Prints one table and writes
+one picture with a timeline per schedule. On one machine every training is rehearsed: the ranks share its cores, run their passes
+one at a time, and the seconds are those of an iteration with a device for every rank. The trainings take turns, an iteration
+each, so that a machine that becomes slower or faster does so for all of them. With ``--launcher``, for devices that the ranks
+have, they run one after another and the seconds are measured: those of each schedule's fastest iteration.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,16 +28,86 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.trainer.rehearsal import RESULT
-from megatron.pipeline.trainer.trace import trace_of
+from megatron.pipeline.session.rehearsal import RESULT
+from megatron.pipeline.session.trace import trace_of
 from megatron.pipeline.view.picture import draw
 
 PROGRAM = Path(__file__).parent.parent / "pretrain_gpt.py"
 _WARM_UP = 2  # iterations that are slower than the rest
 
 
+class Training:
+    """A schedule's training, started by torchrun on a free port unless there is a launcher; its output goes to a file."""
+
+    def __init__(self, schedule: str, args: argparse.Namespace) -> None:
+        self.schedule, self.folder = schedule, Path(args.output) / schedule.replace("/", "_")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in (*self.folder.glob("iteration_*"), self.folder / "metrics.jsonl", self.folder / RESULT):
+            old.unlink(missing_ok=True)
+        with self.log.open("w") as file:
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            self._process = subprocess.Popen(
+                self._command(args),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509  # this script has no threads
+            )
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "log.txt"
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One record per iteration that has ended."""
+        with suppress(FileNotFoundError):
+            text = (self.folder / "metrics.jsonl").read_text()
+            return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return []
+
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def iterate(self) -> None:
+        """Let the ranks go on until another iteration has ended, and stop them there; or until they end."""
+        done = len(self.metrics)
+        self.signal(signal.SIGCONT)
+        while self.runs() and len(self.metrics) == done:
+            time.sleep(0.01)
+        self.signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        """Let the ranks go on, and torchrun end them."""
+        self.signal(signal.SIGCONT)
+        self._process.terminate()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every rank, not to torchrun, which watches them."""
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for children in Path(f"/proc/{self._process.pid}/task").glob("*/children"):
+                for child in children.read_text().split():
+                    os.kill(int(child), number)
+
+    def _command(self, args: argparse.Namespace) -> list[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        start = [*shlex.split(args.launcher), sys.executable] if args.launcher else torchrun
+        command = [*start, str(PROGRAM), *args.flags, "--pipeline-schedule", self.schedule]
+        command += ["--metrics", str(self.folder / "metrics.jsonl")]
+        if args.launcher:
+            command += ["--pipeline-trace", str(self.folder)]
+        else:
+            command += ["--rehearse", "--rehearse-dir", str(self.folder)]
+            if "--rehearse-hop" not in args.flags:
+                command += ["--rehearse-hop", "0"]  # what is measured among ranks that share cores differs from run to run
+        return [*command, "--exit-interval", str(args.iterations), "--log-interval", "1", "--eval-iters", "0"]
+
+
 class Run(NamedTuple):
-    """What one schedule's run left.
+    """What one schedule's training left.
 
     Attributes:
         metrics: one record per iteration.
@@ -70,17 +145,13 @@ def main(argv: Sequence[str]) -> int:
     """Run, print and draw; returns the exit code: that of the first run that failed, if one did."""
     args = _parse(argv)
     console = Console(width=max(150, Console().width))  # a cut-off digit would hide what the table is for
-    runs = []
-    for schedule in args.schedules:
-        where = f"under {args.launcher}" if args.launcher else f"on {args.ranks} ranks"
-        console.print(f"{schedule}: training {where}", markup=False, highlight=False)
-        log = Path(args.output) / schedule.replace("/", "_") / "log.txt"
-        code = _train(schedule, log, args)
-        if code:
-            console.print(f"{schedule} failed; the end of {log}:\n{log.read_text()[-3000:]}", markup=False)
+    runs: list[Run] = []
+    for training in (_one_after_another if args.launcher else _in_turn)(args, console):
+        if code := training.wait():
+            words = f"{training.schedule} failed; the end of {training.log}:\n{training.log.read_text()[-3000:]}"
+            console.print(words, markup=False)
             return code
-        metrics = [json.loads(line) for line in (log.parent / "metrics.jsonl").read_text().splitlines()]
-        runs.append(Run(schedule, metrics, log.parent, rehearsed=not args.launcher))
+        runs.append(Run(training.schedule, training.metrics, training.folder, rehearsed=not args.launcher))
     console.print(_table(runs))
     console.print(_note(args), markup=False, highlight=False)
     picture = Path(args.output) / "timelines.png"
@@ -124,25 +195,38 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _train(schedule: str, log: Path, args: argparse.Namespace) -> int:
-    """Run one schedule, with torchrun on a free port unless there is a launcher; its output goes to a file."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    for old in (*log.parent.glob("iteration_*"), *log.parent.glob("metrics.jsonl"), *log.parent.glob(RESULT)):
-        old.unlink()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
-    start = [*shlex.split(args.launcher), sys.executable] if args.launcher else torchrun
-    command = [*start, str(PROGRAM), *args.flags, "--pipeline-schedule", schedule]
-    command += ["--metrics", str(log.parent / "metrics.jsonl")]
-    if args.launcher:
-        command += ["--pipeline-trace", str(log.parent)]
-    else:
-        command += ["--rehearse", "--rehearse-dir", str(log.parent)]
-        if "--rehearse-hop" not in args.flags:
-            command += ["--rehearse-hop", "0"]  # what is measured among ranks that share cores differs from run to run
-    command += ["--exit-interval", str(args.iterations), "--log-interval", "1", "--eval-iters", "0"]
-    with log.open("w") as file:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        return subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+def _end_with_parent() -> None:
+    """Have torchrun end, and its ranks with it, however this script ends: ranks that are stopped would stay for ever."""
+    pr_set_pdeathsig = 1  # prctl(2)
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _one_after_another(args: argparse.Namespace, console: Console) -> Iterator[Training]:
+    for schedule in args.schedules:
+        console.print(f"{schedule}: training under {args.launcher}", markup=False, highlight=False)
+        yield Training(schedule, args)
+
+
+def _in_turn(args: argparse.Namespace, console: Console) -> Iterator[Training]:
+    """The trainings when they have ended, the first one that fails before all others: no two of them run at a time."""
+    trainings: list[Training] = []
+    try:
+        for schedule in args.schedules:
+            console.print(f"{schedule}: starting {args.ranks} ranks", markup=False, highlight=False)
+            trainings.append(Training(schedule, args))
+            trainings[-1].iterate()
+            if not trainings[-1].runs():
+                yield trainings[-1]
+        console.print("training all of them in turn, an iteration each")
+        while running := [training for training in trainings if training.runs()]:
+            for training in running:
+                training.iterate()
+                if not training.runs() and training.wait():
+                    yield training
+        yield from trainings
+    finally:
+        for training in trainings:
+            training.end()
 
 
 def _table(runs: list[Run]) -> Table:

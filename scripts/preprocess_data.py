@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     """Prepare the data; returns the exit code: 0, or 2 when an input is wrong."""
     warnings.filterwarnings("ignore", module="megatron.core")  # about optional packages; first of all, since flags import it
     args = _parse(argv)
-    from megatron.pipeline.trainer import corpus
+    import corpus
 
     console = Console(stderr=True)
     try:

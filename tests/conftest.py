@@ -62,7 +62,7 @@ def nccl() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags of a training on some of the standard library's source code, read in less time than Megatron's mock data is drawn."""
-    from megatron.pipeline.trainer import corpus  # imports megatron.core, for seconds
+    import corpus  # imports megatron.core, for seconds
 
     directory = tmp_path_factory.mktemp("data")
     documents = corpus.read_documents(corpus.standard_library(200_000), ["text"], "surrogateescape")

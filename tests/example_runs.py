@@ -67,7 +67,7 @@ def varying_microbatches(schedule: str) -> tuple[list[Any], set[int]]:
     for rollouts, trained in [(3, 2), (7, 5), (4, 1)]:
         parts = varying.iterate(chunks, optimizer, own.batches(rollouts, seed=rollouts), trained)
         found.append([torch.stack(part).tolist() if part else [] for part in parts])
-    return found, set(pipeline.planned)
+    return found, set(pipeline.plans.planned)
 
 
 class LowRank(NamedTuple):
@@ -125,7 +125,8 @@ def lora(schedule: str, trains: str = "adapters") -> LowRank:
     finally:
         stage_passes.run_weights = real
     changed = max(float((weight - before).abs().max()) for weight, before in frozen)
-    return LowRank(found, passes, {name for name, weight in weights if weight.requires_grad}, changed, pipeline.costs is not None)
+    trained = {name for name, weight in weights if weight.requires_grad}
+    return LowRank(found, passes, trained, changed, pipeline.plans.costs is not None)
 
 
 def megatron_bridge(schedule: str, obedient: bool) -> Steps:

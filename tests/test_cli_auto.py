@@ -1,4 +1,4 @@
-"""``mpipe plan --schedule auto``, jitter, and what a bound is within: what was chosen, for what, and why."""
+"""``mpipe plan --schedule auto`` and what a bound is within: what was chosen, for what, and why."""
 
 import gc
 import json
@@ -17,7 +17,6 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.optimum.bound import lower_bound
 from megatron.pipeline.schedule.rules.verify import verify
-from megatron.pipeline.schedule.time.jitter import expected
 
 AUTO = "plan --schedule auto --pp 3 --microbatches 6 --chunks 2"
 
@@ -119,9 +118,6 @@ def test_the_limit_that_a_refusal_names_is_enough(tmp_path: Path, capsys: pytest
         ("plan --schedule auto --pp 0 --microbatches 3", "--pp: expected a whole number of at least 1, got 0"),
         ("plan --schedule auto --pp 99999999999 --microbatches 3", "over 3000000 passes"),
         ("compare --pp 4 --microbatches 3 --schedules auto", "auto is the best of all schedules: leave --schedules out"),
-        (f"{AUTO} --jitter 2", "'2': expected a share of a pass's time between 0 and 1"),
-        (f"{AUTO} --jitter nan", "'nan': expected a share"),
-        (f"{AUTO} --jitter 0.1,0.2", "'0.1,0.2': expected a share"),
     ],
 )
 def test_bad_input(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,49 +154,6 @@ def test_a_limit_above_what_a_name_stands_for_is_not_used(capsys: pytest.Capture
     assert told(capsys, f"{size} v-half --memory-limit 9")["memory_limit"] == 3
     assert told(capsys, f"{size} zb-v --memory-limit 5")["memory_limit"] == 5
     assert "memory_limit" not in told(capsys, f"{size} zb-h1 --memory-limit inf")
-
-
-@pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_jitter_is_told(objective: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = f"plan --schedule zb-h2 --pp 4 --microbatches 8 --jitter 0.3 --objective {objective}"
-    data = told(capsys, plan)
-    found = expected(planning.plan("zb-h2", 4, 8), planning.Request("zb-h2", 4, 8).problem().costs, 0.3)
-    assert (data["jitter"], data["expected_span"], data["expected_makespan"]) == (0.3, found.span, found.makespan)
-    value = {"span": found.span, "makespan": found.makespan}[objective]
-    assert f"expected {value:g} mean {objective} if pass times vary by 30%" in " ".join(printed(capsys, plan).split())
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(data))
-    assert told(capsys, f"simulate {path}")["expected_span"] == found.span
-    assert "expected_span" not in told(capsys, f"simulate {path} --jitter 0")
-
-
-def test_a_search_plans_for_the_expected_case(capsys: pytest.CaptureFixture[str]) -> None:
-    auto = "plan --schedule zb-auto --pp 4 --microbatches 8 --jitter"
-    assert told(capsys, f"{auto} 0.3")["passes"] == [
-        list(map(str, row)) for row in planning.plan("zb-auto", 4, 8, jitter=0.3, objective="makespan").passes
-    ]
-
-
-def test_compare_shows_each_jitter_and_sorts_by_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compare = "compare --pp 4 --microbatches 8 --schedules 1f1b,zb-h1,zb-h2 --objective span"
-    rows = told(capsys, f"{compare} --jitter 0.1,0,0.3")["schedules"]
-    firsts = []
-    for row in rows:
-        means = row["expected_span_by_jitter"]
-        assert list(means) == ["0.1", "0", "0.3"]
-        assert means["0"] == row["span"] < means["0.1"] < means["0.3"]
-        assert means["0.1"] == pytest.approx(row["expected_span"])
-        firsts.append(means["0.1"])
-    assert firsts == sorted(firsts)
-    heads, *lines = printed(capsys, f"{compare} --jitter 0.1,0.3").splitlines()
-    assert heads.split()[:6] == "schedule jitter 10% jitter 30% makespan".split()
-    assert [line.split()[0] for line in lines[:3]] == ["zb-h2", "zb-h1", "1f1b"]
-    makespans = told(capsys, f"{compare} --jitter 0.1 --objective makespan")["schedules"]
-    for row in makespans:
-        assert row["expected_makespan_by_jitter"] == {"0.1": pytest.approx(row["expected_makespan"])}
-    picture = tmp_path / "jitter.svg"
-    assert printed(capsys, f"{compare} --jitter 0,0.1 -o {picture}").endswith(f"\nwrote {picture}\n")
-    assert "<!-- jitter 10% -->" in picture.read_text() and "<!-- 4 ranks, 8 microbatches -->" in picture.read_text()
 
 
 def test_simulate_takes_an_objective(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,7 +51,7 @@ def counted(pp: int, tp: int, schedule: str, flags: str) -> tuple[int, int]:
     args, placement = run.args, run.pipeline.placement
     layers = [row.count(LayerType.decoder) for row in stage_layers(args, placement)]
     tied = not args.untie_embeddings_and_output_weights
-    predicted = parameters(Shape.of(args), placement, layers, run.pipeline.vocabulary, tied)
+    predicted = parameters(Shape.of(args), placement, layers, run.pipeline.plans.vocabulary, tied)
     return sum(has.values()), predicted[parallel_state.get_pipeline_model_parallel_rank()].total
 
 

@@ -10,7 +10,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.view import Point, draw_pareto, draw_robustness, plots
+from megatron.pipeline.view import Point, draw_pareto, plots
 from megatron.pipeline.view.plots import label_places, pareto
 
 
@@ -49,28 +49,6 @@ def test_a_pareto_plot_names_every_schedule(tmp_path: Path) -> None:
         draw_pareto(points, tmp_path / "p.svg", reference=0)
     with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
         draw_pareto(points, tmp_path / "p.gif")
-
-
-def test_a_robustness_plot_names_schedules_and_jitter(tmp_path: Path) -> None:
-    spans = {"1f1b": {0.0: [30.0], 0.1: [31.0, 32.0, 33.0]}, "zb-h1": {0.0: [27.0], 0.3: [28.0, 34.0]}}
-    draw_robustness(spans, tmp_path / "r.svg", unit="ms", title="4 ranks", measured="makespan")
-    text = (tmp_path / "r.svg").read_text()
-    for label in (
-        "1f1b",
-        "zb-h1",
-        "no jitter",
-        "jitter 10%",
-        "jitter 30%",
-        "4 ranks",
-        "makespan (ms): the dot is the mean, the bar spans nine of ten runs",
-    ):
-        assert f"<!-- {label} -->" in text
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_robustness({}, tmp_path / "r.svg")
-    with pytest.raises(ValueError, match="zb-v has no runs to draw"):
-        draw_robustness({"zb-v": {0.1: []}}, tmp_path / "r.svg")
-    with pytest.raises(ValueError, match=r"must end in \.png or \.svg"):
-        draw_robustness(spans, tmp_path / "r.gif")
 
 
 def test_numbers_of_a_front_stand_beside_their_dots_and_on_no_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,9 @@ class Run:
         from megatron.pipeline.flags.arguments import parse
         from megatron.pipeline.flags.validation import validate
         from megatron.pipeline.model.slices import check_slices
-        from megatron.pipeline.trainer.planning import plan_pipeline
-        from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
+        from megatron.pipeline.session.groups import initialize_model_parallel
+        from megatron.pipeline.session.planning import plan_pipeline
+        from megatron.pipeline.trainer.state import build_training
 
         world = torch.distributed.get_world_size()
         dp = world // (pp * tp * cp)
@@ -77,7 +78,7 @@ class Run:
         self.args = args
         self.microbatches = microbatches
         self.pipeline = plan_pipeline(args, measure=measure)
-        check_slices(args, self.pipeline.splits)
+        check_slices(args, self.pipeline.plans.splits)
         schedules.restore()
         initialize_model_parallel(args, self.pipeline.placement)
         training = build_training(args, self.pipeline.placement)

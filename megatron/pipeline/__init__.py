@@ -7,6 +7,7 @@ The rooms, from the top: each imports only those below it (docs/architecture.md)
 ``launch``     Megatron-LM's own scripts, unchanged, under our schedules
 ``tune``       the search for the fastest training
 ``trainer``    data, checkpoints and the loop of ``pretrain_gpt.py``
+``session``    what programs share: planning from flags, start-up lines, reports, names of checkpoints
 ``flags``      Megatron-LM's flags and ours
 ``optimizer``  optimizer steps before the gradient norm is known
 ``runtime``    how one rank runs its program

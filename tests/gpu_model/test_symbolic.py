@@ -97,7 +97,7 @@ def iteration(schedule: str) -> tuple[list[Item], list[Item]]:
     run.step(0)
     with recording() as trace:
         run.forward_backward(1)
-    return trace, traces([run.pipeline.plan(8).programs])[torch.distributed.get_rank()]
+    return trace, traces([run.pipeline.plans.plan(8).programs])[torch.distributed.get_rank()]
 
 
 def messages(trace: list[Item]) -> list[str]:

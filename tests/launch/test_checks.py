@@ -203,13 +203,11 @@ def test_a_transformer_engine_that_is_not_installed(version: Version | None, mon
     [
         ({"reset_attention_mask": True}, "0.16.1", "^--reset-attention-mask: .* first and the last of 4 stages alone"),
         ({"reset_attention_mask": True}, "0.19.2", "^--reset-attention-mask: "),
-        ({"sft": True}, "0.15.3", None),  # and packs none
         ({"sft": True}, "0.16.1", "^--sft: .* the layers of all others attend across them"),
         ({"sft": True}, "0.17.1", None),  # upstream's script reads packed sequences everywhere
         ({"dataloader_inter_document_masking": True}, "0.19.2", None),
         ({"reset_attention_mask": True, "pipeline_model_parallel_size": 2}, "0.16.1", None),
         ({"reset_attention_mask": True, "pipeline_model_parallel_size": 2, "chunks": 2}, "0.16.1", "first and the last of 4"),
-        ({"reset_attention_mask": True, "pipeline_model_parallel_size": 2, "chunks": 2}, "0.14.0", None),  # reads on every rank
         ({"reset_position_ids": True, "eod_mask_loss": True}, "0.16.1", None),
     ],
 )
@@ -230,15 +228,9 @@ def test_under_stock_documents_that_run_together_are_told(
 @pytest.mark.parametrize(
     ("flags", "release", "words"),
     [
-        (
-            {"reset_attention_mask": True},
-            "0.14.0",
-            "^attention within documents with --pipeline-model-parallel-size 4: .* 0.15",
-        ),
         ({"sft": True, "tensor_model_parallel_size": 2}, "0.16.1", "^--sft with --tensor-model-parallel-size 2: .* 0.17 or"),
-        ({"sft": True, "tensor_model_parallel_size": 2}, "0.15.3", None),
         ({"sft": True, "tensor_model_parallel_size": 2}, "0.17.1", None),
-        ({"reset_attention_mask": True, "tensor_model_parallel_size": 2}, "0.15.3", None),
+        ({"reset_attention_mask": True, "tensor_model_parallel_size": 2}, "0.16.1", None),
     ],
 )
 def test_documents_that_no_stage_can_keep_apart_are_refused(

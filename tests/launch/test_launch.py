@@ -16,7 +16,7 @@ from pool import Pool
 from releases import reduces_experts_wrong
 
 from megatron.pipeline import patches
-from megatron.pipeline.trainer import save_lock
+from megatron.pipeline.session import save_lock
 
 
 @pytest.fixture(scope="module")

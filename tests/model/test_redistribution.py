@@ -8,8 +8,8 @@ from megatron.core.transformer.enums import LayerType
 from pool import Pool
 
 from megatron.pipeline.model.layout import stage_layers
+from megatron.pipeline.session.startup_lines import plan_in_words
 from megatron.pipeline.trainer import program
-from megatron.pipeline.trainer.startup_lines import plan_in_words
 
 MODEL = (
     "--num-layers 32 --hidden-size 3072 --num-attention-heads 24 --seq-length 2048 --micro-batch-size 1 --lr 1e-2 --mock-data "

@@ -27,8 +27,9 @@ def build(flags: str, v: bool = False, gpu_initialization: bool = False) -> tupl
     from megatron.pipeline.flags.arguments import parse
     from megatron.pipeline.flags.validation import validate
     from megatron.pipeline.schedule.core import placement
-    from megatron.pipeline.trainer.state import build_training, initialize_model_parallel
-    from megatron.pipeline.trainer.tokenizer import padded_vocab_size
+    from megatron.pipeline.session.groups import initialize_model_parallel
+    from megatron.pipeline.session.tokenizer import padded_vocab_size
+    from megatron.pipeline.trainer.state import build_training
 
     args = parse(f"{FLAGS} {flags}".split())
     validate(args, torch.distributed.get_world_size())

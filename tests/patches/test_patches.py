@@ -47,13 +47,13 @@ def version_as(version: str, package: str = "megatron.core") -> str:
 def test_unknown_version_is_told_with_what_was_checked(pool: Pool) -> None:
     message, other_rank = pool.run(2, version_as, "0.99.0")
     assert not other_rank
-    assert message.count("not tested with megatron-core 0.99.0, but with the releases 0.14, 0.15, 0.16, 0.17, 0.18, 0.19") == 1
+    assert message.count("not tested with megatron-core 0.99.0, but with the releases 0.16, 0.17, 0.18, 0.19") == 1
     assert message.endswith("; it goes on, because all 2 names that it relies on are there") and "\n" not in message
 
 
 @pytest.mark.parametrize(
     ("version", "known"),
-    [("0.14.0", True), ("0.15.3", True), ("0.19.2+ac65149", True), ("0.20.0", False), ("0.16.0rc0", False), ("0.1.4", False)],
+    [("0.16.0", True), ("0.15.3", False), ("0.19.2+ac65149", True), ("0.20.0", False), ("0.16.0rc0", False), ("0.1.4", False)],
 )
 def test_versions_that_are_tested(version: str, known: bool, pool: Pool) -> None:
     assert bool(pool.run(1, version_as, version)[0]) is not known
@@ -139,64 +139,28 @@ def test_one_attention_variant_is_refused_by_its_name() -> None:
     unsupported.refuse(SimpleNamespace(experimental_attention_variant="gated_delta_net"))
 
 
-def as_an_older_release() -> list[Any]:
-    """What a release has that lacks everything of ``older_releases``, and whose schedules finalise gradients by older names."""
-    from megatron.core import distributed, optimizer_param_scheduler, process_groups_config
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.pipeline.patches import older_releases
+def refused_release(version: str) -> str:
+    import megatron.core
+    from megatron.pipeline.patches import compat
 
-    given: list[Any] = []
+    from megatron.pipeline import patches
 
-    def finalize(model: Any, num_tokens: Any = None, grad_finalize_pgs: Any = None) -> None:
-        given.append((model, num_tokens, grad_finalize_pgs))
-
-    def schedule(*, model: Any, forward_only: bool) -> str:
-        if not forward_only:
-            model.config.finalize_model_grads_func([model], 5, grad_finalize_pgs="groups")
-        return "done"
-
-    removed = [
-        (process_groups_config, "ProcessGroupCollection"),
-        (optimizer_param_scheduler, "get_canonical_lr_for_logging"),
-        (gpt_layer_specs, "get_gpt_decoder_layer_specs"),
-    ]
+    compat.version.cache_clear()
     with pytest.MonkeyPatch.context() as changed:
-        for place in removed:
-            changed.delattr(*place)
-        changed.setattr(distributed, "finalize_model_grads", finalize)
-        for name in [name for name in vars(schedules) if name.startswith("forward_backward_")]:
-            changed.setattr(schedules, name, schedule)
-        for _ in range(2):
-            older_releases.install()
-        model = torch.nn.Module()
-        model.config = config = SimpleNamespace(finalize_model_grads_func=distributed.finalize_model_grads)  # type: ignore[assignment]
-        config.finalize_model_grads_func([model], pg_collection="mine")
-        results = [schedules.forward_backward_no_pipelining(model=model, forward_only=only) for only in (True, False)]
-        rate = optimizer_param_scheduler.get_canonical_lr_for_logging([{"lr": 1, "is_decoupled_lr": True}, {"lr": 2}])
-        group = process_groups_config.ProcessGroupCollection()
-        group.tp = "any"
-        with pytest.raises(ValueError, match=r"force_all_reduce needs megatron-core 0\.16"):
-            distributed.finalize_model_grads([model], force_all_reduce=True)
-        return [
-            results,
-            rate,
-            [(tokens, groups) for _, tokens, groups in given],
-            gpt_layer_specs.get_gpt_decoder_layer_specs is not None,
-        ]
+        changed.setattr(megatron.core, "__version__", version)
+        with pytest.raises(RuntimeError) as error:
+            patches.install()
+    compat.version.cache_clear()
+    return str(error.value)
 
 
-def test_older_releases_get_what_they_lack(pool: Pool) -> None:
-    """With any release installed: an older one is imitated."""
-    assert pool.run(1, as_an_older_release)[0] == [["done", "done"], 2, [(None, "mine"), (5, "groups")], True]
-
-
-def test_tokenizers_that_a_release_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.pipeline.trainer import tokenizer
-
-    monkeypatch.setattr(tokenizer.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"NullTokenizer needs megatron-core 0\.15 or later.* or take ByteLevelTokenizer"):
-        tokenizer.build_tokenizer(Namespace(tokenizer_type="NullTokenizer", vocab_size=8))
+def test_older_releases_are_refused_in_one_line(pool: Pool) -> None:
+    newest = "0.19.0" if sys.version_info >= (3, 12) else "0.16.0"
+    for version in ("0.15.3", "0.9.0+abc"):
+        message = pool.run(1, refused_release, version)[0]
+        assert re.match(
+            rf"megatron-core {re.escape(version)} is .* 0\.16 to 0\.19: pip install 'megatron-core~={newest}'$", message
+        )
 
 
 def installed_twice() -> list[bool]:

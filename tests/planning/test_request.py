@@ -12,8 +12,8 @@ from megatron.pipeline import planning
 from megatron.pipeline.planning.choose import best, least_limit
 from megatron.pipeline.planning.document import Changes, choice_fields, read, report
 from megatron.pipeline.planning.limits import Beside, peak_of_1f1b
+from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import MOST_RANKS, Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, uniform, with_equal_copies
@@ -40,7 +40,7 @@ MIB = 2**20
         (Request("1f1b", 4, 8, splits=2), ValueError, "1f1b does not cut microbatches into slices: leave --splits out"),
         (Request("1f1b", 4, 8, group=2), ValueError, "1f1b does not run microbatches in groups: leave the group out"),
         (Request("1f1b", 4, 8, memory_limit=[4, 4]), ValueError, "or one for each of 4 ranks"),
-        (Request("1f1b", 4, 8, jitter=2), ValueError, "jitter is a share of a pass's time between 0 and 1, got 2"),
+        (Request("v-auto", 4, 8, equal=StageCosts(0, 0, 0)), ValueError, "F, B and W of every stage take 0"),
         (Request("1f1b", 4, 8, recompute={4}), ValueError, "cannot recompute stage 4: the stages are 0..3"),
         (Request("1f1b", 4, 8, host_limit=1), ValueError, "a limit of host memory needs offloading, and there is none"),
         (Request("v-half", 4, 8, memory_limit=2), LimitTooLow, "room for 3 microbatches, 3 on every rank, and the limit is 2"),
@@ -54,13 +54,13 @@ def test_what_cannot_be_asked_for(request_: Request, kind: type[ValueError], mes
 
 
 def test_a_request_of_another_family_keeps_the_rest() -> None:
-    asked = Request(AUTO, 4, 8, memory_limit=3, objective="makespan", jitter=0.1)
+    asked = Request(AUTO, 4, 8, memory_limit=3, objective="makespan")
     variant = Variant("gis", 3, 3)
     again = asked.of(variant)
     assert again.variant == variant and str(again.variant) == "gis v=3 g=3"
     assert replace(again, schedule=AUTO, chunks=None, group=None) == asked
     problem = again.problem()
-    assert (problem.objective, problem.jitter, problem.limits, problem.group) == (Objective.MAKESPAN, 0.1, (3,) * 4, 3)
+    assert (problem.objective, problem.limits, problem.group) == (Objective.MAKESPAN, (3,) * 4, 3)
 
 
 def test_costs_and_stages_follow_the_placement() -> None:
@@ -122,7 +122,7 @@ def test_the_judgement_of_a_plan() -> None:
     planned = Request("zb-h1", 4, 8).plan()
     assert planned.value == planned.timeline.span and planned.peak == max(planned.peaks) == 4
     assert planned.gap == planned.timeline.span / planned.bound - 1
-    assert planned.expected is None and planned.memory_limit is None and planned.title == "zb-h1"
+    assert planned.memory_limit is None and planned.title == "zb-h1"
     assert planned.programs is planned.programs and len(planned.programs) == 4, "made once"
 
 
@@ -156,7 +156,7 @@ def measured(placement: Placement, size: float = MIB) -> Costs:
 
 
 def test_a_training_plans_each_number_of_microbatches_once() -> None:
-    plans = Plans(Request("zb-auto", 2, 8, memory_limit=2))
+    plans = PlanCache(Request("zb-auto", 2, 8, memory_limit=2))
     assert plans.has_family and not plans.is_stock and plans.plan(8) is plans.plan(8)
     assert plans.plan(6).schedule.microbatches == 6 and set(plans.planned) == {8, 6}
     evaluation = plans.plan(8, forward_only=True).schedule
@@ -164,7 +164,7 @@ def test_a_training_plans_each_number_of_microbatches_once() -> None:
 
 
 def test_planning_again_keeps_what_is_as_short_and_fits() -> None:
-    plans = Plans(Request("zb-auto", 2, 8))
+    plans = PlanCache(Request("zb-auto", 2, 8))
     before = plans.plan(8).schedule
     costs = measured(plans.placement)
     assert plans.plan_again(costs, None) == {8: before}
@@ -178,7 +178,7 @@ def test_planning_again_keeps_what_is_as_short_and_fits() -> None:
 
 
 def test_host_memory_in_bytes_counts_once_bytes_are_known() -> None:
-    plans = Plans(Request("gis", 4, 8, offload=Offload.FULL), host_bytes=2 * MIB)
+    plans = PlanCache(Request("gis", 4, 8, offload=Offload.FULL), host_bytes=2 * MIB)
     assert plans.offloads and not plans.plan(8).schedule.has_copies, "costs are in microbatches"
     assert plans.plan_again(measured(plans.placement), None)[8].has_copies
     with pytest.raises(HostLimitTooLow):
@@ -188,14 +188,14 @@ def test_host_memory_in_bytes_counts_once_bytes_are_known() -> None:
 def test_a_file_is_a_source_like_a_family(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(planning.plan("zb-h1", 2, 4).to_json())
-    plans = Plans(Request(f"file:{path}", 2, 4, vocabulary=Vocabulary.ONE_BARRIER, offload=Offload.FULL))
+    plans = PlanCache(Request(f"file:{path}", 2, 4, vocabulary=Vocabulary.ONE_BARRIER, offload=Offload.FULL))
     schedule = plans.plan(4).schedule
     assert not plans.has_family and schedule.vocabulary is Vocabulary.ONE_BARRIER
     assert plans.plan(6, forward_only=True).schedule.microbatches == 6, "evaluation needs the placement alone"
     with pytest.raises(ValueError, match="is a schedule of 4 microbatches, but an iteration has 6"):
         plans.plan(6)
     with pytest.raises(ValueError, match="is a schedule for 2 pipeline ranks, not for 4"):
-        Plans(Request(f"file:{path}", 4, 4))
+        PlanCache(Request(f"file:{path}", 4, 4))
 
 
 def test_files_that_do_not_go_with_what_is_asked_for(tmp_path: Path) -> None:
@@ -204,10 +204,10 @@ def test_files_that_do_not_go_with_what_is_asked_for(tmp_path: Path) -> None:
     spread = planning.plan("1f1b", 2, 6, vocabulary=Vocabulary.TWO_BARRIERS)
     assert offloaded.has_copies
 
-    def plans(schedule: Schedule, **options: object) -> Plans:
+    def plans(schedule: Schedule, **options: object) -> PlanCache:
         path = tmp_path / "plan.json"
         path.write_text(schedule.to_json())
-        return Plans(Request(f"file:{path}", 2, 6, **options))  # type: ignore[arg-type]
+        return PlanCache(Request(f"file:{path}", 2, 6, **options))  # type: ignore[arg-type]
 
     assert plans(offloaded).offloads and plans(spread).vocabulary is Vocabulary.TWO_BARRIERS
     with pytest.raises(ValueError, match="has copies to host memory of its own, which run as they are"):
@@ -219,14 +219,14 @@ def test_files_that_do_not_go_with_what_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_stock_is_not_planned_and_checked_against_upstream_s_rule() -> None:
-    plans = Plans(Request("stock", 4, 8, chunks=2))
+    plans = PlanCache(Request("stock", 4, 8, chunks=2))
     plans.check(8)
     assert plans.is_stock and plans.splits == 1 and not plans.planned
     for microbatches, group in ((6, 6), (9, 5)):
-        Plans(Request("stock", 4, 8, chunks=2, group=group)).check(microbatches)
+        PlanCache(Request("stock", 4, 8, chunks=2, group=group)).check(microbatches)
     for microbatches, group in ((6, 5), (6, 7), (6, 3)):
         with pytest.raises(ValueError, match=f"groups of {group}, at least 4 in the last one, for 4 pipeline ranks, and an "):
-            Plans(Request("stock", 4, 8, chunks=2, group=group)).check(microbatches)
+            PlanCache(Request("stock", 4, 8, chunks=2, group=group)).check(microbatches)
     with pytest.raises(
         ValueError,
         match=r"a multiple of 4 microbatches for 4 pipeline ranks.* give --microbatch-group-size-per-virtual-pipeline-stage 6",
@@ -236,7 +236,7 @@ def test_stock_is_not_planned_and_checked_against_upstream_s_rule() -> None:
 
 def test_what_holds_the_model_twice_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="dualpipe holds the model 2 times, which nothing here can train"):
-        Plans(Request("dualpipe", 2, 4)).check(4)
+        PlanCache(Request("dualpipe", 2, 4)).check(4)
 
 
 def test_the_unit_of_limits_is_the_peak_of_1f1b() -> None:
@@ -295,7 +295,7 @@ def test_each_weight_gradient_runs_sooner_where_its_rank_is_full() -> None:
 def test_a_limit_of_each_rank_stays_that_of_the_rank(tmp_path: Path) -> None:
     """In the plans of a training for every number of microbatches, after planning again, and in a file."""
     limits = (2.0, 3.0, 4.0, 4.0)
-    plans = Plans(Request("v-auto", 4, 8, memory_limit=limits))
+    plans = PlanCache(Request("v-auto", 4, 8, memory_limit=limits))
     for microbatches in (8, 12):
         assert plans.plan(microbatches).problem.limits == limits
     costs = uniform(families.placement("v-auto", 4), backward=2.0)
@@ -329,7 +329,7 @@ def test_states_that_are_larger_than_under_1f1b_leave_less_for_activations() -> 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_measured_bytes_set_the_limit_anew(name: str) -> None:
     """Before a profile stages are taken to be equal; a schedule that then holds too much does not stay, though it is shorter."""
-    plans = Plans(Request(name, 4, 12))
+    plans = PlanCache(Request(name, 4, 12))
     before = plans.plan(12).schedule
     *stages, last = uniform(plans.placement).stages
     costs = Costs((*stages, replace(last, activation=last.activation + 2, retained=last.retained + 2)))

@@ -57,7 +57,7 @@ class BraidingExecutor(Executor):
 
 def install(run: Any) -> None:
     """Have a pipeline's training iterations braid."""
-    plan, made = run.pipeline.plan, dict[Any, Planned]()
+    plan, made = run.pipeline.plans.plan, dict[Any, Planned]()
 
     def with_braids(microbatches: int, forward_only: bool = False) -> Planned:
         key = microbatches, forward_only
@@ -66,7 +66,7 @@ def install(run: Any) -> None:
             made[key] = own if forward_only else replace(own, schedule=braided(own.schedule))
         return made[key]
 
-    run.pipeline.plan = with_braids
+    run.pipeline.plans.plan = with_braids
     BraidingExecutor.braids.clear()
     BraidingExecutor.beside = 0
     iteration.Executor = BraidingExecutor  # type: ignore[attr-defined, misc]

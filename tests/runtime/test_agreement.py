@@ -16,19 +16,19 @@ from megatron.pipeline.runtime.agreement import differences
 def with_one_that_differs(schedules: list[str], when: str) -> str:
     """What a rank says that planned its own entry of ``schedules``: at the start, in an iteration, or after planning again."""
     run = tiny_gpt.Run(schedules[0], pp=2)
-    from megatron.pipeline.planning.plans import Plans
+    from megatron.pipeline.planning.plan_cache import PlanCache
     from megatron.pipeline.runtime.agreement import RanksDiffer
 
     own = schedules[torch.distributed.get_rank()]
-    other = Plans(replace(run.pipeline._request, schedule=own))
+    other = PlanCache(replace(run.pipeline.plans._request, schedule=own))
     other.check(run.microbatches)
     if when == "again":
         run.step(0)
         run.step(1, forward_only=True)
-        costs = run.pipeline.planned_costs
-        run.pipeline.adopt(costs, None, {run.microbatches: other.plan(run.microbatches).schedule})
+        costs = run.pipeline.plans.planned_costs
+        run.pipeline.plans.adopt(costs, None, {run.microbatches: other.plan(run.microbatches).schedule})
     else:
-        run.pipeline._plans = other._plans
+        run.pipeline.plans = other
     try:
         run.pipeline.agree() if when == "start" else run.step(2)
     except RanksDiffer as error:

@@ -12,7 +12,7 @@ from pool import Pool
 
 from megatron.pipeline import planning
 from megatron.pipeline.record.recorder import Unmeasured
-from megatron.pipeline.runtime.executor import Executor, Handlers, Job
+from megatron.pipeline.runtime.executor import Executor, Handlers
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.wiring import wiring
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
@@ -84,16 +84,16 @@ def test_what_a_braids_forward_makes_is_sent_while_its_backward_runs() -> None:
     events: list[str] = []
     position: list[str] = []
 
-    def run(job: Job) -> dict[int, Tensors]:
-        events.append(str(job.work))
-        return {peer: [None] for peer in job.peers}
+    def run(work: Pass, _: Tensors) -> Tensors:
+        events.append(str(work))
+        return [None]
 
-    def braided(job: Job, other: Job, made: Any) -> Any:
-        events.append(f"{job.work} and {other.work}")
-        made({peer: [None] for peer in job.peers})
+    def braided(work: Pass, _: Tensors, other: Pass, __: Tensors, made: Any) -> Tensors:
+        events.append(f"{work} and {other}")
+        made([None])
         position.append(str(executor.position))
-        events.append(f"end of {other.work}")
-        return {peer: [None] for peer in other.peers}
+        events.append(f"end of {other}")
+        return [None]
 
     transport: Any = Sends(events)
     handlers = Handlers(dict.fromkeys(Kind, run), braid=braided)

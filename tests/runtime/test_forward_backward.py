@@ -237,8 +237,8 @@ def bad_pipelines(directory: str) -> list[str]:
         lambda: Pipeline(Request("file:/nowhere.json", 2, 1)),
         lambda: Pipeline(Request(f"file:{broken}", 2, 1)),
         lambda: Pipeline(Request("zb-h1", 2, 1, chunks=2)),
-        lambda: Pipeline(Request("zb-h2", 4, 8, memory_limit=4)).check(8),
-        lambda: Pipeline(Request("zb-h1", 4, 1)).check(0),
+        lambda: Pipeline(Request("zb-h2", 4, 8, memory_limit=4)).plans.check(8),
+        lambda: Pipeline(Request("zb-h1", 4, 1)).plans.check(0),
     ):
         with pytest.raises(ValueError, match=r".") as error:
             make()
@@ -261,8 +261,8 @@ def within_limit() -> list[int]:
     from megatron.pipeline.runtime.pipeline import Pipeline
 
     pipeline = Pipeline(Request("zb-h1", 2, 8, memory_limit=2))
-    pipeline.check(8)
-    return [len(pipeline.plan(8, forward_only).schedule.passes[0]) for forward_only in (False, True)]
+    pipeline.plans.check(8)
+    return [len(pipeline.plans.plan(8, forward_only).schedule.passes[0]) for forward_only in (False, True)]
 
 
 def test_memory_limit_leaves_evaluation_alone(pool: Pool) -> None:
@@ -276,7 +276,7 @@ def report_of(schedule: str) -> Any:
     report = run.pipeline.report()
     run.step(1, forward_only=True)
     assert run.pipeline.report() == report, "evaluation leaves the report of the last training iteration"
-    planned = None if schedule == "stock" else run.pipeline.plan(4).schedule.passes
+    planned = None if schedule == "stock" else run.pipeline.plans.plan(4).schedule.passes
     return before, report, planned
 
 

@@ -32,7 +32,7 @@ def peak_bytes(pipeline: Any, _chunks: Any) -> list[int]:
 
 
 def peak_bytes_and_plan(pipeline: Any, _chunks: Any) -> tuple[list[int], Schedule]:
-    [planned] = pipeline.planned.values()
+    [planned] = pipeline.plans.planned.values()
     return pipeline.report().peak_activation_bytes, planned
 
 
@@ -100,14 +100,13 @@ def test_a_spread_vocabulary_holds_a_microbatch_more_per_barrier(pool: Pool, sch
 
 def most_held(schedule: str, flags: tuple[str, ...]) -> tuple[list[int], int]:
     """Peak activation bytes of all ranks, and the most microbatches of which this one holds an embedding outside of a stage."""
-    from megatron.pipeline.runtime.executor import Job
     from megatron.pipeline.runtime.vocabulary import VocabularyPasses
 
     counts = []
     real = VocabularyPasses.run
 
-    def run(self: VocabularyPasses, job: Job) -> dict[int, Any]:
-        made = real(self, job)
+    def run(self: VocabularyPasses, *given: Any) -> list[Any]:
+        made = real(self, *given)
         counts.append(sum(one.embedding is not None for one in self._microbatches.values()))
         return made
 

@@ -208,11 +208,11 @@ def planned_and_measured(schedule: str, **sizes: Any) -> tuple[list[float], list
     costs = with_equal_copies(replace(measured, stages=stages))
     copies = replace(costs.copies, to_host=costs.copies.to_host / 5, to_device=costs.copies.to_device / 5)
     costs = replace(costs, copies=copies)
-    pipeline.adopt(costs, None, pipeline.plan_again(costs, None))
+    pipeline.plans.adopt(costs, None, pipeline.plans.plan_again(costs, None))
     trained.step(1)
     again = pipeline.report()
     assert again is not None
-    made = pipeline.plan(trained.microbatches).schedule
+    made = pipeline.plans.plan(trained.microbatches).schedule
     peaks = activation_peaks(made, costs), activation_peaks(without_copies(made), costs)
     return list(peaks[0]), again.peak_activation_bytes, list(peaks[1])
 

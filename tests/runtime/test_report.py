@@ -68,9 +68,9 @@ def reports(schedule: str) -> tuple[Any, Any, list[bool]]:
     everyone: list[Any] = [None] * 4
     torch.distributed.all_gather_object(everyone, pipeline._measured[0].record())
     pending = pipeline.start_report()
-    used = pipeline.planned[4]
+    used = pipeline.plans.planned[4]
     other = planning.plan("1f1b-v" if schedule == "zb-v" else "zb-h1", 4, 4)
-    pipeline.adopt(uniform(other.placement), 100.0, {4: other})
+    pipeline.plans.adopt(uniform(other.placement), 100.0, {4: other})
     run.step(1, forward_only=True)
     run.step(2)
     report = pending.wait()

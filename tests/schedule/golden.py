@@ -49,7 +49,7 @@ def make_schedule(case: Case) -> tuple[Schedule, Costs]:
         from megatron.pipeline.runtime.pipeline import Pipeline  # imports torch
 
         pipeline = Pipeline(planning.Request(STOCK, case.ranks, case.microbatches, chunks=case.chunks))
-        pipeline.check(case.microbatches)
+        pipeline.plans.check(case.microbatches)
         return Schedule(STOCK, pipeline.placement, case.microbatches, ((),) * case.ranks), make_costs(case, pipeline.placement)
     placement = families.placement(case.family, case.ranks, case.chunks)
     costs = make_costs(case, placement)
@@ -67,7 +67,6 @@ def make_schedule(case: Case) -> tuple[Schedule, Costs]:
         fused=_CHOSEN[case.fused](stages),
         splits=case.splits,
         group=case.group,
-        jitter=case.jitter,
         vocabulary=None if case.vocabulary == "off" else Vocabulary(case.vocabulary),
         offload=None if case.offload == "off" else Offload(case.offload),
         host_limit={"any": None, "some": 1.3 * microbatch, "none": 1e-3 * microbatch}[case.host],

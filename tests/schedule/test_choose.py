@@ -15,7 +15,7 @@ from megatron.pipeline.schedule.core.costs import Costs, StageCosts, uniform
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.optimum.bound import least_limit, lower_bound
+from megatron.pipeline.schedule.optimum.bound import least_limit
 from megatron.pipeline.schedule.rules.verify import verify
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
@@ -156,19 +156,6 @@ def test_within_the_memory_of_1f1b_zero_bubble_is_the_choice() -> None:
     assert choice.best.value == 27
     assert choice.best.peak <= 3
     assert {refusal.variant.name for refusal in refused} == {"interleaved", "zb-h2", "dualpipe-v", "dualpipe", "chimera"}
-
-
-def test_with_jitter_the_expected_case_decides() -> None:
-    request = Request(AUTO, 4, 8, uniform, jitter=0.3)
-    planned, _ = candidates(request, variants(4, ["zb-h2", "zb-h1"]))
-    for each in planned:
-        assert each.problem.jitter == 0.3
-        assert each.expected is not None and each.value == each.expected.span > each.timeline.span
-        makespan = replace(request, objective=Objective.MAKESPAN).of(each.variant).plan()
-        assert makespan.value == each.expected.makespan
-        assert each.gap == each.timeline.span / each.bound - 1
-        assert each.bound == lower_bound(replace(each.problem, limits=(each.peak,) * 4))
-    assert replace(request, jitter=0).of(Variant("zb-h2")).plan().expected is None
 
 
 def test_recomputation_and_fusion_go_by_the_placement() -> None:

@@ -27,7 +27,6 @@ from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import Posting
 from megatron.pipeline.schedule.rules.verify import verify, verify_programs
-from megatron.pipeline.schedule.time.jitter import expected
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 from megatron.pipeline.schedule.transforms.braid import braid
 from megatron.pipeline.schedule.transforms.offload import host_peaks, moved, offload
@@ -139,9 +138,6 @@ def test_offloading_anything(case: tuple[Schedule, Costs], mode: Offload, share:
     assert Schedule.from_json(schedule.to_json()) == schedule
     assert Timeline.from_json(after.to_json()) == after
     assert Costs.from_json(costs.to_json()) == costs
-    if not costs.copies.disturb_each_other:
-        found = expected(schedule, costs, 0, draws=1)
-        assert (found.span, found.makespan) == pytest.approx((after.span, after.makespan))
 
 
 @examples(25)

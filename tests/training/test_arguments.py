@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.flags.arguments import parse, with_config
 from megatron.pipeline.flags.flags import CHUNK_FLAGS, Role, actions, neutral
 from megatron.pipeline.flags.validation import batch_size_steps, batch_sizes, validate
-from megatron.pipeline.trainer.planning import plan_pipeline
+from megatron.pipeline.session.planning import plan_pipeline
 
 BASE = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "

@@ -17,9 +17,9 @@ from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
-from megatron.pipeline.schedule.core.placement import linear, v
-from megatron.pipeline.trainer import checkpoint, checkpoint_files
-from megatron.pipeline.trainer.checkpoint_files import TRACKER, check, find, latest, model_flags, schedule_flags
+from megatron.pipeline.session.checkpoints import TRACKER, find, latest
+from megatron.pipeline.trainer import checkpoint_files
+from megatron.pipeline.trainer.checkpoint_files import check, model_flags, schedule_flags
 
 ADAM = {"wd_mult": 1.0, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
 SGD = {"wd_mult": 1.0, "lr": 1e-3, "momentum": 0.9}
@@ -277,15 +277,6 @@ def test_another_optimizer_is_refused(tmp_path: Path, saved: dict[str, Any], giv
         check(flags(f"--load {tmp_path} {given}"))
     for way_out in ("--no-load-optim", "--finetune"):
         check(flags(f"--load {tmp_path} {given} {way_out}"))
-
-
-def test_what_an_older_release_cannot_read_back_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for more in ("--use-distributed-optimizer --untie-embeddings-and-output-weights", ""):
-        with pytest.raises(ValueError, match=r"a checkpoint .*needs megatron-core 0\.15 or later"):
-            checkpoint.check_release(flags(more), v(2))
-    for more, placement in (("", linear(2)), ("--untie-embeddings-and-output-weights", v(2))):
-        checkpoint.check_release(flags(more), placement)
 
 
 def from_megatron(root: Path, **changes: Any) -> Path:

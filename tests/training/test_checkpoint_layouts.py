@@ -10,8 +10,8 @@ import pytest
 from pool import Pool
 from training.short_runs import metrics, train
 
+from megatron.pipeline.session.checkpoints import TRACKER
 from megatron.pipeline.trainer import checkpoint
-from megatron.pipeline.trainer.checkpoint_files import TRACKER
 
 FLAGS = "--split 100,0,0 --num-layers 8 --pipeline-model-parallel-size 2 --clip-grad 0"
 

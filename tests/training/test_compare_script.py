@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import compare
 import pytest
+from rich.console import Console
 
 from megatron.pipeline.schedule.core.passes import Kind, Pass
 from megatron.pipeline.schedule.core.timeline import Timed, Timeline
@@ -31,11 +34,76 @@ def test_differences(losses: tuple[float, ...], norms: tuple[float, ...], expect
 
 def test_another_launcher_starts_the_ranks(tmp_path: Path) -> None:
     """Here it only prints what it is to run on every rank."""
-    flags = ["--launcher", "echo 'on all ranks:'", "--iterations", "7", "--", "--mock-data"]
-    assert compare._train("zb-v", tmp_path / "log.txt", compare._parse(flags)) == 0
-    words = (tmp_path / "log.txt").read_text()
+    flags = ["--launcher", "echo 'on all ranks:'", "--iterations", "7", "--output", str(tmp_path), "--", "--mock-data"]
+    training = compare.Training("zb-v", compare._parse(flags))
+    assert training.wait() == 0 and training.metrics == []
+    words = training.log.read_text()
     assert words.startswith(f"on all ranks: {sys.executable} {compare.PROGRAM} --mock-data --pipeline-schedule zb-v ")
     assert "--exit-interval 7 " in words
+
+
+RANK = """
+import os, sys, time
+metrics, schedule = (sys.argv[sys.argv.index(flag) + 1] for flag in ("--metrics", "--pipeline-schedule"))
+journal = os.path.join(os.path.dirname(metrics), "..", "journal")
+if schedule == "fails":
+    sys.exit(3)
+for iteration in range(4):
+    time.sleep(0.02)
+    if os.environ["RANK"] == "0":
+        print(schedule, file=open(journal, "a"))
+        print('{}', file=open(metrics, "a"), flush=True)
+    time.sleep(1)  # so that this rank is stopped before its next iteration
+"""
+
+
+@pytest.mark.slow
+def test_trainings_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    monkeypatch.setattr(compare, "PROGRAM", program)
+    args = compare._parse(["--schedules", "a", "b", "--ranks", "2", "--output", str(tmp_path)])
+    ended = [(one.schedule, one.wait(), len(one.metrics)) for one in compare._in_turn(args, Console())]
+    assert ended == [("a", 0, 4), ("b", 0, 4)]
+    assert (tmp_path / "journal").read_text().split() == ["a", "b"] * 4
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    monkeypatch.setattr(compare, "PROGRAM", program)
+    args = compare._parse(["--schedules", "a", "fails", "--ranks", "1", "--output", str(tmp_path)])
+    trainings = compare._in_turn(args, Console())
+    failed = next(trainings)
+    assert failed.schedule == "fails" and failed.wait()
+    trainings.close()
+    assert len((tmp_path / "journal").read_text().split()) == 1, "the other one was stopped, and then ended"
+
+
+@pytest.mark.slow
+def test_ranks_that_are_stopped_end_with_the_script(tmp_path: Path) -> None:
+    """A killed script once left them stopped for ever."""
+    program = tmp_path / "rank.py"
+    program.write_text(RANK)
+    sizes = ["--schedules", "a", "b", "--ranks", "1", "--output", str(tmp_path)]
+    start = f"import compare, sys; from pathlib import Path; compare.PROGRAM = Path({str(program)!r}); compare.main({sizes!r})"
+    script = subprocess.Popen([sys.executable, "-c", start], cwd=Path(compare.__file__).parent)
+    while not (tmp_path / "journal").exists():
+        assert script.poll() is None
+        time.sleep(0.1)
+    script.kill()
+    script.wait()
+
+    def ranks() -> list[Path]:
+        lines = (path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+        return [path for path in lines if str(program).encode() in path.read_bytes()]
+
+    for _ in range(600):
+        if not ranks():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"60 s later there are still {ranks()}")
 
 
 def test_table_and_picture_show_the_fastest_iteration(tmp_path: Path) -> None:

@@ -10,14 +10,15 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+import corpus
 import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from releases import EXTRA_TOKENS
 
-from megatron.pipeline.trainer import corpus, data_files
-from megatron.pipeline.trainer.tokenizer import ByteLevelTokenizer, build_tokenizer, padded_vocab_size
+from megatron.pipeline.session.tokenizer import ByteLevelTokenizer, build_tokenizer, padded_vocab_size
+from megatron.pipeline.trainer import data_files
 
 BYTES = Namespace(tokenizer_type="ByteLevelTokenizer")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "preprocess_data.py"
@@ -129,7 +130,7 @@ def test_killed_run_leaves_no_index(tmp_path: Path) -> None:
     pipe = tmp_path / "endless.txt"
     os.mkfifo(pipe)
     program = (
-        "import sys; from argparse import Namespace; from pathlib import Path; from megatron.pipeline.trainer import corpus;"
+        "import sys; from argparse import Namespace; from pathlib import Path; import corpus;"
         "documents = corpus.read_documents([Path(sys.argv[1])], ['text'], 'strict');"
         "corpus.write_dataset(documents, sys.argv[2], ['text'], Namespace(tokenizer_type='ByteLevelTokenizer'), True, 1, print)"
     )

@@ -14,8 +14,8 @@ import pytest
 from pool import Pool
 from training.short_runs import ran, train
 
+from megatron.pipeline.session.checkpoints import TRACKER, latest
 from megatron.pipeline.trainer import checkpoint
-from megatron.pipeline.trainer.checkpoint_files import TRACKER, latest
 
 Disk = Callable[[int], Path]
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from optimizer import injected_runs
 from pool import Pool
+from session.test_replanning import logged
 from training.short_runs import MODEL, metrics, train
-from training.test_replanning import logged
 
 from megatron.pipeline.cli import main
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts
+from megatron.pipeline.session.startup_lines import offload_in_words
 from megatron.pipeline.trainer import program
-from megatron.pipeline.trainer.startup_lines import offload_in_words
 
 TWO = "--pipeline-model-parallel-size 2 --num-layers 8"
 SMALL = "--offload-min-size 1KiB"
@@ -26,7 +26,7 @@ MIB = 2**20
 def moves(flags: str, microbatches: int = 4) -> bool:
     """Whether what these flags plan has copies."""
     _, _, pipeline = program.prepare(f"{MODEL} {flags}".split(), world_size=2)
-    return pipeline.plan(microbatches).schedule.has_copies
+    return pipeline.plans.plan(microbatches).schedule.has_copies
 
 
 def refusal(flags: str) -> str:
@@ -135,7 +135,7 @@ def test_a_file_with_copies(pool: Pool, data: str, tmp_path: Path) -> None:
         f"{TWO} --pipeline-schedule file:{tmp_path}/moving.json --vocab-parallel 2"
     )
     args, _, pipeline = program.prepare(f"{MODEL} {run} --pipeline-schedule file:{tmp_path}/moving.json".split(), world_size=2)
-    assert offload_in_words(args, pipeline).startswith(" offload as the file says: ")
+    assert offload_in_words(args, pipeline.plans).startswith(" offload as the file says: ")
 
 
 def costs_file(path: Path, copies: CopyCosts) -> Path:
@@ -202,7 +202,7 @@ def test_the_log_says_what_host_memory_is_for() -> None:
     words = {}
     for name in ("zb-v", "1f1b"):
         args, _, pipeline = program.prepare(f"{flags} {name} --offload full".split(), world_size=2)
-        words[name] = offload_in_words(args, pipeline)
+        words[name] = offload_in_words(args, pipeline.plans)
     assert "2 microbatches per rank go to host memory in an iteration, at most 1.5 at a time; peak on the device" in words["zb-v"]
     assert "; nothing goes to host memory: no copy lowers a rank's peak" in words["1f1b"]
 

@@ -14,7 +14,7 @@ from pool import Pool
 from releases import CORE
 from training.short_runs import batches, metrics, ran, train, warned
 
-from megatron.pipeline.trainer import checkpoint_files
+from megatron.pipeline.session import checkpoints
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_another_data_parallel_size_goes_on(pool: Pool, data: str, tmp_path: Pat
     flags = f"{data} --use-distributed-optimizer --attention-dropout 0 --hidden-dropout 0"
     two_by_two = f"{flags} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --save-interval 3"
     assert ran(pool.run(4, train, f"{two_by_two} --metrics {tmp_path}/whole.jsonl"))
-    (tmp_path / "saved" / checkpoint_files.TRACKER).write_text("3")
+    (tmp_path / "saved" / checkpoints.TRACKER).write_text("3")
     four = f"{flags} --pipeline-model-parallel-size 4 --load {tmp_path}/saved --metrics {tmp_path}/four.jsonl"
     assert ran(pool.run(4, train, four))
     whole, four_deep = metrics(tmp_path / "whole.jsonl")[3:], metrics(tmp_path / "four.jsonl")
@@ -140,7 +140,7 @@ def test_sigterm_saves_and_ends(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --metrics {tmp_path}/m.jsonl --save {tmp_path}/saved"
     assert ran(pool.run(2, train, flags, terminate_at=2))
     assert [iteration for iteration, _, _ in metrics(tmp_path / "m.jsonl")] == [1, 2]
-    assert checkpoint_files.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
+    assert checkpoints.latest(f"{tmp_path}/saved") == tmp_path / "saved" / "iter_0000002"
 
 
 def test_training_that_is_done_does_nothing(pool: Pool, data: str, tmp_path: Path) -> None:
@@ -153,17 +153,17 @@ def test_training_that_is_done_does_nothing(pool: Pool, data: str, tmp_path: Pat
 def test_full_disk_leaves_the_previous_checkpoint(pool: Pool, data: str, tmp_path: Path) -> None:
     flags = f"{data} --pipeline-model-parallel-size 2 --save {tmp_path}/saved --load {tmp_path}/saved"
     assert ran(pool.run(2, train, f"{flags} --exit-interval 2"))
-    before = (tmp_path / "saved" / checkpoint_files.TRACKER).read_text()
+    before = (tmp_path / "saved" / checkpoints.TRACKER).read_text()
     errors = pool.run(2, train, f"{flags} --exit-interval 4", fail_while_saving=True)
     assert all("No space left on device" in error for error in errors)
     assert all(f"{tmp_path}/saved/iter_0000002 is complete and unchanged" in error for error in errors)
-    assert (tmp_path / "saved" / checkpoint_files.TRACKER).read_text() == before
+    assert (tmp_path / "saved" / checkpoints.TRACKER).read_text() == before
     assert (tmp_path / "saved" / "iter_0000004.incomplete").is_dir()
     assert ran(pool.run(2, train, f"{flags} --exit-interval 4"))
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "iter_0000002",
         "iter_0000004",
-        checkpoint_files.TRACKER,
+        checkpoints.TRACKER,
     ]
 
 
@@ -208,7 +208,7 @@ def train_on_full_disk(flags: str) -> str:
     def write_text(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    package = "megatron.pipeline.trainer"
+    package = "megatron.pipeline.session"
     with patch(f"{package}.trace.write_text", write_text), patch(f"{package}.planning.write_text", write_text):
         return train(flags)
 

@@ -15,12 +15,10 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from megatron.pipeline.flags.flag_types import MEMORY_UNITS, memory_size, positive_int
 from megatron.pipeline.planning.costs import EXTRA, MEMORY, SHARED, SPREAD, TIMES, Numbers, checked
-from megatron.pipeline.planning.document import GOAL
+from megatron.pipeline.planning.document import GOAL, read_costs
 from megatron.pipeline.planning.refusals import Bytes
-from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.schedule.core.reading import read_text
 
 T = TypeVar("T")
 
@@ -116,7 +114,7 @@ def cost_flags() -> Parser:
     )
     flags.add_argument(
         "--costs",
-        type=costs_file,
+        type=file_of(read_costs),
         metavar="FILE",
         help='costs of every stage, instead of the flags above: {"hop": .., "stages": [{"forward": .., "backward": .., '
         '"weight": .., "activation": ..}, ..]}, as mpipe costs and mpipe rehearse write them; --memory-limit is then in the unit '
@@ -135,11 +133,10 @@ def size_flags() -> Parser:
     return flags
 
 
-def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parser:
-    """What is to be short, and in which case.
+def goal_flags(default: Objective | None = GOAL) -> Parser:
+    """The objective.
 
     Args:
-        several: whether ``--jitter`` takes several numbers; then it is a list.
         default: the objective; None for that of the file.
     """
     own = "" if default else ", if the file names none"
@@ -150,14 +147,6 @@ def goal_flags(several: bool = False, default: Objective | None = GOAL) -> Parse
         default=default,
         help=f"what to minimise: the makespan, from the first pass on any rank to the last (default{own}), or the span, the "
         "longest time from a rank's first pass to its last: the duration of an iteration with --post-validation",
-    )
-    case = "the expected span and makespan are printed, and families that search plan for"
-    flags.add_argument(
-        "--jitter",
-        type=jitters if several else jitter,
-        metavar="X,.." if several else "X",
-        help="variation of pass times: standard deviation as a share of the mean, such as 0.1; "
-        + (f"{case} the first of them" if several else f"{case} that"),
     )
     return flags
 
@@ -254,19 +243,6 @@ def limit(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r}: {wanted}") from None
 
 
-def jitter(text: str) -> float:
-    """An argument type for how much pass times vary."""
-    share = _float(text)
-    if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a share of a pass's time between 0 and 1, such as 0.1 for 10 %")
-    return share
-
-
-def jitters(text: str) -> list[float]:
-    """An argument type for ``0.1`` or ``0,0.1,0.3``."""
-    return list(dict.fromkeys(map(jitter, text.split(","))))
-
-
 def _float(text: str) -> float:
     """A number; NaN, which is in no range, for what is none."""
     try:
@@ -275,24 +251,16 @@ def _float(text: str) -> float:
         return math.nan
 
 
-def costs_file(path: str) -> Costs:
-    return read_costs(path, Costs.from_json)
+def file_of(read: Callable[[str], T]) -> Callable[[str], T]:
+    """An argument type for the path of a file that ``read`` reads, whose ValueError names the file."""
 
+    def argument(path: str) -> T:
+        try:
+            return read(path)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def read_costs(path: str, read: Callable[[str], T]) -> T:
-    """What ``read`` makes of a file's text.
-
-    Raises:
-        argparse.ArgumentTypeError: with the name of the file.
-    """
-    try:
-        text = read_text(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    try:
-        return read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    return argument
 
 
 def names(text: str) -> list[str]:

@@ -37,8 +37,7 @@ from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.names import counted
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.families import AUTO
-from megatron.pipeline.schedule.time.jitter import expected
-from megatron.pipeline.view import Point, draw_pareto, draw_robustness
+from megatron.pipeline.view import Point, draw_pareto
 from megatron.pipeline.view.table import plain_table
 
 _FRAMED, _PLAIN = (3, 1), (2, -2)  # columns of characters that a table's frame takes: per column, and once
@@ -48,8 +47,7 @@ _SUFFIXES = (".json", ".html", ".png", ".svg")
 def add(commands: Commands) -> None:
     report = report_flags(
         "one JSON object: the figures of every schedule, and why the others are not possible",
-        ".json for the table, .html for all timelines, .png or .svg for a plot of bubble against memory, or with --jitter of "
-        "the spans under jitter",
+        ".json for the table, .html for all timelines, .png or .svg for a plot of bubble against memory",
     )
     parser = add_command(
         commands,
@@ -61,7 +59,7 @@ def add(commands: Commands) -> None:
         epilog=f"{above_bound('objective').capitalize()}. Of 1F1B: memory, as a multiple of what 1F1B holds. With --offload, "
         "without: memory without copies; host: memory there; moved: the share of all activations that is copied. With parts of "
         "layers in --cost, or --overlap-experts, exposed: the share of all-to-alls that no computation hides.",
-        parents=[size_flags(), goal_flags(several=True), cost_flags(), pass_flags(), offload_flags(), report],
+        parents=[size_flags(), goal_flags(), cost_flags(), pass_flags(), offload_flags(), report],
     )
     parser.add_argument("--schedules", type=names, metavar="A,B,..", help="these only (default: all)")
     parser.add_argument(
@@ -78,22 +76,16 @@ class Comparison:
 
     Attributes:
         whole: the most that a rank of 1F1B holds under the same costs; None where its stages do not fit these costs.
-        spans: by schedule and by jitter, the span of every draw, or the makespan if that is the objective.
     """
 
     request: Request
     planned: list[Planned]
     refused: list[Refusal]
     whole: float | None
-    spans: dict[str, dict[float, list[float]]]
 
     @property
     def objective(self) -> Objective:
         return Objective(self.request.objective)
-
-    @property
-    def jitters(self) -> list[float]:
-        return list(next(iter(self.spans.values())))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -107,9 +99,8 @@ def run(options: argparse.Namespace) -> None:
         planned, refused = candidates(request, variants(options.pp, options.schedules, options.chunks), progress)
     if not planned:
         raise nothing_fits(refused, request.unit, request.lowest_limit)
-    spans = {str(plan.variant): _under_jitter(plan, options.jitter or []) for plan in planned}
     of_1f1b = costs_of(cost_flags_of(options), families.placement("1f1b", options.pp))
-    compared = Comparison(request, planned, refused, peak_of_1f1b(of_1f1b, options.pp, options.microbatches), spans)
+    compared = Comparison(request, planned, refused, peak_of_1f1b(of_1f1b, options.pp, options.microbatches))
     if suffix == ".json":
         Path(options.output).write_text(json.dumps(_data(compared)) + "\n", encoding="utf-8")
     elif options.json:
@@ -124,31 +115,15 @@ def run(options: argparse.Namespace) -> None:
         wrote(options.output)
 
 
-def _under_jitter(plan: Planned, jitters: list[float]) -> dict[float, list[float]]:
-    by_jitter = {}
-    for jitter in jitters:
-        case = plan.expected if jitter == plan.problem.jitter else None
-        case = case or expected(plan.schedule, plan.problem.costs, jitter, draws=100 if jitter else 1)
-        by_jitter[jitter] = (case.spans if plan.problem.objective is Objective.SPAN else case.makespans).tolist()
-    return by_jitter
-
-
 def _data(compared: Comparison) -> dict[str, Any]:
-    rows = []
-    for plan in compared.planned:
-        fields = row(plan) | {"memory_of_1f1b": plan.peak / compared.whole if compared.whole else None}
-        if compared.jitters:
-            means = {f"{jitter:g}": fmean(values) for jitter, values in compared.spans[fields["label"]].items()}
-            fields[f"expected_{plan.problem.objective}_by_jitter"] = means
-        rows.append(fields)
-    request = compared.request
+    request, whole = compared.request, compared.whole
     return {
         "pp": request.ranks,
         "microbatches": request.microbatches,
         "objective": request.objective,
         "memory_limit": request.lowest_limit if request.lowest_limit != float("inf") else None,
-        "peak_of_1f1b": compared.whole,
-        "schedules": rows,
+        "peak_of_1f1b": whole,
+        "schedules": [row(plan) | {"memory_of_1f1b": plan.peak / whole if whole else None} for plan in compared.planned],
         "refused": {str(refusal.variant): refusal.reason for refusal in compared.refused},
     }
 
@@ -156,9 +131,6 @@ def _data(compared: Comparison) -> dict[str, Any]:
 def _plot(compared: Comparison, path: str) -> None:
     request, objective, unit = compared.request, compared.objective, compared.request.unit
     title = f"{counted(request.ranks, 'rank')}, {counted(request.microbatches, 'microbatch')}"
-    if compared.jitters:
-        draw_robustness(compared.spans, path, title=title, measured=objective)
-        return
     points = [Point(str(plan.variant), objective.bubble_rate(plan.timeline), plan.peak / unit.size) for plan in compared.planned]
     whole = compared.whole / unit.size if compared.whole else None
     draw_pareto(points, path, whole, title, unit.name.strip() or "in the costs file's unit", objective)
@@ -171,11 +143,9 @@ def _print_table(compared: Comparison) -> None:
     heads[-2:-2] = ["without", "host", "moved"] if request.offload else []
     communicating = any(plan.communication[1] for plan in compared.planned)
     heads[-2:-2] = ["exposed"] if communicating else []
-    heads[1:1] = [f"jitter {jitter:.0%}" for jitter in compared.jitters]
     cells = [
         [
             str(plan.variant),
-            *(f"{fmean(values):g}" for values in compared.spans[str(plan.variant)].values()),
             f"{plan.timeline.makespan:g}",
             f"{plan.timeline.bubble_rate:.1%}",
             f"{plan.timeline.span:g}",

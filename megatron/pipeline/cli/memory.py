@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> None:
         baseline = predicted(flags, world_size=world, changes=STOCK_1F1B)
     except ValueError:
         baseline = None  # the model cannot be cut for it
-    from megatron.pipeline.trainer.memory import more_than_stock
+    from megatron.pipeline.session.memory import more_than_stock
 
     warning = more_than_stock(prediction.args, prediction.ranks, baseline.ranks if baseline else None)
     limit = options.gpu_memory * GIB
@@ -147,9 +147,9 @@ def predicted(
         from megatron.pipeline.flags.validation import validate
         from megatron.pipeline.flags.validation_rehearsal import least_replicas
         from megatron.pipeline.model.layout import decoder_layers
-        from megatron.pipeline.trainer.memory import largest_iteration
-        from megatron.pipeline.trainer.planning import plan_pipeline
-        from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
+        from megatron.pipeline.session.memory import largest_iteration
+        from megatron.pipeline.session.planning import plan_pipeline
+        from megatron.pipeline.session.tokenizer import build_tokenizer, padded_vocab_size
 
         args = read_flags(flags, changes)
         model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -163,7 +163,7 @@ def predicted(
         args.padded_vocab_size = padded_vocab_size(args.vocab_size, args)
         pipeline = plan_pipeline(args, measure=False, evaluates=False)
         schedule = largest_iteration(args, pipeline)
-        messages = None if pipeline.is_stock else pipeline.plan(schedule.microbatches).message_buffers
+        messages = None if pipeline.is_stock else pipeline.plans.plan(schedule.microbatches).message_buffers
         layers = decoder_layers(args, schedule.placement)
         return Prediction(args, schedule, layers, predict(args, schedule, layers), whole, messages)
 

@@ -43,7 +43,7 @@ def requested(options: Namespace) -> Request:
             f"--balance needs --costs of 3 stages or more, to know what the ends of the model take; these are of "
             f"{len(options.costs.stages)}"
         )
-    jitter, unit = given.get("jitter") or 0.0, unit_of(options.costs)
+    unit = unit_of(options.costs)
     check_limit(options.memory_limit, unit)
     check_limit(options.host_memory_limit, unit, "--host-memory-limit")
     return Request(
@@ -58,7 +58,6 @@ def requested(options: Namespace) -> Request:
         fused=_stages(options, "fuse"),
         splits=given.get("splits"),
         group=given.get("group"),
-        jitter=jitter[0] if isinstance(jitter, list) else jitter,
         vocabulary=vocabulary,
         offload=offload,
         host_limit=options.host_memory_limit,
@@ -81,7 +80,6 @@ def changes(options: Namespace) -> Changes:
         cost_flags_of(options),
         options.memory_limit,
         given.get("objective"),
-        given.get("jitter"),
         given.get("offload"),
         given.get("host_memory_limit"),
     )

@@ -11,7 +11,7 @@ from megatron.pipeline.planning.document import read, report
 
 
 def add(commands: Commands) -> None:
-    examples = "mpipe simulate plan.json", "mpipe simulate plan.json --cost F=1,B=1.5,W=0.5,comm=0.1 --jitter 0.1"
+    examples = "mpipe simulate plan.json", "mpipe simulate plan.json --cost F=1,B=1.5,W=0.5,comm=0.1"
     parents = [cost_flags(), goal_flags(default=None), offload_flags(), report_flags()]
     parser = add_command(commands, "simulate", "run a schedule from a file against costs", run, *examples, parents=parents)
     parser.add_argument("file", metavar="FILE", help="what mpipe plan --json wrote, or .csv")

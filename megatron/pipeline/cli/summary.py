@@ -46,11 +46,9 @@ def summary(data: dict[str, Any], timeline: Timeline) -> str:
     add("span", data["span"], f"bubble {data['span_bubble_rate']:.1%}, the longest from a rank's first pass to its last")
     order = f"no order {_within(held, unit)} has a shorter {kind} on this placement"
     add("lower bound", bound, f"{order}; this one is {above:z.1%} above")
-    if "jitter" in data:
-        add("expected", data[f"expected_{kind}"], f"mean {kind} if pass times vary by {data['jitter']:.0%}")
     add("memory", *amounts(peaks))
     if "balance" in data:
-        split, value = data["balance"], data[f"expected_{kind}" if "jitter" in data else kind]
+        split, value = data["balance"], data[kind]
         even = "the even split does not fit into the limit"
         if split["even"] is not None:
             shorter = 1 - value / split["even"] if split["even"] else 0.0

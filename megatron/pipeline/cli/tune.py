@@ -199,7 +199,7 @@ def base_flags(flags: list[str], gpu: Device | None = None) -> Namespace:
     """The flags that a search begins with. Layers are those of GPUs, unless those that were measured do not fuse attention."""
     import megatron.core  # noqa: F401 - if it is not installed, say that before anything about the flags
 
-    from megatron.pipeline.trainer.tokenizer import build_tokenizer
+    from megatron.pipeline.session.tokenizer import build_tokenizer
 
     base = read_flags(flags)
     if not base.global_batch_size:

@@ -8,15 +8,17 @@ import shlex
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from megatron.pipeline.cli.arguments import read_costs, whole_numbers
+from megatron.pipeline.cli.arguments import file_of, whole_numbers
 from megatron.pipeline.cli.memory import quietly, read_flags
 from megatron.pipeline.cli.summary import wrote
 from megatron.pipeline.costmodel import activations, device, origin
 from megatron.pipeline.costmodel.device import Device
 from megatron.pipeline.flags.flags import Role, neutral
-from megatron.pipeline.trainer import atomic
+from megatron.pipeline.planning.document import naming
+from megatron.pipeline.session import atomic
 from megatron.pipeline.tune.measure import fit, outcome, processes, rank, rehearsed
 from megatron.pipeline.tune.measure.rank import Job, Measurements, Timing
 from megatron.pipeline.tune.measure.sizes import Size, candidates, dense, layer_flags, shape
@@ -58,7 +60,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rehearsed",
-        type=_rehearsed_file,
+        type=file_of(partial(naming, read=origin.read)),
         metavar="FILE",
         help="costs.json of a rehearsal (mpipe rehearse) of this model: its stages' seconds count, and no layer is timed here; "
         "--tensor, --expert and --micro-batch-sizes, one number each, are those that it had (those of the model's flags)",
@@ -176,11 +178,6 @@ def _rehearsed(options: argparse.Namespace, model: Namespace) -> Timing:
         return rehearsed.timing(costs, model.num_layers, Size(tensor, samples))
     except ValueError as error:
         raise ValueError(f"--rehearsed: {error}") from None
-
-
-def _rehearsed_file(path: str) -> origin.Rehearsed:
-    """An argument type for a costs file that may say which training it is of."""
-    return read_costs(path, origin.read)
 
 
 def _ranks(wanted: int | None) -> int:

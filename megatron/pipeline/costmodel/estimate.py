@@ -19,7 +19,7 @@ from megatron.pipeline.costmodel import activations, traffic
 from megatron.pipeline.costmodel.activations import Held
 from megatron.pipeline.costmodel.device import Device, MeasuredLayer
 from megatron.pipeline.costmodel.links import Links, exchange_seconds, hop_seconds, layer_communication
-from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.stage_costs import PARTS
@@ -74,7 +74,8 @@ def estimate(
     stages = [stage(first, count, gap) for first, count in zip(accumulate(layers, initial=0), layers, strict=False)]
     copies = CopyCosts(1 / device.to_host, 1 / device.to_device)
     if vocabulary is not None:
-        return Costs(tuple(stages), hop, shard_costs(shape, placement.ranks, device, vocabulary, links), copies)
+        shards = shard_costs(shape, placement.ranks, device, vocabulary, links)
+        return Costs(tuple(stages), hop, shards, copies, MemoryUnit.BYTES)
     ends = [(0, embedding_costs(shape, device)), (placement.last_stage, output_costs(shape, device))]
     # A layer of multi-token prediction is a unit of its own, and computes its loss with the output layer.
     ends += shape.further * [
@@ -84,7 +85,7 @@ def estimate(
     for index, more in ends:
         again = 0.0 if shape.holding.recomputes else more.recompute  # flags recompute layers alone
         stages[index] = _sum(stages[index], replace(more, recompute=again))
-    return Costs(tuple(stages), hop, copies=copies)
+    return Costs(tuple(stages), hop, copies=copies, unit=MemoryUnit.BYTES)
 
 
 def layer_seconds(shape: Shape, device: Device, links: Links) -> Work:

@@ -51,11 +51,6 @@ def check_flags(args: Namespace) -> None:
         return
     if wrong := wrong_in_megatron_core(args):
         raise ValueError(wrong)
-    if separates_documents(args) and args.pipeline_model_parallel_size > 2 and not compat.reads_data_by_stage():
-        raise ValueError(
-            f"attention within documents with --pipeline-model-parallel-size {args.pipeline_model_parallel_size}: scripts of "
-            f"Megatron-LM {compat.version()} give data to the first and the last rank alone: take release 0.15 or later"
-        )
     _check_settings(args)
     check_quantized(args)
     args.chunks = chunks_per_rank(args)
@@ -101,8 +96,7 @@ def wrong_in_megatron_core(args: Namespace) -> str | None:
 
 def separates_documents(args: Namespace) -> str | None:
     """The flag, by its name, with which attention stays within documents, which only data tell: all stages then read all."""
-    names = ("reset_attention_mask", *(PACKED if compat.packs_sequences() else ()))
-    return next((name for name in names if getattr(args, name, False)), None)
+    return next((name for name in ("reset_attention_mask", *PACKED) if getattr(args, name, False)), None)
 
 
 def documents_run_together(args: Namespace) -> str | None:
@@ -116,8 +110,7 @@ def documents_run_together(args: Namespace) -> str | None:
     given = separates_documents(args)
     if given is None or (given in PACKED and compat.shares_packed_sequences()):
         return None
-    chunks = args.virtual_pipeline_model_parallel_size if compat.reads_data_by_stage() else 1
-    stages = args.pipeline_model_parallel_size * (chunks or 1)
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
     if stages <= 2:
         return None
     return (
@@ -192,12 +185,12 @@ def check_plan(args: Namespace, pipeline: Pipeline, microbatches: list[int]) -> 
     Raises:
         ValueError: the schedule cuts microbatches in a way that a flag forbids, or recomputes what draws at random.
     """
-    check_slices(args, pipeline.splits)
+    check_slices(args, pipeline.plans.splits)
     dropout = args.hidden_dropout > 0 or args.attention_dropout > 0
     jitter = getattr(args, "moe_input_jitter_eps", None)
-    recomputes = any(pipeline.plan(count).schedule.reruns for count in microbatches)
+    recomputes = any(pipeline.plans.plan(count).schedule.reruns for count in microbatches)
     te_linear.check_quantized(args, offloads=False, counts=False, steps_ahead=False, reruns=recomputes)
-    if (dropout or jitter) and (recomputes or pipeline.splits > 1):
+    if (dropout or jitter) and (recomputes or pipeline.plans.splits > 1):
         what = "runs forwards again (R)" if recomputes else "runs slices of microbatches"
         drawn = f"jitter of --moe-input-jitter-eps {jitter}" if jitter else "dropout masks"
         fix = "leave it out, or take another schedule"

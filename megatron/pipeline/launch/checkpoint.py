@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import load_common_state_dict
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.placement import Placement, interleaved
-from megatron.pipeline.trainer.checkpoint_files import RESHARDABLE, TRACKER, name_of
+from megatron.pipeline.session.checkpoints import RESHARDABLE, TRACKER, name_of
 
 _FLAG = "--dist-ckpt-optim-fully-reshardable"
 _BY_PARAMETER = (RESHARDABLE, "fully_sharded_model_space")  # not by bucket
@@ -30,9 +30,8 @@ _NOT_SAVED = {
 
 def save_by_parameter(args: Namespace) -> bool:
     """Have the distributed optimizer's state saved so that any schedule can load it; returns whether this changes a flag."""
-    by_bucket = getattr(args, "dist_ckpt_optim_fully_reshardable", True) is False  # releases before 0.15 have no such flag
     local = getattr(args, "non_persistent_ckpt_type", None) == "local"  # which upstream saves by bucket alone
-    changes = bool(args.use_distributed_optimizer and args.save and by_bucket and not local)
+    changes = bool(args.use_distributed_optimizer and args.save and not args.dist_ckpt_optim_fully_reshardable and not local)
     if changes:
         args.dist_ckpt_optim_fully_reshardable = True
     return changes

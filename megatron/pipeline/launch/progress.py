@@ -10,9 +10,9 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron.pipeline.runtime.pipeline import Pipeline
-from megatron.pipeline.trainer.metrics import Metrics, Step
-from megatron.pipeline.trainer.reports import Reports
-from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace
+from megatron.pipeline.session.metrics import Metrics, Step
+from megatron.pipeline.session.reports import Reports
+from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
 
 
 def is_last_rank() -> bool:

@@ -58,9 +58,9 @@ from megatron.pipeline.model.stage import Stage
 from megatron.pipeline.model.vocabulary.shard import shard_vocabulary
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.names import OFF, STOCK
-from megatron.pipeline.trainer import save_lock
-from megatron.pipeline.trainer.planning import plan_pipeline
-from megatron.pipeline.trainer.startup_lines import plan_in_words
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.planning import plan_pipeline
+from megatron.pipeline.session.startup_lines import plan_in_words
 
 
 class Run:

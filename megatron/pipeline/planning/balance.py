@@ -179,7 +179,7 @@ def _moves(best: _Tried, placement: Placement, model: Model, least: Sequence[int
     for counts in _moved(best.counts, *_ends(placement, _work(problem.costs, placement)), least):
         costs = model.cut(counts)
         heaviest = max(_work(costs, placement))
-        if problem.jitter or problem.overlap or problem.microbatches * heaviest < best.plan.value * _SHORTER:
+        if problem.overlap or problem.microbatches * heaviest < best.plan.value * _SHORTER:
             found.append((problem.value(simulate(best.plan.schedule, costs)), counts))
     yield from (counts for _, counts in sorted(found))
 

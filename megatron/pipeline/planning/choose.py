@@ -101,12 +101,9 @@ class Choice:
         problem = self.best.problem
         goal, other = (Objective.MAKESPAN, Objective.SPAN) if problem.objective is Objective.MAKESPAN else Objective
         heads = ["schedule", goal, "bubble", other, "memory", "above bound", "why not"]
-        if problem.jitter:
-            heads.insert(1, "expected")
         cells = [
             [
                 str(plan.variant),
-                *([time(plan.value)] if problem.jitter else []),
                 time(goal.length(plan.timeline)),
                 f"{goal.bubble_rate(plan.timeline):.1%}",
                 time(other.length(plan.timeline)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -22,19 +22,18 @@ from megatron.pipeline.schedule.core.costs import (
 from megatron.pipeline.schedule.core.costs_fields import COST_RANGE, MOST_LAYERS, is_cost, is_layers
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.core.stage_costs import PARTS
+from megatron.pipeline.schedule.core.stage_costs import NAMES, PARTS
 
 Numbers: TypeAlias = dict[str, float]
 
 COPIES = ("D2H", "H2D")
-_PARTS = ("F.dispatch", "F.experts", "F.combine", "B.combine", "B.experts", "B.dispatch", "W.experts")
-_PART_FIELDS = dict(zip(_PARTS, PARTS, strict=True)) | {"layers": "layers"}
-TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PART_FIELDS)
+_FIELDS = {short: name for name, short in NAMES.items()} | {"layers": "layers"}
+_PARTS = tuple(NAMES[part] for part in PARTS)
+TIMES = ("F", "B", "W", "comm", "BW", "R", *COPIES, *_PARTS, "layers")
 MEMORY = ("B", "W", "R")
 EXTRA = ("F", "B", "W", "activation")
-SPREAD = ("S", "T", "IF", "IB", "activation", "exchange")
-SHARED = ("both", "switch", "shared")
-_FIELDS = {"F": "forward", "B": "backward", "W": "weight", "BW": "fused", "R": "recompute", **_PART_FIELDS}
+SPREAD = tuple(field.name for field in fields(VocabularyCosts) if field.name != "ranks")
+SHARED = tuple(field.name for field in fields(CopyCosts) if field.name not in ("to_host", "to_device"))
 
 
 @dataclass(frozen=True)
@@ -196,17 +195,18 @@ def cost_fields(placement: Placement, costs: Costs, vocabulary: bool = False, co
     if any(stage.checkpoint for stage in stages):
         held["R"] = share("checkpoint")
     if all(stage.has_parts for stage in stages):
-        times |= {name: share_of(costs, placement, partial(StageCosts.value, name=field)) for name, field in _PART_FIELDS.items()}
-    fields: dict[str, Any] = {"costs": times, "activation": held}
+        parts = (*_PARTS, "layers")
+        times |= {name: share_of(costs, placement, partial(StageCosts.value, name=_FIELDS[name])) for name in parts}
+    found: dict[str, Any] = {"costs": times, "activation": held}
     if vocabulary:
-        fields["vocab_costs"] = by_name(costs.vocabulary)
+        found["vocab_costs"] = by_name(costs.vocabulary)
     if copies:
         moved = share_of(costs, placement, StageCosts.moved)
         times |= {"D2H": costs.copies.to_host * moved, "H2D": costs.copies.to_device * moved}
-        fields["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
+        found["copies"] = {name: getattr(costs.copies, name) for name in SHARED}
     if len(set(stages)) == 1 and math.isclose(held["B"], 1.0) and stages[0].movable is None:
-        return fields
-    return fields | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
+        return found
+    return found | {"stage_costs": replace(costs, vocabulary=VocabularyCosts()).fields()}
 
 
 def _alone(flags: CostFlags, costs: Costs) -> Costs:

@@ -16,6 +16,7 @@ from megatron.pipeline.planning.compose import adapted
 from megatron.pipeline.planning.costs import CostFlags, cost_fields, costs_of, with_shards
 from megatron.pipeline.planning.planned import Planned, Variant, above
 from megatron.pipeline.planning.refusals import COSTS_UNIT, Unit, check_limit, in_unit, unit_of
+from megatron.pipeline.schedule.core.costs import Costs
 from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Kind, Offload
 from megatron.pipeline.schedule.core.problem import Objective, Problem, TooLow, per_rank
@@ -34,7 +35,7 @@ _Read = TypeVar("_Read")
 
 _OF_EACH = (
     *("schedule", "chunks", "makespan", "span", "bubble_rate", "span_bubble_rate", "makespan_bubble_rate", "peak_activation"),
-    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "expected_span", "expected_makespan", "plan_seconds"),
+    *("lower_bound", "gap", "makespan_lower_bound", "makespan_gap", "plan_seconds"),
     *("offload", "overlap", "balance"),
 )
 
@@ -68,7 +69,6 @@ def _report(planned: Planned) -> dict[str, Any]:
         "gap": above(timeline.span, bounds[Objective.SPAN]),
         "makespan_lower_bound": bounds[Objective.MAKESPAN],
         "makespan_gap": above(timeline.makespan, bounds[Objective.MAKESPAN]),
-        **_expected(planned),
         **({"offload": gain(planned)} if copies else {}),
         **_overlap(planned),
         **_split(planned),
@@ -112,14 +112,6 @@ def _limits(planned: Planned) -> dict[str, Any]:
         return {"memory_limit": planned.memory_limit}
     least = smallest_sustaining_limit(with_own_passes(planned.schedule, planned.problem))
     return {"memory_limit": planned.memory_limit, "sustaining_limit": least}
-
-
-def _expected(planned: Planned) -> dict[str, float]:
-    """What an iteration takes on average where pass times vary, if they do."""
-    if planned.expected is None:
-        return {}
-    jitter, case = planned.problem.jitter, planned.expected
-    return {"jitter": jitter, "expected_span": case.span, "expected_makespan": case.makespan}
 
 
 def gain(planned: Planned) -> dict[str, Any]:
@@ -174,7 +166,7 @@ class Changes:
     Attributes:
         costs: what passes cost.
         memory_limit: the most activation memory a rank may hold.
-        objective, jitter: what the schedule is judged by.
+        objective: what the schedule is judged by.
         offload: ``OFF`` or a mode of ``Offload``: the file's copies to host memory go, and those of the mode come.
         host_limit: see ``Problem``.
     """
@@ -182,7 +174,6 @@ class Changes:
     costs: CostFlags = field(default_factory=CostFlags)
     memory_limit: float | None = None
     objective: str | None = None
-    jitter: float | None = None
     offload: str | None = None
     host_limit: float | None = None
 
@@ -223,13 +214,28 @@ def read_recorded_plan(path: str) -> Timeline | None:
     return None if is_schedule(path) else naming(path, plan)
 
 
-def naming(path: str, read: Callable[[str], _Read]) -> _Read:
+def read_costs(path: str, text: str | None = None) -> Costs:
+    """The costs of every stage, from a file (``Costs.from_json``).
+
+    Args:
+        text: of the file, where it has been read.
+
+    Raises:
+        ValueError: the file cannot be read, or has no costs; the message names the file.
+    """
+    return naming(path, Costs.from_json, text)
+
+
+def naming(path: str, read: Callable[[str], _Read], text: str | None = None) -> _Read:
     """What ``read`` makes of the text of a file; its complaints name the file.
+
+    Args:
+        text: of the file, where it has been read.
 
     Raises:
         ValueError: the file cannot be read, or what ``read`` raised.
     """
-    text = read_text(path)
+    text = read_text(path) if text is None else text
     try:
         return read(text)
     except ValueError as error:
@@ -280,7 +286,6 @@ def _planned(path: str, text: str, changes: Changes) -> Planned:
         None if limit is None else tuple(per_rank(limit, schedule.ranks)),
         Objective(objective),
         splits=schedule.splits,
-        jitter=_number(file, "jitter") or 0.0 if changes.jitter is None else changes.jitter,
         vocabulary=schedule.vocabulary,
         offload=mode,
         host_limit=host_limit,

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from megatron.pipeline.schedule.core.problem import Objective, Problem
+from megatron.pipeline.schedule.core.problem import Problem
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.lower import lower
 from megatron.pipeline.schedule.lower.posting import message_buffers
 from megatron.pipeline.schedule.lower.program import Program
 from megatron.pipeline.schedule.optimum.bound import own_bound
-from megatron.pipeline.schedule.time.jitter import Expected, expected
 from megatron.pipeline.schedule.time.simulate import activation_peaks, simulate
 
 
@@ -89,17 +88,10 @@ class Planned:
     def timeline(self) -> Timeline:
         return simulate(self.schedule, self.problem.costs)
 
-    @cached_property
-    def expected(self) -> Expected | None:
-        """The spans and makespans under the problem's jitter, if there is any."""
-        return expected(self.schedule, self.problem.costs, self.problem.jitter) if self.problem.jitter else None
-
     @property
     def value(self) -> float:
-        """What is to be short: span or makespan, of the expected case where there is jitter."""
-        if self.expected is None:
-            return self.problem.value(self.timeline)
-        return self.expected.span if self.problem.objective is Objective.SPAN else self.expected.makespan
+        """The objective, span or makespan, in the costs' unit."""
+        return self.problem.value(self.timeline)
 
     @cached_property
     def peaks(self) -> Sequence[float]:
@@ -121,23 +113,23 @@ class Planned:
         schedule, costs = self.schedule, self.problem.costs.sliced(self.schedule.splits)
         lanes = cache(lambda stage, kind: costs.stages[stage].lanes(kind))
         exposed = whole = 0.0
-        for stages, row, timed in zip(schedule.placement.stages, schedule.rows, self.timeline.ranks, strict=True):
+        for stages, timed in zip(schedule.placement.stages, self.timeline.ranks, strict=True):
             for work, start, end in timed:
-                if not (work.kind.is_of_vocabulary or work.kind.is_concurrent):
+                if not (work.kind.is_of_vocabulary or work.kind.is_copy):
                     computing, communicating = lanes(stages[work.chunk], work.kind)
-                    exposed += end - start - computing / row.parts(work)
-                    whole += communicating / row.parts(work)
+                    exposed += end - start - computing
+                    whole += communicating
         return max(0.0, exposed) / schedule.ranks, whole / schedule.ranks
 
     @cached_property
     def bound(self) -> float:
-        """What no order of the passes within the schedule's own memory can beat, in the nominal case: see ``own_bound``."""
+        """What no order of the passes within the schedule's own memory can beat: see ``own_bound``."""
         return own_bound(self.schedule, self.problem)
 
     @property
     def gap(self) -> float:
-        """How far the schedule is above that bound in the nominal case, as a share of the bound."""
-        return above(self.problem.value(self.timeline), self.bound)
+        """How far the schedule is above that bound, as a share of the bound."""
+        return above(self.value, self.bound)
 
 
 def above(value: float, bound: float) -> float:

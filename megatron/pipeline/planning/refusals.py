@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.pipeline.planning.planned import Variant
-from megatron.pipeline.schedule.core.costs import Costs
+from megatron.pipeline.schedule.core.costs import Costs, MemoryUnit
 from megatron.pipeline.schedule.core.problem import HostLimitTooLow, LimitTooLow, TooLow
 from megatron.pipeline.schedule.rules.verify import rounded_up
 
 _MOST_NAMED = 6  # variants with the same reason; the others are counted
-_FEWEST_BYTES = 2**17  # of a microbatch on its largest stage, where costs count bytes: as MiB more than a GPU of 128 GiB has
 
 
 class Bytes(float):
@@ -67,13 +66,10 @@ HOST_MIB = Unit("MiB", 2**20 / ROUNDED_UP)  # of host memory, for copied bytes
 
 
 def unit_of(costs: Costs | None) -> Unit:
-    """How memory is written at the costs of a file; None for costs in microbatches.
-
-    A file does not name its unit. From ``_FEWEST_BYTES`` on they are bytes: as many MiB would not fit on a GPU.
-    """
+    """How memory is written at the costs of a file; None for costs in microbatches."""
     if costs is None:
         return MICROBATCHES
-    return MIB if max(stage.activation for stage in costs.stages) >= _FEWEST_BYTES else COSTS_UNIT
+    return MIB if costs.unit is MemoryUnit.BYTES else COSTS_UNIT
 
 
 def in_unit(error: TooLow, unit: Unit, name: str, limit: float | None, host_limit: float | None) -> TooLow:

@@ -59,7 +59,6 @@ class Request:
         recompute, fused: the stages that run R, and those that run BW where the family splits the backward; or a function from
             the placement to those.
         splits, group: see ``Problem``; only for families that take them.
-        jitter: see ``Problem``; above 0 candidates are compared by their expected case.
         vocabulary: how the vocabulary is spread over all ranks, if it is. A family that stands for an amount of memory then
             holds ``vocabulary.postponed`` microbatches more.
         offload: how much of the activations may go to host memory. The limit is then that of the device, and a family that
@@ -90,7 +89,6 @@ class Request:
     fused: Iterable[int] | StagesOf = ()
     splits: int | None = None
     group: int | None = None
-    jitter: float = 0.0
     vocabulary: Vocabulary | None = None
     offload: Offload | None = None
     host_limit: float | None = None
@@ -146,7 +144,6 @@ class Request:
             frozenset(self.fused(placement) if callable(self.fused) else self.fused),
             splits,
             self.group,
-            self.jitter,
             self.vocabulary,
             self.offload,
             self.host_limit,
@@ -160,8 +157,11 @@ class Request:
         return replace(problem, limits=kept_limits(family, problem, beside))
 
     def _costs(self, placement: Placement) -> Costs:
-        costs = self.costs(placement) if callable(self.costs) else self.costs
-        return costs or self.equal_costs(placement)
+        given = self.costs(placement) if callable(self.costs) else self.costs
+        costs = given or self.equal_costs(placement)
+        if not any(cost.forward or cost.backward or cost.weight for cost in costs.stages):
+            raise ValueError("F, B and W of every stage take 0, and every order is as short: give one of them a time above 0")
+        return costs
 
     def equal_costs(self, placement: Placement) -> Costs:
         """What passes cost where no costs are given."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.pipeline.record.report import Report
-from megatron.pipeline.schedule.core.costs import Costs, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.costs import Costs, MemoryUnit, StageCosts, VocabularyCosts
 from megatron.pipeline.schedule.core.passes import VOCABULARY_KINDS, Kind
 
 _SHARDS = -1  # in place of a stage: the vocabulary shards of all ranks, which are equal
@@ -44,10 +44,11 @@ def measured_costs(timed: Sequence[Report], counted: Report) -> Costs:
     ]
     stages = _as_movable_as_others(stages)
     if schedule.vocabulary is None:
-        return Costs(tuple(stages))
+        return Costs(tuple(stages), unit=MemoryUnit.BYTES)
     shards: dict[str, float] = {str(kind): seconds[_SHARDS][kind] for kind in VOCABULARY_KINDS}
     kept = max(0.0, changes[_SHARDS][Kind.S])
-    return Costs(tuple(stages), vocabulary=VocabularyCosts(**shards, activation=kept, ranks=schedule.ranks))
+    vocabulary = VocabularyCosts(**shards, activation=kept, ranks=schedule.ranks)
+    return Costs(tuple(stages), vocabulary=vocabulary, unit=MemoryUnit.BYTES)
 
 
 def _alone(report: Report) -> Iterator[tuple[int, Kind, float, int]]:
@@ -111,7 +112,7 @@ def agree(costs: Costs, hops: Sequence[float], exchanges: Sequence[float] = ()) 
     stages = zip(*(one.stages for one in measured), strict=True)
     hop, exchange = (statistics.median(found) if (found := [*itertools.chain(*each)]) else None for each in samples)
     shards = replace(_median(one.vocabulary for one in measured), exchange=exchange)
-    return Costs(tuple(map(_median, stages)), hop or 0.0, shards, costs.copies)
+    return Costs(tuple(map(_median, stages)), hop or 0.0, shards, costs.copies, costs.unit)
 
 
 def _median(costs: Iterable[_Kind]) -> _Kind:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from megatron.pipeline.health.device_progress import DeviceProgress
 from megatron.pipeline.record.recorder import Unmeasured
@@ -31,21 +31,10 @@ from megatron.pipeline.schedule.lower.program import (
     pass_of,
 )
 
-ByPeer = Mapping[int, Tensors]  # by the rank that tensors come from, or go to
-
-
-class Job(NamedTuple):
-    """A pass to compute, the tensors that it takes, and the ranks that take what it makes."""
-
-    work: Pass
-    received: ByPeer
-    peers: tuple[int, ...]
-
-
-Handler = Callable[[Job], ByPeer]  # computes a pass, and returns what it makes for each of its peers
+Handler = Callable[[Pass, Tensors], Tensors]  # computes a pass from what it takes, [] for nothing, and returns what it makes
 # The same for two passes that run as one: the function takes what the first makes, as soon as that is there and while the second
 # runs on; returned is what the second makes.
-Braid = Callable[[Job, Job, Callable[[ByPeer], None]], ByPeer]
+Braid = Callable[[Pass, Tensors, Pass, Tensors, Callable[[Tensors], None]], Tensors]
 
 
 class Background(Protocol):
@@ -65,7 +54,7 @@ class Handlers:
     Attributes:
         passes: compute passes, by their kind.
         background: what runs while passes do, by the kind of a copy or the exchange of a collective.
-        release: called with the outputs of a forward once every rank that needs them has them: frees their data.
+        release: called with the outputs of a forward once the next stage has them: frees their data.
         abandon: called to let go of what is kept from one pass to another, when an iteration is given up.
         braid: computes two passes as one; None where no program has any.
     """
@@ -121,8 +110,7 @@ class Executor:
         self._left = deque(program)
         self._posted: dict[Message, None] = {}  # receives that have not been waited for, in their order
         self._received: dict[Message, Tensors] = {}
-        self._made: dict[tuple[Message, int], Tensors] = {}
-        self._unreleased: Counter[Message] = Counter()  # ranks that are yet to get an activation
+        self._made: dict[Message, Tensors] = {}
         self.position: Operation | None = None
         self.begun = 0
 
@@ -219,13 +207,13 @@ class Executor:
         if work.kind.row.braided:  # it has run with the pass before it
             return
         if braided is None:
-            self._hand_out(work, self._handlers.passes[work.kind](self._job(work)))
+            self._hand_out(work, self._handlers.passes[work.kind](work, self._take(work)))
             return
         assert self._handlers.braid is not None, f"{braided} is braided, and nothing runs braids"
         made = partial(self._send_within_braid, work)
-        self._hand_out(braided, self._handlers.braid(self._job(work), self._job(braided), made))
+        self._hand_out(braided, self._handlers.braid(work, self._take(work), braided, self._take(braided), made))
 
-    def _send_within_braid(self, work: Pass, outputs: ByPeer) -> None:
+    def _send_within_braid(self, work: Pass, outputs: Tensors) -> None:
         """Send what the forward of a braid has made, while its backward runs on. The sends stand directly behind it; on a GPU
         they wait for the stream that is current here. Posted in batches, they start with the operation after them."""
         braid = self.position
@@ -235,37 +223,31 @@ class Executor:
             self._send(sending.message, sending.peer)
         self.position = braid
 
-    def _job(self, work: Pass) -> Job:
-        received = {peer: self._take(message, peer) for message, peer in self._wiring.takes.get(work, ())}
-        for message, peer in self._wiring.answers.get(work, ()):
-            self.transport.finish(message, peer)  # its answer is here, so it has been received: this only takes note of it
-        return Job(work, received, tuple(peer for _, peer in self._wiring.makes.get(work, ())))
+    def _hand_out(self, work: Pass, outputs: Tensors) -> None:
+        """Keep what a pass has made for the one that takes it."""
+        if (message := self._wiring.makes.get(work)) is not None:
+            self._made[message] = outputs
 
-    def _hand_out(self, work: Pass, outputs: ByPeer) -> None:
-        """Keep what a pass has made for those that take it."""
-        for message, peer in self._wiring.makes.get(work, ()):
-            self._made[message, peer] = outputs[peer]
-            if message.flow is Flow.ACTIVATION:
-                self._unreleased[message] += 1
-
-    def _take(self, message: Message, peer: int) -> Tensors:
-        """The tensors of a message: received, or made by another chunk of this rank and handed over."""
+    def _take(self, work: Pass) -> Tensors:
+        """The tensors that a pass takes: received, or made by another chunk of this rank and handed over; [] for none."""
+        message, sent = self._wiring.takes.get(work), self._wiring.answers.get(work)
+        if message is None:
+            return []
         if message in self._received:
-            return self._received.pop(message)
-        tensors = self._made.pop((message, peer))
-        handed_over = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in tensors]
-        self._gone(message, tensors)
-        return handed_over
+            tensors = self._received.pop(message)
+        else:
+            made = self._made.pop(message)
+            tensors = [tensor if tensor is None else tensor.detach().requires_grad_() for tensor in made]
+            self._gone(message, made)
+        if sent is not None:
+            self.transport.finish(*sent)  # its answer is here, so it has been received: this only takes note of it
+        return tensors
 
     def _send(self, message: Message, peer: int) -> None:
-        tensors = self._made.pop((message, peer))
+        tensors = self._made.pop(message)
         self.transport.send(message, peer, tensors, when_sent=lambda: self._gone(message, tensors))
 
     def _gone(self, message: Message, tensors: Tensors) -> None:
-        """A rank has got a message."""
-        if message.flow is not Flow.ACTIVATION:
-            return
-        self._unreleased[message] -= 1
-        if not self._unreleased[message]:
-            del self._unreleased[message]
+        """The next stage has got a message."""
+        if message.flow is Flow.ACTIVATION:
             self._handlers.release(tensors)

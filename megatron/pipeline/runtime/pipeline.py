@@ -15,8 +15,8 @@ from megatron.pipeline.patches import schedules as schedules_patch
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.health.progress import Situation
 from megatron.pipeline.model import te_linear
+from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Planned
-from megatron.pipeline.planning.plans import Plans
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.record.recorder import Recorder, Unmeasured
 from megatron.pipeline.record.report import PendingReport, RecordFormat, Report, gather_objects, start_gathering
@@ -36,11 +36,11 @@ from megatron.pipeline.schedule.time.simulate import simulate
 __all__ = ["Pipeline"]
 
 
-class Pipeline(Plans):
+class Pipeline:
     """Runs iterations under a schedule, as ``forward_backward``, with the signature of megatron-core's own.
 
     Args:
-        request, posting: see ``Plans``.
+        request, posting: see ``PlanCache``.
         measure: time the passes and count activation memory, for ``report``. On a GPU that starts the allocator's
             statistics of the peak anew in every iteration.
         settings: how activations go to host memory.
@@ -48,8 +48,12 @@ class Pipeline(Plans):
         rehearses: the ranks share a device, and run their passes in turns.
         parks: between its turns a rank's weights are not on the device, once ``park`` has been called.
 
+    Attributes:
+        plans: what it runs, and can plan again.
+        name, placement, is_stock: those of the plans, which stay.
+
     Raises:
-        ValueError: see ``Plans``.
+        ValueError: see ``PlanCache``.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class Pipeline(Plans):
         parks: bool = False,
     ) -> None:
         self.settings = settings or Settings()
-        super().__init__(request, posting, self.settings.host_limit)
+        self.plans = PlanCache(request, posting, self.settings.host_limit)
+        self.name, self.placement, self.is_stock = self.plans.name, self.plans.placement, self.plans.is_stock
+        self._posting = posting
         self.measures = measure
         self.counts_bytes = False  # exactly, at the end of every pass: see Recorder
         # Opened when they are first needed, by all ranks of the world together.
@@ -113,8 +119,8 @@ class Pipeline(Plans):
         Raises:
             RanksDiffer: on every rank; names the ranks that differ, and what differs.
         """
-        agree({_title(*key): plan for key, plan in self._plans.items()})
-        self._agreed.update(self._plans.values())
+        agree({_title(*key): plan for key, plan in self.plans.made.items()})
+        self._agreed.update(self.plans.made.values())
 
     def forward_backward(self, **keywords: Any) -> list[Any]:
         """One iteration, with the keywords and the result of megatron-core's own schedules (see ``Call``).
@@ -125,7 +131,7 @@ class Pipeline(Plans):
                 this pipeline does not support.
         """
         call = Call(**keywords)
-        plan = self.plan(call.num_microbatches, call.forward_only)
+        plan = self.plans.plan(call.num_microbatches, call.forward_only)
         if plan not in self._agreed:
             agree({_title(call.num_microbatches, call.forward_only): plan})
             self._agreed.add(plan)
@@ -213,9 +219,9 @@ class Pipeline(Plans):
 
     def slowdown(self, report: Report) -> float | None:
         """The measured span of a report over the one that is simulated at this pipeline's costs; None without costs."""
-        if self.costs is None:
+        if self.plans.costs is None:
             return None
-        expected = _simulated_span(report.schedule, self.costs)
+        expected = _simulated_span(report.schedule, self.plans.costs)
         return report.timeline.span / expected if expected else None
 
     def _in_turns(self, recorder: Unmeasured) -> Unmeasured:

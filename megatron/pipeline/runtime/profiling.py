@@ -63,7 +63,7 @@ def _costs(pipeline: Pipeline, counted: Report, timed: list[Report]) -> Costs:
     hidden = transport.blank(Flow.ACTIVATION)[0] if transport else None
     exchanges = ping_all(groups.pipeline, torch.zeros_like(hidden)) if groups and hidden is not None else []
     costs = cost_profile.agree(mine, hops, exchanges)
-    if not pipeline.offloads:
+    if not pipeline.plans.offloads:
         return costs
     copies = probe.measure(pipeline.offloading, socket.gethostname(), rank, pipeline.placement.ranks)
     return replace(costs, copies=copies)

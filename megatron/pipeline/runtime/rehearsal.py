@@ -184,7 +184,7 @@ def _passes(timed: Sequence[Report]) -> list[Passes]:
     for report in timed:
         for rank, record in enumerate(report.ranks):
             for work, start, end in record.passes:
-                if not work.kind.row.copy:
+                if not work.kind.is_copy:
                     stage = None if work.kind.is_of_vocabulary else schedule.placement.stage(rank, work.chunk)
                     samples[rank, stage, work.kind].append(end - start)
     order = list(Kind)

@@ -50,12 +50,12 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     lines = [f" profiled: {in_words(costs)}"]
     if torch.distributed.get_rank() == 0 and (path := write(costs.to_json())) is not None:
         logging.getLogger(__name__).info("costs of this run: %s", path)
-    if not pipeline.has_family:
-        pipeline.adopt(costs, None, {})
+    if not pipeline.plans.has_family:
+        pipeline.plans.adopt(costs, None, {})
         yield [*lines, f" {_measured(pipeline, timed)}"]
         return
 
-    before, limit = pipeline.planned, limit_of(costs)
+    before, limit = pipeline.plans.planned, limit_of(costs)
     answers: list[dict[str, Any]] = []
     if torch.distributed.get_rank() == 0:
         planning = threading.Thread(target=lambda: answers.append(_plan(pipeline, costs, limit)), daemon=True)
@@ -67,7 +67,7 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
     error = answer.get("error")
     try:
         after = {} if error else {m: Schedule.from_json(text) for m, text in answer["schedules"].items()}
-        pipeline.adopt(costs, None if error else limit, after)
+        pipeline.plans.adopt(costs, None if error else limit, after)
     except ValueError as wrong:
         error = str(wrong)
     pipeline.agree()  # a rank with other flags may have refused what the others took
@@ -77,8 +77,8 @@ def replan(pipeline: Pipeline, limit_of: Callable[[Costs], float | None], write:
         return
     lines += [
         f" {pipeline.name} planned again in {answer['seconds']:.2g} s for {m} microbatches: "
-        + _change(before[m], schedule, costs, limit, pipeline.objective)
-        + (f"; {describe.in_words(schedule, costs, in_bytes=True, limited=limited)}" if pipeline.offload else "")
+        + _change(before[m], schedule, costs, limit, pipeline.plans.objective)
+        + (f"; {describe.in_words(schedule, costs, in_bytes=True, limited=limited)}" if pipeline.plans.offload else "")
         for m, schedule in after.items()
     ]
     fresh: list[Report] = []
@@ -92,7 +92,7 @@ def _plan(pipeline: Pipeline, costs: Costs, limit: float | None) -> dict[str, An
     """The schedules as JSON, or why there are none. An error in here does not stop training."""
     began = time.monotonic()
     try:
-        schedules = pipeline.plan_again(costs, limit)
+        schedules = pipeline.plans.plan_again(costs, limit)
     except LimitTooLow as error:
         return {"error": f"it needs {MIB.at_least(error.least)} on a rank, and the limit is {MIB.amount(limit or 0)}"}
     except HostLimitTooLow as error:

@@ -10,7 +10,7 @@ import torch
 
 from megatron.pipeline.backward.weight_tasks import WeightTask, deferring
 from megatron.pipeline.record.memory import hold
-from megatron.pipeline.runtime.executor import ByPeer, Handlers, Job
+from megatron.pipeline.runtime.executor import Handlers
 from megatron.pipeline.runtime.offload.offloading import InFlight
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.schedule.core.passes import COPY_KINDS, Kind, Pass
@@ -72,8 +72,7 @@ class StagePasses:
         self._offloaded = offloaded
         computed = (operation.work for operation in program if isinstance(operation, Compute))
         self._recomputed = {work[1:3] for work in computed if work.kind is Kind.R}
-        # By microbatch and chunk: what came from each rank, the inputs, and the outputs.
-        self._graphs: dict[tuple[int, int], tuple[ByPeer, Tensors, Tensors]] = {}
+        self._graphs: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}  # inputs and outputs, by microbatch and chunk
         self._weights: dict[tuple[int, int], list[tuple[WeightTask, list[Any]]]] = {}
 
     @property
@@ -85,55 +84,51 @@ class StagePasses:
             return handlers
         return handlers.joined(Handlers({}, dict.fromkeys(COPY_KINDS, self._offloaded), abandon=(self._offloaded.abandon,)))
 
-    def forward(self, job: Job) -> ByPeer:
-        """F: the same outputs for every peer."""
-        work, inputs, keep_graph = job.work, _inputs(job), self._keeps_graph(job)
+    def forward(self, work: Pass, received: Tensors) -> Tensors:
+        inputs, keep_graph = received or [None], self._keeps_graph(work)
         with self._offloaded.capturing(work, keep_graph) if self._offloaded else nullcontext():
             outputs = self._stages.forward(work, inputs, keep_graph)
-        return self._keep(job, inputs, outputs)
+        return self._keep(work, inputs, outputs)
 
-    def recompute(self, job: Job) -> ByPeer:
-        received, inputs, _ = self._graphs[job.work[1:3]]
-        self._graphs[job.work[1:3]] = received, inputs, self._stages.recompute(job.work, inputs)
-        return {}
+    def recompute(self, work: Pass, _: Tensors) -> Tensors:
+        inputs, _ = self._graphs[work[1:3]]
+        self._graphs[work[1:3]] = inputs, self._stages.recompute(work, inputs)
+        return []
 
-    def backward(self, job: Job) -> ByPeer:
-        """B, which leaves weight gradients to W, and BW: to each peer the gradient by what came from it."""
-        sources, inputs, outputs = self._graphs.pop(job.work[1:3])
-        with self._leaving_weights(job.work):
-            input_gradients = self._stages.backward(job.work, inputs, outputs, _sum(job.received.values()))
-        return _by_peer(input_gradients, sources, job.peers)
+    def backward(self, work: Pass, gradients: Tensors) -> Tensors:
+        """B, which leaves weight gradients to W, and BW: the gradients by the inputs."""
+        inputs, outputs = self._graphs.pop(work[1:3])
+        with self._leaving_weights(work):
+            return self._stages.backward(work, inputs, outputs, gradients or [None])
 
-    def braid(self, job: Job, other: Job, made: Callable[[ByPeer], None]) -> ByPeer:
+    def braid(self, work: Pass, received: Tensors, other: Pass, gradients: Tensors, made: Callable[[Tensors], None]) -> Tensors:
         """F and the backward of another microbatch or chunk as one unit: ``made`` takes what ``forward`` returns, and the caller
         what ``backward`` returns. One runs after the other where the stages have no braids, or F keeps no graph."""
         stages = self._stages
-        if not (isinstance(stages, BraidedStages) and self._keeps_graph(job)):
-            made(self.forward(job))
-            return self.backward(other)
-        inputs = _inputs(job)
-        sources, kept, outputs = self._graphs.pop(other.work[1:3])
-        gradients = _sum(other.received.values())
-        with self._leaving_weights(other.work):
-            gradients = stages.braid(
-                job.work, inputs, other.work, kept, outputs, gradients, lambda outputs: made(self._keep(job, inputs, outputs))
+        if not (isinstance(stages, BraidedStages) and self._keeps_graph(work)):
+            made(self.forward(work, received))
+            return self.backward(other, gradients)
+        inputs = received or [None]
+        kept, outputs = self._graphs.pop(other[1:3])
+        with self._leaving_weights(other):
+            return stages.braid(
+                work, inputs, other, kept, outputs, gradients or [None], lambda outputs: made(self._keep(work, inputs, outputs))
             )
-        return _by_peer(gradients, sources, other.peers)
 
-    def weight(self, job: Job) -> ByPeer:
-        run_weights(self._weights.pop(job.work[1:3]))
-        return {}
+    def weight(self, work: Pass, _: Tensors) -> Tensors:
+        run_weights(self._weights.pop(work[1:3]))
+        return []
 
-    def _keeps_graph(self, job: Job) -> bool:
-        return job.work[1:3] not in self._recomputed
+    def _keeps_graph(self, work: Pass) -> bool:
+        return work[1:3] not in self._recomputed
 
-    def _keep(self, job: Job, inputs: Tensors, outputs: Tensors) -> ByPeer:
-        """Keep what the backward of a forward needs; the outputs for every peer."""
+    def _keep(self, work: Pass, inputs: Tensors, outputs: Tensors) -> Tensors:
+        """Keep what the backward of a forward needs; the outputs."""
         if self._offloaded:
-            self._offloaded.adopt(job.work, inputs)
+            self._offloaded.adopt(work, inputs)
         if self._keep_graphs:
-            self._graphs[job.work[1:3]] = job.received, inputs, outputs if self._keeps_graph(job) else []
-        return dict.fromkeys(job.peers, outputs)
+            self._graphs[work[1:3]] = inputs, outputs if self._keeps_graph(work) else []
+        return outputs
 
     @contextmanager
     def _leaving_weights(self, work: Pass) -> Iterator[None]:
@@ -145,25 +140,6 @@ class StagePasses:
         with deferring(tasks):
             yield
         self._weights[work[1:3]] = [(task, hold(task.held)) for task in tasks]
-
-
-def _inputs(job: Job) -> Tensors:
-    return [tensor for tensors in job.received.values() for tensor in tensors] or [None]
-
-
-def _by_peer(gradients: Tensors, sources: ByPeer, peers: tuple[int, ...]) -> ByPeer:
-    """To each peer the gradients by the tensors that came from it."""
-    rest = iter(gradients)
-    by_peer = {peer: [next(rest) for _ in tensors] for peer, tensors in sources.items()}
-    return {peer: by_peer[peer] for peer in peers}
-
-
-def _sum(gradients: Iterable[Tensors]) -> Tensors:
-    """The gradient by an output that several stages have taken; [None] where none has."""
-    whole, *others = [*gradients] or [[None]]
-    for other in others:
-        whole = [one if more is None else more if one is None else one + more for one, more in zip(whole, other, strict=True)]
-    return whole
 
 
 @torch.no_grad()  # as in the backward that the tasks are a part of

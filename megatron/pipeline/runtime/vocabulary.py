@@ -27,9 +27,8 @@ from megatron.pipeline.model.vocabulary.output import OutputPart
 from megatron.pipeline.model.vocabulary.shard import VocabularyShard
 from megatron.pipeline.record.memory import hold
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.executor import Job
 from megatron.pipeline.runtime.p2p import Tensors
-from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
+from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.schedule import Schedule
 from megatron.pipeline.schedule.lower.program import Collective, Exchange
 
@@ -158,9 +157,8 @@ class VocabularyPasses:
         self.reported: list[Any] = []
         self.num_tokens: torch.Tensor | int = 0
 
-    def run(self, job: Job) -> dict[int, Tensors]:
-        """Run one pass of the shard. It makes no messages: collectives carry its results."""
-        work = job.work
+    def run(self, work: Pass, _: Tensors) -> Tensors:
+        """Run one pass of the shard. It takes and makes no messages: collectives carry its results."""
         if work.kind is Kind.IF:
             self._microbatches[work.microbatch] = self._read()
         one = self._microbatches[work.microbatch]
@@ -184,7 +182,7 @@ class VocabularyPasses:
                 self._shard.embedding.backward(one.tokens, one.embedding_gradient)
                 one.embedding_gradient, one.caught = None, []
                 self._end(work.microbatch)
-        return {}
+        return []
 
     def start(self, collective: Collective) -> None:
         one = self._microbatches[collective.microbatch]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.pipeline.runtime.call import Call
-from megatron.pipeline.runtime.executor import Handler, Handlers, Job
+from megatron.pipeline.runtime.executor import Handler, Handlers
 from megatron.pipeline.runtime.model_stages import ModelStages
 from megatron.pipeline.runtime.p2p import Tensors
 from megatron.pipeline.runtime.vocabulary import Groups, VocabularyPasses
@@ -30,7 +30,7 @@ class VocabularyStages(ModelStages):
     @property
     def handlers(self) -> Handlers:
         vocabulary = self._vocabulary
-        passes: dict[Kind, Handler] = {**dict.fromkeys(VOCABULARY_KINDS, vocabulary.run), Kind.IF: self._look_up}
+        passes: dict[Kind, Handler] = dict.fromkeys(VOCABULARY_KINDS, vocabulary.run)
         return Handlers(passes, dict.fromkeys(Exchange, vocabulary), abandon=(vocabulary.abandon,))
 
     @property
@@ -58,9 +58,6 @@ class VocabularyStages(ModelStages):
             assert output is not None
             gradients = [self._vocabulary.output_gradient(work.microbatch, output.dtype)]
         return super().backward(work, inputs, outputs, gradients)
-
-    def _look_up(self, job: Job) -> dict[int, Tensors]:
-        return self._vocabulary.run(job)
 
     def _hand_embedding_over(self, work: Pass, again: bool) -> None:
         if self._placement.is_first(self._placement.stage(self._rank, work.chunk)):

@@ -1,35 +1,28 @@
-"""Which tensors each pass of one rank takes and makes, and which rank is at their other end: read off its program."""
+"""Which tensors each pass of one rank takes and makes: read off its program."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron.pipeline.schedule.core.kinds import Flow, Where, sources
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Receive, Send, Wait
-
-Ends = tuple[tuple[Message, int], ...]  # messages, each with the pipeline rank at its other end
+from megatron.pipeline.schedule.lower.program import Compute, Message, Program, Send, Wait
 
 
 class Wiring(NamedTuple):
-    """The messages of one rank's passes. A message between two stages of this rank has the rank itself at its other end.
-
-    A stage may have several stages before it and several behind it, each on a rank of its own: a forward then takes a message
-    from each of the former, and sends its output to each of the latter. Its backward takes a gradient from each of the latter,
-    and sends to each of the former the gradient by what came from there.
+    """The messages of one rank's passes, also those between two stages of this rank.
 
     Attributes:
-        takes: messages that a pass needs.
-        makes: messages that a pass makes. Those to several ranks may have the same name.
-        answers: messages of the forward before a backward. They have been received once the backward has its gradients.
+        takes, makes: the message that a pass needs, and the one that it makes; most have one of each.
+        answers: by backward, the message that its forward has sent, and to which pipeline rank. It has been received once the
+            backward has its gradients.
     """
 
-    takes: Mapping[Pass, Ends]
-    makes: Mapping[Pass, Ends]
-    answers: Mapping[Pass, Ends]
+    takes: Mapping[Pass, Message]
+    makes: Mapping[Pass, Message]
+    answers: Mapping[Pass, tuple[Message, int]]
 
 
 def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
@@ -39,47 +32,41 @@ def wiring(program: Program, rank: int, placement: Placement) -> Wiring:
         rank: the one that runs the program.
         placement: of the stages. Two neighbours on one rank hand over their tensors without a message.
     """
-    takes: defaultdict[Pass, list[tuple[Message, int]]] = defaultdict(list)
-    makes: defaultdict[Pass, list[tuple[Message, int]]] = defaultdict(list)
-    peers: dict[Message, int] = {}
-    awaited: list[Message] = []  # before the next pass
+    takes: dict[Pass, Message] = {}
     makers: dict[Message, Pass] = {}
+    peers: dict[Message, int] = {}  # of what is sent
+    awaited: dict[Flow, Message] = {}  # before the next pass
+    passes: list[Pass] = []
     for operation in program:
         match operation:
-            case Receive(message, peer):
-                peers[message] = peer
             case Wait(Message() as message):
-                awaited.append(message)
+                awaited[message.flow] = message
             case Send(message, peer):
-                makes[makers[message]].append((message, peer))
+                peers[message] = peer
             case Compute(work, braided):
-                takes.setdefault(work, [])
-                for message in awaited:  # a braid waits for what both of its halves take
-                    taker = braided if braided and message.flow is Flow.GRADIENT else work
-                    takes[taker].append((message, peers[message]))
+                passes.append(work)
+                for flow, message in awaited.items():  # a braid waits for what both of its halves take
+                    takes[braided if braided and flow is Flow.GRADIENT else work] = message
                 awaited.clear()
                 if work.kind.row.sends:
                     makers[Message(work.kind.row.sends, work.microbatch, placement.stage(rank, work.chunk))] = work
-    for taker in [*takes]:
-        for message in _handed_over(taker, rank, placement):
-            if message in makers:
-                takes[taker].append((message, rank))
-                makes[makers[message]].append((message, rank))
-    answers: dict[Pass, Ends] = {}
-    for taker, messages in takes.items():
-        activation = Message(Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))
-        if activation in makers and any(message.flow is Flow.GRADIENT for message, _ in messages):
-            answers[taker] = tuple(makes[makers[activation]])
-    return Wiring(_frozen(takes), _frozen(makes), answers)
+    for work in passes:
+        message = _handed_over(work, rank, placement)
+        if message in makers:
+            takes[work], peers[message] = message, rank
+    answers = {
+        taker: (activation, peers[activation])
+        for taker, message in takes.items()
+        if message.flow is Flow.GRADIENT
+        and (activation := Message(Flow.ACTIVATION, taker.microbatch, placement.stage(rank, taker.chunk))) in peers
+    }
+    return Wiring(takes, {makers[message]: message for message in peers}, answers)
 
 
-def _handed_over(work: Pass, rank: int, placement: Placement) -> Iterator[Message]:
-    """What a pass takes from neighbouring stages on its own rank."""
-    for source in sources(placement, None)[work.kind, rank, work.chunk] if not work.part else ():
+def _handed_over(work: Pass, rank: int, placement: Placement) -> Message | None:
+    """What a pass takes from a neighbouring stage on its own rank."""
+    for source in sources(placement, None)[work.kind, rank, work.chunk]:
         (home, chunk), flow = source.homes[0], source.kinds[0].row.sends
         if flow and home == rank and source.need.where in (Where.PREVIOUS, Where.NEXT):
-            yield Message(flow, work.microbatch, placement.stage(rank, chunk))
-
-
-def _frozen(table: Mapping[Pass, Sequence[tuple[Message, int]]]) -> dict[Pass, Ends]:
-    return {work: tuple(ends) for work, ends in table.items()}
+            return Message(flow, work.microbatch, placement.stage(rank, chunk))
+    return None

@@ -33,7 +33,7 @@ Query: TypeAlias = tuple[tuple[str, str], ...]  # names and values, in the order
 # The file of --costs is one that the page has opened.
 FLAGS = (
     *("schedule", "pp", "microbatches", "chunks", "splits", "group", "cost", "activation", "first-stage", "last-stage"),
-    *("vocab-cost", "vocab-parallel", "copy", "offload", "host-memory-limit", "memory-limit", "objective", "jitter"),
+    *("vocab-cost", "vocab-parallel", "copy", "offload", "host-memory-limit", "memory-limit", "objective"),
     *("recompute", "fuse", "overlap-experts", "costs"),
 )
 DOWNLOADS = {"json": "application/json", "csv": "text/csv; charset=utf-8", "svg": "image/svg+xml"}  # formats of a plan, and types

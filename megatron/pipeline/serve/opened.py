@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron.pipeline.costmodel import device
+from megatron.pipeline.planning.document import read_costs
 from megatron.pipeline.planning.refusals import MIB, unit_of
 from megatron.pipeline.schedule.core.costs import CopyCosts, Costs, VocabularyCosts
 from megatron.pipeline.serve.workers import ENDING, Busy
@@ -87,10 +88,7 @@ class Opened:
                 if self._ending:
                     raise Busy(ENDING)
                 text = await self._predicted(file, text, gpu)
-        try:
-            costs = Costs.from_json(text)
-        except ValueError as error:
-            raise ValueError(f"{file}: {error}") from None
+        costs = read_costs(file, text)
         id = hashlib.sha256(text.encode()).hexdigest()[:16]
         self._path(id).write_text(text, encoding="utf-8")
         self._known[id] = {"costs": id, "name": file, **_about(costs)}

@@ -1,7 +1,7 @@
 """Checkpoints: written next to the last one and put in place by a rename, so that a crash leaves a usable one.
 
-The layout is Megatron-LM's, which loads them, as they load its own (``checkpoint_files.py`` finds and checks them). Tensors carry
-global names, so a checkpoint loads under another pipeline size, placement or schedule.
+The layout is Megatron-LM's, which loads them, as they load its own (``session/checkpoints.py`` finds, ``checkpoint_files.py``
+checks them). Tensors carry global names, so a checkpoint loads under another pipeline size, placement or schedule.
 """
 
 from __future__ import annotations
@@ -23,32 +23,17 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.utils import unwrap_model
-from megatron.pipeline.patches import compat
 from megatron.pipeline.patches.torch_checkpoint import DamagedFile
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.pipeline.dist.device import this_device
 from megatron.pipeline.dist.groups import barrier, done_by_rank_0
-from megatron.pipeline.schedule.core.names import OFF
-from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.trainer import save_lock
-from megatron.pipeline.trainer.atomic import UNFINISHED, sync, write_text
-from megatron.pipeline.trainer.checkpoint_files import (
-    FORMAT,
-    RESHARDABLE,
-    SUMMARY,
-    TRACKER,
-    damaged,
-    find,
-    latest,
-    model_flags,
-    name_of,
-    reason,
-    replaced,
-    schedule_flags,
-)
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.atomic import UNFINISHED, sync, write_text
+from megatron.pipeline.session.checkpoints import FORMAT, RESHARDABLE, TRACKER, damaged, find, latest, name_of, reason, replaced
+from megatron.pipeline.session.metrics import training_flops
+from megatron.pipeline.trainer.checkpoint_files import SUMMARY, model_flags, schedule_flags
 from megatron.pipeline.trainer.optimizer_state import load_state, sharded_state
-from megatron.pipeline.trainer.run_log import training_flops
 from megatron.pipeline.trainer.state import Training
 
 # What upstream's sharded state depends on: the form of the distributed optimizer's that another layout of ranks can read.
@@ -56,26 +41,6 @@ _FORM = {"distrib_optim_sharding_type": RESHARDABLE, "chained_optim_avoid_prefix
 
 _ARCHIVE = 1900  # bytes of what torch.save writes around a tensor, and of its place in the description of all
 _FULL = 64 * 2**10  # bytes free below which a write has failed for lack of space
-
-
-def check_release(args: Namespace, placement: Placement) -> None:
-    """Refuse checkpoints that an older release of megatron-core cannot read back.
-
-    Raises:
-        ValueError: says which release can, and what works with this one.
-    """
-    missing = compat.missing_module("megatron.core.dist_checkpointing.strategies.checkpointable")
-    if missing is None or not (args.save or args.load):
-        return
-    if args.use_distributed_optimizer:
-        raise ValueError(f"a checkpoint with --use-distributed-optimizer {missing}, or leave that flag out")
-    first, last = placement.home(0), placement.home(placement.last_stage)
-    tied = not args.untie_embeddings_and_output_weights and args.vocab_parallel == OFF
-    if tied and first != last and first[0] == last[0]:
-        raise ValueError(
-            f"a checkpoint of tied embeddings with both copies on one rank, as a V has them, {missing}, or give "
-            "--untie-embeddings-and-output-weights, or a schedule with the ends on different ranks, such as zb-h1"
-        )
 
 
 def save(args: Namespace, training: Training) -> Path:

@@ -28,8 +28,8 @@ from megatron.pipeline.optimizer.step_ahead import Outcome, StepAhead, clips, sn
 from megatron.pipeline.record.report import PendingReport
 from megatron.pipeline.runtime.iteration import ValidationResult
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.session.metrics import Step
 from megatron.pipeline.trainer.data import Batch, check_finite, forward_step
-from megatron.pipeline.trainer.metrics import Step
 from megatron.pipeline.trainer.state import Training
 
 Iterators = list[Iterator[Batch] | None]

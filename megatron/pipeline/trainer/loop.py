@@ -16,11 +16,11 @@ from megatron.core.timers import Timers
 
 from megatron.pipeline.record.report import PendingReport
 from megatron.pipeline.runtime.pipeline import Pipeline
+from megatron.pipeline.session.metrics import Step
+from megatron.pipeline.session.reports import Reports
 from megatron.pipeline.trainer import checkpoint
 from megatron.pipeline.trainer.data import Samples, evaluates
 from megatron.pipeline.trainer.iterations import Iterations, evaluate
-from megatron.pipeline.trainer.metrics import Step
-from megatron.pipeline.trainer.reports import Reports
 from megatron.pipeline.trainer.run_log import Log
 from megatron.pipeline.trainer.state import Training
 

@@ -32,17 +32,20 @@ from megatron.pipeline.model.slices import check_slices
 from megatron.pipeline.runtime.offload import numa
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.placement import Placement
-from megatron.pipeline.trainer import checkpoint, checkpoint_files, save_lock
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.checkpoints import latest
+from megatron.pipeline.session.groups import initialize_model_parallel
+from megatron.pipeline.session.memory import check_rehearsal_fits
+from megatron.pipeline.session.planning import plan_pipeline
+from megatron.pipeline.session.rehearsal import about_absent_ranks, price_absent_ranks
+from megatron.pipeline.session.startup_lines import first_words, plan_in_words
+from megatron.pipeline.session.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pipeline.session.trace import draw_consecutive, draw_last_trace
+from megatron.pipeline.trainer import checkpoint, checkpoint_files
 from megatron.pipeline.trainer.data import Samples, check_data
 from megatron.pipeline.trainer.loop import train
-from megatron.pipeline.trainer.memory import check_rehearsal_fits
-from megatron.pipeline.trainer.planning import plan_pipeline
-from megatron.pipeline.trainer.rehearsal import about_absent_ranks, price_absent_ranks
 from megatron.pipeline.trainer.run_log import Log
-from megatron.pipeline.trainer.startup_lines import first_words, plan_in_words
-from megatron.pipeline.trainer.state import Training, build_training, initialize_model_parallel
-from megatron.pipeline.trainer.tokenizer import build_tokenizer, padded_vocab_size
-from megatron.pipeline.trainer.trace import draw_consecutive, draw_last_trace
+from megatron.pipeline.trainer.state import Training, build_training
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         return _refused(error)
     _configure_logging(args, rank)
     try:
-        with _world(args, rank, world_size, binds=pipeline.offloads and args.offload_numa_binding):
+        with _world(args, rank, world_size, binds=pipeline.plans.offloads and args.offload_numa_binding):
             run(args, tokenizer, pipeline)
     except save_lock.CannotSave as error:
         return _refused(error)
@@ -86,10 +89,9 @@ def prepare(argv: Sequence[str], world_size: int) -> tuple[Namespace, Any, Pipel
     args.padded_vocab_size = padded_vocab_size(tokenizer.vocab_size, args)  # decides what --layer-redistribution does
     pipeline = plan_pipeline(args)
     stage_layers(args, pipeline.placement)
-    check_slices(args, pipeline.splits)
+    check_slices(args, pipeline.plans.splits)
     check_rehearsal_fits(args, pipeline, world_size)
     check_data(args, tokenizer.vocab_size)
-    checkpoint.check_release(args, pipeline.placement)
     checkpoint_files.check(args)
     return args, tokenizer, pipeline
 
@@ -215,7 +217,7 @@ def _last_words(args: Namespace, log: Log) -> str:
     places = {
         "metrics": args.metrics,
         "TensorBoard log": args.tensorboard_dir,
-        "checkpoint": checkpoint_files.latest(args.save) if args.save else None,
+        "checkpoint": latest(args.save) if args.save else None,
         "traces": traces if drawn else f"none in {traces}: no iteration was logged (--log-interval)" if traces else None,
         "timeline picture": drawn,
         "picture of consecutive iterations": draw_consecutive(traces) if traces else None,

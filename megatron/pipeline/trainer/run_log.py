@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from megatron.pipeline.shape.gpt import Shape, training_operations
-from megatron.pipeline.trainer.metrics import Measured, Metrics, Step, tokens_per_second
+from megatron.pipeline.session.metrics import Measured, Metrics, Step, tokens_per_second, training_flops
 
 
 class Log:
@@ -147,11 +145,3 @@ class Log:
         for name, value in values.items():
             if value is not None:
                 self._board.add_scalar(name, value, step.iteration)
-
-
-def training_flops(args: Namespace, samples: int) -> float:
-    """Floating-point operations of the matrix products in training on ``samples`` samples, without recomputation.
-
-    Of causal attention the half that is not masked counts.
-    """
-    return training_operations(replace(Shape.of(args), microbatch=samples), causal=True)

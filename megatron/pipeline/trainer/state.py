@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -34,21 +33,6 @@ class Training:
     scheduler: OptimizerParamScheduler
     iteration: int = 0
     consumed_samples: int = 0
-
-
-def initialize_model_parallel(args: Namespace, placement: Placement) -> None:
-    """Make megatron-core's process groups; torch.distributed must be initialised."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=placement.chunks if placement.chunks > 1 else None,
-        context_parallel_size=args.context_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-        # For checkpoints alone, and of gloo itself, which waits for ranks that are not there.
-        create_gloo_process_groups=args.rehearse_share == 1,
-    )
 
 
 def build_training(args: Namespace, placement: Placement, timers: Timers | None = None) -> Training:

@@ -114,7 +114,7 @@ class Layouts:
             ValueError: they do not go together.
         """
         from megatron.pipeline.flags.validation import validate
-        from megatron.pipeline.trainer.tokenizer import padded_vocab_size
+        from megatron.pipeline.session.tokenizer import padded_vocab_size
 
         args = copy.copy(self.base)
         for name, value in (SEARCHED | dict(changes)).items():

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from megatron.pipeline.schedule.core.names import OFF
-from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.tune.iteration import Result
 from megatron.pipeline.tune.layouts import SEARCHED
 

@@ -3,7 +3,7 @@
 from megatron.pipeline.view.consecutive import Consecutive, Iteration
 from megatron.pipeline.view.page import Entry, write_page
 from megatron.pipeline.view.picture import draw
-from megatron.pipeline.view.plots import Point, draw_pareto, draw_robustness
+from megatron.pipeline.view.plots import Point, draw_pareto
 from megatron.pipeline.view.text import render
 
-__all__ = ["Consecutive", "Entry", "Iteration", "Point", "draw", "draw_pareto", "draw_robustness", "render", "write_page"]
+__all__ = ["Consecutive", "Entry", "Iteration", "Point", "draw", "draw_pareto", "render", "write_page"]

@@ -102,10 +102,10 @@ def _threads(timeline: Timeline) -> Iterator[tuple[int, str, int]]:
 def _passes(timeline: Timeline, schedule: Schedule | None, clock: _Clock) -> Iterator[_Event]:
     splits, ranks, kinds = schedule.splits if schedule else 1, len(timeline.ranks), lane_kinds(timeline)
     for rank, row in enumerate(timeline.ranks):
-        computed = [timed for timed in row if not timed.work.kind.is_concurrent]
+        computed = [timed for timed in row if not timed.work.kind.is_copy]
         whole = (timed for timed, _ in with_whole_braids(computed))  # the halves of a braid are one below the other
         for work, start, end in (*whole, *(timeline.copies[rank] if timeline.copies else ())):
-            thread = (1 + kinds.index(work.kind)) * ranks + rank if work.kind.is_concurrent else rank
+            thread = (1 + kinds.index(work.kind)) * ranks + rank if work.kind.is_copy else rank
             number, slice_ = divmod(work.microbatch, splits)
             values = {"microbatch": number, "chunk": work.chunk}
             if schedule and not work.kind.is_of_vocabulary:

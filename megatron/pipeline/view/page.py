@@ -95,7 +95,7 @@ def looks() -> dict[str, Any]:
                 "meaning": kind.row.meaning,
                 "colour": COLOURS[kind],
                 "braided": bool(kind.row.braided),
-                "lane": kind.is_concurrent,
+                "lane": kind.is_copy,
                 "needs": [_need(need) for need in kind.row.needs if not need.delay],
             }
             for kind in _KINDS

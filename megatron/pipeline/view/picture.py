@@ -196,7 +196,7 @@ def _boxes(axes: Axes, title: str, timeline: Timeline, numbers: _Numbers, waits:
         if waits:
             intervals = [(start - origin, end - start) for start, end in waits[row]]
             axes.broken_barh(intervals, ((low + high) / 2 - 0.12, 0.24), facecolor=_WAIT, linewidth=0)
-        passes = [timed for timed in rank if not timed.work.kind.is_concurrent]
+        passes = [timed for timed in rank if not timed.work.kind.is_copy]
         for kind, copies in lanes(timeline, row).items():
             _paths(axes, copies, (row + bars[kind][0], row + bars[kind][1]), origin, chunks, numbers)
         for (top, bottom), boxes in _halved(passes, low, high).items():

@@ -1,4 +1,4 @@
-"""Plots of many schedules or trainings: bubble against memory, time under jitter, throughput against memory."""
+"""Plots of many schedules or trainings: bubble against memory, throughput against memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron.pipeline.view.style import INK, save
@@ -103,56 +102,6 @@ def draw_pareto(
         multiples = axes.secondary_xaxis("top", functions=scales)
         multiples.set_xlabel("multiple of 1F1B's memory", fontsize=_FONT, color=INK)
         multiples.tick_params(labelsize=_FONT, colors=INK, length=0)
-    save(figure, path)
-
-
-def draw_robustness(
-    spans: Mapping[str, Mapping[float, Sequence[float]]],
-    path: str | Path,
-    unit: str = "",
-    title: str = "",
-    measured: str = "span",
-) -> None:
-    """Draw the expected span of schedules at each amount of jitter, with the range of nine of ten runs.
-
-    Args:
-        spans: by schedule, then by jitter (0.1 for 10 %), the span of every simulated run; one run is enough at 0.
-        path: where the picture goes; its suffix, .png or .svg, is the format.
-        unit: of time, for the axis.
-        title: of the plot, such as the shape.
-        measured: name of the numbers, for the axis, such as makespan.
-
-    Raises:
-        ValueError: there is nothing to draw, a schedule has no runs at some jitter, or the suffix is another one.
-        OSError: the file cannot be written.
-    """
-    import numpy
-
-    if not spans:
-        raise ValueError("nothing to draw: give at least one schedule")
-    for name, by_jitter in spans.items():
-        if not by_jitter or not all(by_jitter.values()):
-            raise ValueError(f"{name} has no runs to draw: give at least one span for every amount of jitter")
-    jitters = sorted({jitter for by_jitter in spans.values() for jitter in by_jitter})
-    rows = 0.42 * len(spans)  # inches, between 0.55 below and 0.62 above
-    height = rows + 1.17
-    figure, axes = _axes(9.0, height, (0.14, 0.55 / height, 0.83, rows / height), title, grid="x")
-    for index, jitter in enumerate(jitters):
-        offset = 0.6 * ((index + 0.5) / len(jitters) - 0.5)
-        at = [row + offset for row, by_jitter in enumerate(spans.values()) if jitter in by_jitter]
-        runs = [by_jitter[jitter] for by_jitter in spans.values() if jitter in by_jitter]
-        lows, highs = zip(*(numpy.percentile(run, (5, 95)) for run in runs), strict=True)
-        colour = (_BLUE, _ORANGE, _RED, _GREEN, _PINK)[index % 5]
-        axes.hlines(at, lows, highs, color=colour, linewidth=2, alpha=0.6)
-        axes.plot(
-            list(map(fmean, runs)), at, "o", color=colour, markersize=5, label=f"jitter {jitter:.0%}" if jitter else "no jitter"
-        )
-    axes.set_yticks(range(len(spans)), list(spans))
-    axes.set_ylim(len(spans) - 0.5, -0.5)
-    axes.spines["left"].set_visible(False)
-    what = f"{measured} ({unit})" if unit else measured
-    axes.set_xlabel(f"{what}: the dot is the mean, the bar spans nine of ten runs", fontsize=_FONT, color=INK)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(jitters), fontsize=_FONT, frameon=False, borderaxespad=0.2)
     save(figure, path)
 
 

@@ -45,7 +45,7 @@ def render(
         consecutive: the iterations that the timeline joins: a line above says where each begins on the first rank, and the
             passes of every second one are in small letters.
     """
-    computed = [[timed for timed in rank if not timed.work.kind.is_concurrent] for rank in timeline.ranks]
+    computed = [[timed for timed in rank if not timed.work.kind.is_copy] for rank in timeline.ranks]
     passes = [timed for rank in (*computed, *timeline.copies) for timed in rank]
     margin = len(f"rank {len(timeline.ranks) - 1} ")
     origin = min((timed.start for timed in passes), default=0.0)

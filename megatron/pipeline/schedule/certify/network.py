@@ -6,7 +6,7 @@ not depend on times, and it is stuck exactly where what has not run waits for ea
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -149,7 +149,6 @@ class Network:
     def _add_row(self, rank: int) -> None:
         """What a rank's compute stream runs."""
         row = self._traffic.rows[rank]
-        parts = Counter(step.work[:3] for step in row if isinstance(step, Compute))
         rest: dict[Pass, float] = {}  # of a braid, after its forward
         for place, step in enumerate(row):
             here = Work("row", rank, place)
@@ -160,7 +159,7 @@ class Network:
                         other = self._traffic.placement.stage(rank, backward.chunk)
                         seconds, rest[backward] = self._costs.braid(stage, backward.kind, other)
                     else:
-                        seconds = rest.pop(work, self._costs.seconds(work.kind, stage) / parts[work[:3]])
+                        seconds = rest.pop(work, self._costs.seconds(work.kind, stage))
                     self._add(rank, here, seconds=seconds)
                 case Batch():
                     self._add_posts(rank, place)

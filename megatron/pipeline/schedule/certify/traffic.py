@@ -128,7 +128,7 @@ def late(schedule: Schedule) -> Traffic:
         for slot, work in enumerate(schedule.passes[rank]):
             yield from before[rank, slot]
             yield from (Await(post.item) for post in before[rank, slot])
-            if not work.kind.is_concurrent:
+            if not work.kind.is_copy:
                 yield Compute(work)
             yield from after[rank, slot]
 

@@ -17,20 +17,27 @@ from megatron.pipeline.schedule.core.reading import parse_json
 from megatron.pipeline.schedule.core.stage_costs import (
     ALL_TO_ALL,
     PARTS,
+    PARTS_OF,
     CopyCosts,
+    MemoryUnit,
     StageCosts,
     VocabularyCosts,
     by_name,
     combined,
 )
 
-__all__ = ["CopyCosts", "Costs", "StageCosts", "VocabularyCosts", "uniform"]
+__all__ = ["CopyCosts", "Costs", "MemoryUnit", "StageCosts", "VocabularyCosts", "uniform"]
+
+_FEWEST_BYTES = 2**17  # of a microbatch on its largest stage: as many MiB would be more than a GPU of 128 GiB has
 
 
 @dataclass(frozen=True)
 class Costs:
     """The costs of every stage, the seconds of one hop between neighbouring ranks, what a spread vocabulary costs, and copies to
     host memory.
+
+    Attributes:
+        unit: of memory; where it is not said, as in files of earlier releases, bytes if a stage has ``_FEWEST_BYTES`` or more.
 
     Raises:
         ValueError: a time or size is negative or not finite, or more is kept for R, or moved, than F allocates.
@@ -40,8 +47,12 @@ class Costs:
     hop: float = 0.0
     vocabulary: VocabularyCosts = VocabularyCosts()
     copies: CopyCosts = CopyCosts()
+    unit: MemoryUnit | None = None
 
     def __post_init__(self) -> None:
+        if self.unit is None:
+            are_bytes = max((stage.activation for stage in self.stages), default=0.0) >= _FEWEST_BYTES
+            object.__setattr__(self, "unit", MemoryUnit.BYTES if are_bytes else MemoryUnit.MICROBATCHES)
         if not 0 <= self.hop < float("inf"):
             raise ValueError(f"the hop must take 0 seconds or more, got {self.hop}")
         named: list[tuple[str, StageCosts | VocabularyCosts]] = [("the vocabulary", self.vocabulary)]
@@ -59,7 +70,7 @@ class Costs:
             ):
                 if amount is not None and amount > most:
                     raise ValueError(f"stage {index} would {use}; {name} must not be more")
-            for whole, names in (("forward", PARTS[:3]), ("backward", PARTS[3:6]), ("weight", PARTS[6:])):
+            for whole, names in PARTS_OF.items():
                 together = sum(map(stage.value, names))
                 if together > stage.value(whole) * (1 + 1e-9):
                     raise ValueError(
@@ -119,7 +130,7 @@ class Costs:
             stage: where it runs; passes of the vocabulary take the same on every rank.
             recomputed: whether the schedule has an R for the microbatch, so that F keeps no more than ``checkpoint``.
         """
-        if kind.row.copy:
+        if kind.is_copy:
             return self.stages[stage].moved(recomputed) * float(getattr(self.copies, kind.row.seconds))
         return (self.vocabulary if kind.row.shard else self.stages[stage]).seconds(kind)
 
@@ -183,20 +194,20 @@ class Costs:
         rows = [by_name(stage) for stage in self.stages]
         spread = {} if self.vocabulary == VocabularyCosts() else {"vocabulary": by_name(self.vocabulary)}
         copies = {} if self.copies == CopyCosts() else {"copies": asdict(self.copies)}
-        return {"hop": self.hop, "stages": rows} | spread | copies
+        return {"hop": self.hop, "unit": str(self.unit), "stages": rows} | spread | copies
 
     def to_json(self) -> str:
-        """One JSON object, ``{"hop": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
+        """One JSON object, ``{"hop": .., "unit": .., "stages": [{"forward": .., ..}, ..]}``, that ``from_json`` reads back."""
         return json.dumps(self.fields())
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
         """Read what ``to_json`` wrote, or a person.
 
-        ``hop`` is 0 where it is left out. A stage must have ``forward``, ``backward`` and ``weight``; where ``retained`` is left
-        out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does. ``vocabulary`` has the fields of
-        ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``, with its defaults. ``of`` may
-        say of which training they are; nothing here reads it.
+        ``hop`` is 0 where it is left out; for ``unit`` see the class. A stage must have ``forward``, ``backward`` and ``weight``;
+        where ``retained`` is left out, all of ``activation`` is held until W; where ``recompute`` is, R takes what F does.
+        ``vocabulary`` has the fields of ``VocabularyCosts``, each 0 where it is left out, and ``copies`` those of ``CopyCosts``,
+        with its defaults. ``of`` may say of which training they are; nothing here reads it.
 
         Raises:
             ValueError: not JSON, or as ``costs_fields.read``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, StageCosts, VocabularyCosts
+from megatron.pipeline.schedule.core.stage_costs import PARTS, CopyCosts, MemoryUnit, StageCosts, VocabularyCosts
 
 # The range keeps sums and ratios of costs, over any number of passes, within what a float can hold.
 COST_RANGE = "0 or between 1e-100 and 1e100"
@@ -24,7 +24,7 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         ValueError: a field is missing, unknown, no number, or a number out of range; the stage is named.
     """
     rows = data.get("stages") if isinstance(data, dict) else None
-    known = {"hop", "stages", "vocabulary", "copies", "of"}  # of: of which training; no cost
+    known = {"hop", "unit", "stages", "vocabulary", "copies", "of"}  # of: of which training; no cost
     if not isinstance(data, dict) or not isinstance(rows, list) or not rows or not data.keys() <= known:
         raise ValueError('not costs: expected {"hop": .., "stages": [{"forward": .., "backward": .., "weight": ..}, ..]}')
     stages = []
@@ -34,7 +34,10 @@ def read(data: object, cut: bool) -> dict[str, Any]:
         stages.append(StageCosts(**{"retained": given.get("activation", 1.0), "recompute": given["forward"], **given}))
     hop = data.get("hop", 0.0)
     _check_number("hop", hop)
-    return {"stages": tuple(stages), "hop": float(hop)} | _shared(data)
+    unit = data.get("unit")
+    if unit not in (None, *MemoryUnit):
+        raise ValueError(f"unit: expected {' or '.join(MemoryUnit)}, what memory is counted in, got {unit!r}")
+    return {"stages": tuple(stages), "hop": float(hop), "unit": unit and MemoryUnit(unit)} | _shared(data)
 
 
 def is_cost(value: object) -> bool:

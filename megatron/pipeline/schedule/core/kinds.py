@@ -60,7 +60,6 @@ class Lane(StrEnum):
 
     TO_HOST = "to host"
     TO_DEVICE = "to device"
-    COLLECTIVE = "collective"
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,16 @@ class Row:
         seconds: the field of the costs with its seconds.
         allocates, frees: the fields of the costs with the memory that a pass allocates when it starts, and frees when it ends.
         recomputed: the field that takes the place of these where the microbatch has an R on the stage.
-        lane: the lane that passes run on, concurrently with the computation of the rank; None for that computation.
+        lane: the lane that copies of activations run on, concurrently with the computation of the rank; ``seconds`` is then a
+            field of ``CopyCosts``, per unit of memory. None for that computation.
         starts: on a lane, whether its place in the rank's order is where the rank starts it; otherwise it starts as soon as it
             can, and its place is where the rank waits for it.
         in_order: the lines that it belongs to; on one chunk the passes of a line run in the order of their microbatches.
         sends: the message that the neighbouring stage receives.
         forward: whether evaluations have it too: it changes no gradient.
         shard: whether every rank runs it for its shard of the vocabulary, with the costs of ``VocabularyCosts``.
-        copy: whether it copies activations; ``seconds`` is then a field of ``CopyCosts``, per unit of memory.
         optional: whether a schedule may have it for some microbatches only, or for none.
         replaces: the kinds that it stands for: a microbatch has either these or this kind.
-        inside: the kind that it divides into parts: it runs between part i and part i + 1 of such a pass.
         braided: the kind that it would be alone. It runs as one with the pass directly before it on its rank, an F of another
             microbatch or chunk: the two start together, and the collectives of one run while the other computes.
     """
@@ -123,59 +121,14 @@ class Row:
     sends: Flow | None = None
     forward: bool = False
     shard: bool = False
-    copy: bool = False
     optional: bool = False
     replaces: tuple[str, ...] = ()
-    inside: str | None = None
     braided: str | None = None
 
     @property
     def starts_on_lane(self) -> bool:
         """Whether a rank starts it on a lane, and waits for it before the pass that needs it."""
         return self.lane is not None and self.starts
-
-
-class AnyKind(StrEnum):
-    """A kind of pass, with its row. ``Kind`` lists those of this package; other enumerations can add to them."""
-
-    row: Row
-
-    def __new__(cls, name: str, row: Row = Row("", (), "")) -> AnyKind:  # Kind("F") looks a kind up
-        kind = str.__new__(cls, name)
-        kind._value_ = name
-        kind.row = row
-        return kind
-
-    __hash__ = str.__hash__  # Enum's own is written in Python, and passes are looked up by the hundred thousand
-
-    @property
-    def sends_gradient(self) -> bool:
-        """Whether the pass produces the gradient that the previous stage waits for."""
-        return self.row.sends is Flow.GRADIENT
-
-    @property
-    def finishes_weights(self) -> bool:
-        """Whether the pass adds its microbatch to the weight gradients, and so frees all that F allocated."""
-        return WEIGHTS in self.row.in_order
-
-    @property
-    def is_of_vocabulary(self) -> bool:
-        """Whether every rank runs it for its shard of the vocabulary, rather than for a stage."""
-        return self.row.shard
-
-    @property
-    def is_copy(self) -> bool:
-        return self.row.copy
-
-    @property
-    def is_concurrent(self) -> bool:
-        """Whether it runs on a lane of its own, concurrently with what its rank computes."""
-        return self.row.lane is not None
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it belongs to an evaluation too: it changes no gradient."""
-        return self.row.forward
 
 
 WEIGHTS = "W and BW"  # the line of the passes that add to the weight gradients
@@ -199,8 +152,18 @@ _BACKWARD_NEEDS = (
 )
 
 
-class Kind(AnyKind):
+class Kind(StrEnum):
     """What a pass computes; a microbatch meets the kinds of a stage in the order in which they stand here."""
+
+    row: Row
+
+    def __new__(cls, name: str, row: Row = Row("", (), "")) -> Kind:  # Kind("F") looks a kind up
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.row = row
+        return kind
+
+    __hash__ = str.__hash__  # Enum's own is written in Python, and passes are looked up by the hundred thousand
 
     F = "F", Row(
         meaning="forward",
@@ -254,12 +217,12 @@ class Kind(AnyKind):
     D2H = "D2H", Row(  # of what F keeps
         meaning="copy to host memory",
         needs=(Need(("F",)),),
-        seconds="to_host", frees="movable", recomputed="checkpoint", lane=Lane.TO_HOST, starts=False, copy=True, optional=True,
+        seconds="to_host", frees="movable", recomputed="checkpoint", lane=Lane.TO_HOST, starts=False, optional=True,
     )  # fmt: skip
     H2D = "H2D", Row(
         meaning="copy to the device",
         needs=(Need(("D2H",)),),
-        seconds="to_device", allocates="movable", recomputed="checkpoint", lane=Lane.TO_DEVICE, copy=True, optional=True,
+        seconds="to_device", allocates="movable", recomputed="checkpoint", lane=Lane.TO_DEVICE, optional=True,
     )  # fmt: skip
     FB = "FB", Row(
         meaning="backward, input, braided with the forward before it",
@@ -274,11 +237,36 @@ class Kind(AnyKind):
         optional=True, braided="BW",
     )  # fmt: skip
 
+    @property
+    def sends_gradient(self) -> bool:
+        """Whether the pass produces the gradient that the previous stage waits for."""
+        return self.row.sends is Flow.GRADIENT
+
+    @property
+    def finishes_weights(self) -> bool:
+        """Whether the pass adds its microbatch to the weight gradients, and so frees all that F allocated."""
+        return WEIGHTS in self.row.in_order
+
+    @property
+    def is_of_vocabulary(self) -> bool:
+        """Whether every rank runs it for its shard of the vocabulary, rather than for a stage."""
+        return self.row.shard
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it copies activations, on a lane of its own, concurrently with what its rank computes."""
+        return self.row.lane is not None
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it belongs to an evaluation too: it changes no gradient."""
+        return self.row.forward
+
 
 STAGE_KINDS = tuple(kind for kind in Kind if not (kind.row.shard or kind.row.lane or kind.row.braided))
 BRAIDED = {Kind(kind.row.braided): kind for kind in Kind if kind.row.braided}  # by what they are alone
 VOCABULARY_KINDS = tuple(kind for kind in Kind if kind.row.shard)
-COPY_KINDS = tuple(kind for kind in Kind if kind.row.copy)
+COPY_KINDS = tuple(kind for kind in Kind if kind.is_copy)
 COPY_LANES = (Lane.TO_HOST, Lane.TO_DEVICE)
 
 
@@ -315,7 +303,7 @@ def stage_kinds(recomputed: bool, fused: bool) -> tuple[Kind, ...]:
 
 
 @lru_cache(maxsize=64)
-def needed_on_own_rank(kind: AnyKind) -> tuple[Kind, ...]:
+def needed_on_own_rank(kind: Kind) -> tuple[Kind, ...]:
     """The pass that must run before on the same rank, with the same microbatch and chunk: the first of these kinds that there is.
 
     Of passes that run on every rank, the own one is meant.
@@ -350,7 +338,7 @@ class Sources(dict[tuple[str, int, int], tuple[Source, ...]]):
     def __init__(self, placement: Placement, vocabulary: Vocabulary | None) -> None:
         self._placement, self._vocabulary = placement, vocabulary
 
-    def __missing__(self, key: tuple[AnyKind, int, int]) -> tuple[Source, ...]:
+    def __missing__(self, key: tuple[Kind, int, int]) -> tuple[Source, ...]:
         kind, rank, chunk = key
         found = tuple(source for need in kind.row.needs if (source := self._source(need, rank, chunk)) is not None)
         self[key] = found

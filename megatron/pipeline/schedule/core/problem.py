@@ -66,8 +66,6 @@ class Problem:
         fused: the stages whose backward is BW, for every microbatch, where a family splits it elsewhere.
         splits: into how many slices along the sequence every microbatch is cut, for families that can.
         group: how many microbatches go through a chunk before the next one's turn, for families that group them.
-        jitter: by how much pass times vary (standard deviation as a share of the mean): families that search then want the
-            expected case to be short rather than the nominal one.
         vocabulary: how the vocabulary is spread over all ranks; None where the ends of the model have it.
         offload: how much of the activations may go to host memory; ``limits`` are of what is on the device.
         host_limit: the most that a rank may have in host memory, in the costs' unit; None for any amount.
@@ -87,7 +85,6 @@ class Problem:
     fused: frozenset[int] = frozenset()
     splits: int = 1
     group: int | None = None
-    jitter: float = 0.0
     vocabulary: Vocabulary | None = None
     offload: Offload | None = None
     host_limit: float | None = None
@@ -105,8 +102,6 @@ class Problem:
             unknown = sorted(stage for stage in chosen if not 0 <= stage < stages)
             if unknown:
                 raise ValueError(f"cannot {name} stage {unknown[0]}: the stages are 0..{stages - 1}")
-        if not 0 <= self.jitter <= 1:
-            raise ValueError(f"jitter is a share of a pass's time between 0 and 1, got {self.jitter}")
         if self.splits < 1:
             raise ValueError(f"a microbatch can be cut into 1 slice or more, got {self.splits}")
         if self.host_limit is not None and not (self.offload and self.host_limit > 0):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
-from megatron.pipeline.schedule.core.kinds import AnyKind, Lane, Source, Sources, needed_on_own_rank, sources
+from megatron.pipeline.schedule.core.kinds import Lane, Sources, needed_on_own_rank, sources
 from megatron.pipeline.schedule.core.passes import Kind, Pass, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement, from_rows
 from megatron.pipeline.schedule.core.reading import parse_json, printable
@@ -54,24 +54,16 @@ class Schedule:
         return range(self.placement.replica(self.placement.stage(rank, chunk)), self.slices, self.placement.replicas)
 
     def predecessors(self, rank: int, work: Pass) -> Iterator[tuple[int, Pass]]:
-        """The passes whose results ``work`` needs, as (rank, pass); the table of kinds says which."""
-        return ((other, need) for other, need, _ in self.arrivals(rank, work))
-
-    def arrivals(self, rank: int, work: Pass) -> Iterator[tuple[int, Pass, Source | None]]:
-        """The passes whose results ``work`` needs, as (rank, pass), and how they arrive: None for parts of a divided pass.
+        """The passes whose results ``work`` needs, as (rank, pass); the table of kinds says which.
 
         That slices of one microbatch need each other follows from their order.
         """
-        kind, microbatch, chunk, part = work
-        row = self.rows[rank]
-        if not part:
-            for source in self.sources[kind, rank, chunk]:
-                number = microbatch - source.need.delay
-                if number >= 0:
-                    for other, its_chunk in source.homes:
-                        yield other, self.rows[other].first_of(source.kinds, number, its_chunk), source
-        for before in row.parts_before(work):
-            yield rank, before, None
+        kind, microbatch, chunk = work
+        for source in self.sources[kind, rank, chunk]:
+            number = microbatch - source.need.delay
+            if number >= 0:
+                for other, its_chunk in source.homes:
+                    yield other, self.rows[other].first_of(source.kinds, number, its_chunk)
 
     @cached_property
     def sources(self) -> Sources:
@@ -85,11 +77,6 @@ class Schedule:
     def recomputes(self, rank: int, work: Pass) -> bool:
         """Whether this rank runs R for the microbatch and chunk of a pass."""
         return self.rows[rank].has(Kind.R, work)
-
-    @cached_property
-    def has_lanes(self) -> bool:
-        """Whether any pass runs on a lane, concurrently with what its rank computes."""
-        return any(kind.is_concurrent for row in self.rows for kind in row.kinds)
 
     @cached_property
     def has_copies(self) -> bool:
@@ -123,11 +110,8 @@ class Schedule:
         }
 
     @classmethod
-    def from_json(cls, text: str, kinds: Iterable[AnyKind] = Kind) -> Schedule:
+    def from_json(cls, text: str) -> Schedule:
         """Read what ``to_json`` or ``mpipe plan --json`` wrote.
-
-        Args:
-            kinds: those that passes can have.
 
         Raises:
             ValueError: not JSON, a field is missing or of the wrong type, or a pass cannot be read.
@@ -159,7 +143,7 @@ class Schedule:
         placement = from_rows(rows, replicas)
         if len(passes) != placement.ranks:
             raise ValueError(f"not a schedule: passes of {len(passes)} ranks for a placement of {placement.ranks}")
-        order = tuple(_read_row(rank, row, kinds) for rank, row in enumerate(passes))
+        order = tuple(_read_row(rank, row) for rank, row in enumerate(passes))
         return cls(printable(str(name)), placement, microbatches, order, splits, Vocabulary(vocabulary) if vocabulary else None)
 
 
@@ -179,53 +163,16 @@ class RankPasses:
         """Where in the order of the rank a pass stands."""
         return {work: slot for slot, work in enumerate(self.passes)}
 
-    @cached_property
-    def is_divided(self) -> bool:
-        """Whether any pass runs in several parts."""
-        return any(map(_PART, self.passes))
-
-    @cached_property
-    def _dividers(self) -> dict[Kind, list[Kind]]:
-        """By kind, the kinds that run between its parts."""
-        dividers: dict[Kind, list[Kind]] = {}
-        for kind in self.kinds:
-            if kind.row.inside:
-                dividers.setdefault(Kind(kind.row.inside), []).append(kind)
-        return dividers
-
-    def may_be_divided(self, work: Pass) -> bool:
-        """Whether a pass may run in parts: a kind on this rank runs between its parts, or it is of such a kind itself."""
-        return work.kind in self._dividers or work.kind.row.inside is not None
-
     def has(self, kind: Kind, work: Pass) -> bool:
         """Whether there is a pass of a kind, of the microbatch and chunk of another pass."""
-        return kind in self.kinds and (kind, work.microbatch, work.chunk, 0) in self.all
+        return kind in self.kinds and (kind, work.microbatch, work.chunk) in self.all
 
     def first_of(self, kinds: Sequence[Kind], microbatch: int, chunk: int) -> Pass:
-        """The pass of the first kind that this rank runs for a microbatch and chunk, of the last kind if it runs none; its last
-        part."""
+        """The pass of the first kind that this rank runs for a microbatch and chunk, of the last kind if it runs none."""
         for kind in kinds:
-            if kind in self.kinds and (kind is kinds[-1] or (kind, microbatch, chunk, 0) in self.all):
+            if kind in self.kinds and (kind is kinds[-1] or (kind, microbatch, chunk) in self.all):
                 break
-        return self.last_part(kind, microbatch, chunk) if self.is_divided else Pass(kind, microbatch, chunk)
-
-    def last_part(self, kind: Kind, microbatch: int, chunk: int) -> Pass:
-        part = 0
-        while (kind, microbatch, chunk, part + 1) in self.all:
-            part += 1
-        return Pass(kind, microbatch, chunk, part)
-
-    def parts_before(self, work: Pass) -> Iterator[Pass]:
-        """The part of a divided pass, or the pass that divides it, that must run before a pass."""
-        kind, microbatch, chunk, part = work
-        if kind.row.inside:
-            yield Pass(Kind(kind.row.inside), microbatch, chunk, part)
-        elif part:
-            between = [Pass(divider, microbatch, chunk, part - 1) for divider in self._dividers.get(kind, ())]
-            yield from between or [work._replace(part=part - 1)]
-
-    def parts(self, work: Pass) -> int:
-        return self.last_part(*work[:3]).part + 1 if self.is_divided else 1
+        return Pass(kind, microbatch, chunk)
 
     @cached_property
     def lanes(self) -> dict[Lane, list[Pass]]:
@@ -261,30 +208,28 @@ class RankPasses:
         """By kind, the kinds on lanes that start as soon as such a pass has ended."""
         found: dict[Kind, list[Kind]] = {}
         for kind in self.kinds:
-            if kind.is_concurrent and not kind.row.starts:
+            if kind.is_copy and not kind.row.starts:
                 for needed in needed_on_own_rank(kind):
                     found.setdefault(needed, []).append(kind)
         return found
 
     @cached_property
-    def awaited(self) -> dict[Pass, list[Pass]]:
-        """For every pass that waits for passes on lanes which the rank has started, these. What the second half of a braid needs
-        is waited for before the first."""
+    def awaited(self) -> dict[Pass, Pass]:
+        """By pass, the pass on a lane that it waits for, which the rank has started. What the second half of a braid needs is
+        waited for before the first."""
         started = {kind for kind in self.kinds if kind.row.starts_on_lane}
-        waiting = {kind for kind in self.kinds if not (kind.is_concurrent or started.isdisjoint(needed_on_own_rank(kind)))}
-        waiting |= {kind for kind, between in self._dividers.items() if not started.isdisjoint(between)}
+        waiting = {kind for kind in self.kinds if not (kind.is_copy or started.isdisjoint(needed_on_own_rank(kind)))}
         first = {second: first for first, second in self.braids()}
-        found: dict[Pass, list[Pass]] = {}
+        found: dict[Pass, Pass] = {}
         for work in self.passes if waiting else ():
-            if work.kind in waiting and (needs := [need for need in self.before(work) if need.kind in started]):
-                found[first.get(work, work)] = needs
+            if work.kind in waiting and (need := self.before(work)) and need.kind in started:
+                found[first.get(work, work)] = need
         return found
 
-    def before(self, work: Pass) -> Iterator[Pass]:
+    def before(self, work: Pass) -> Pass | None:
         """What has to run before a pass on this rank, for the same microbatch and chunk."""
-        if not work.part and (kinds := needed_on_own_rank(work.kind)):
-            yield self.first_of(kinds, work.microbatch, work.chunk)
-        yield from self.parts_before(work)
+        kinds = needed_on_own_rank(work.kind)
+        return self.first_of(kinds, work.microbatch, work.chunk) if kinds else None
 
     def first_before_its_need(self) -> tuple[Pass, Pass] | None:
         """The first pass that runs before what it needs of the same microbatch and chunk on this rank, and what that is."""
@@ -292,30 +237,29 @@ class RankPasses:
         for kind in self.kinds:
             needs = needed_on_own_rank(kind)
             own[kind] = tuple(each for each in needs if each in self.kinds) or needs[-1:]
-        seen: set[tuple[Kind, int, int, int]] = set()
+        seen: set[tuple[Kind, int, int]] = set()
         for work in self.passes:
-            kind, microbatch, chunk, _ = work
+            kind, microbatch, chunk = work
             needed = own[kind]
-            if self.is_divided or len(needed) > 1:
-                for need in self.before(work):
-                    if need not in seen:
-                        return work, need
-            elif needed and (needed[0], microbatch, chunk, 0) not in seen:
+            if len(needed) > 1:
+                if (need := self.before(work)) not in seen:
+                    return work, need
+            elif needed and (needed[0], microbatch, chunk) not in seen:
                 return work, Pass(needed[0], microbatch, chunk)
             seen.add(work)
         return None
 
 
-_KIND, _PART = itemgetter(0), itemgetter(3)
+_KIND = itemgetter(0)
 
 
 class ScheduleError(ValueError):
     """A schedule, or what it was lowered to, breaks a rule; the message names the rank and the first pass that does."""
 
 
-def _read_row(rank: int, row: list[Any], kinds: Iterable[AnyKind]) -> tuple[Pass, ...]:
+def _read_row(rank: int, row: list[Any]) -> tuple[Pass, ...]:
     try:
-        return tuple(Pass.parse(text, kinds) for text in row)
+        return tuple(Pass.parse(text) for text in row)
     except ValueError as error:
         raise ValueError(f"rank {rank}: {error}") from None
 

@@ -4,14 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
 from typing import Any
 
 from megatron.pipeline.schedule.core.braids import Parts
 from megatron.pipeline.schedule.core.passes import Kind
 
+# Times of a stage, and what the flags of mpipe call them.
+NAMES = {
+    "forward": "F",
+    "backward": "B",
+    "weight": "W",
+    "fused": "BW",
+    "recompute": "R",
+    "dispatch": "F.dispatch",
+    "experts": "F.experts",
+    "combine": "F.combine",
+    "backward_combine": "B.combine",
+    "backward_experts": "B.experts",
+    "backward_dispatch": "B.dispatch",
+    "weight_experts": "W.experts",
+}
 # The parts of a forward, of a backward and of W, whose rest is attention.
-PARTS = ("dispatch", "experts", "combine", "backward_combine", "backward_experts", "backward_dispatch", "weight_experts")
+PARTS = tuple(name for name, short in NAMES.items() if "." in short)
+PARTS_OF = {whole: tuple(part for part in PARTS if NAMES[part][0] == NAMES[whole]) for whole in ("forward", "backward", "weight")}
 ALL_TO_ALL = {"forward": ("dispatch", "combine"), "backward": ("backward_combine", "backward_dispatch")}
+
+
+class MemoryUnit(StrEnum):
+    """What costs count memory in."""
+
+    BYTES = "bytes"
+    MICROBATCHES = "microbatches"
 
 
 @dataclass(frozen=True)

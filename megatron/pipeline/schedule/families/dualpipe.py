@@ -40,7 +40,7 @@ def plan(problem: Problem) -> Order:
     for rank in range(ranks):
         near = int(rank >= ranks // 2)  # the chunk, and the direction, that starts at the nearer end
         row = _eight_steps(ranks // 2, ranks - 1 - rank if near else rank, (counts[near], counts[1 - near]))
-        rows.append(tuple(Pass(kind, 2 * number + (chunk ^ near), chunk ^ near) for kind, number, chunk, _ in row))
+        rows.append(tuple(Pass(kind, 2 * number + (chunk ^ near), chunk ^ near) for kind, number, chunk in row))
     return tuple(rows)
 
 

@@ -106,7 +106,7 @@ class _Choices:
         if work is not None and backward <= now:
             self.ran[B][rank] += 1
             kinds = self.backward_kinds[self.placement.stages[rank][work.chunk]]
-            _, microbatch, chunk, _ = work
+            _, microbatch, chunk = work
             if kinds[-1] is B:
                 due.append(Pass(W, microbatch, chunk))
             return [Pass(kind, microbatch, chunk) for kind in kinds]

@@ -82,8 +82,8 @@ def communications(schedule: Schedule) -> Iterator[Transfer | Gathering]:
 def messages(schedule: Schedule) -> Iterator[Transfer]:
     """Every tensor that has to travel from one rank to another."""
     for rank, passes in enumerate(schedule.passes):
-        for slot, (kind, microbatch, chunk, part) in enumerate(passes):
-            for source in schedule.sources[kind, rank, chunk] if not part else ():
+        for slot, (kind, microbatch, chunk) in enumerate(passes):
+            for source in schedule.sources[kind, rank, chunk]:
                 if source.hops:
                     ((sender, its_chunk),) = source.homes
                     producer = schedule.rows[sender].first_of(source.kinds, microbatch, its_chunk)
@@ -103,7 +103,7 @@ def gatherings(schedule: Schedule) -> Iterator[Gathering]:
         Where.ALL: [(rank, 0) for rank in range(schedule.ranks)],
     }
     uses: dict[Exchange, list[tuple[Kind, Need]]] = {exchange: [] for exchange in Exchange}
-    for kind in dict.fromkeys(chain(Kind, *(row.kinds for row in rows))):
+    for kind in Kind:
         for need in kind.row.needs:
             if need.exchange and schedule.vocabulary in (need.modes or Vocabulary):
                 uses[need.exchange].append((kind, need))
@@ -203,10 +203,11 @@ class _Rows:
     def _operations(self, rank: int, work: Pass) -> Iterator[Operation]:
         """What stands for a pass in a program."""
         row = self._schedule.rows[rank]
-        if work.kind.is_concurrent:
+        if work.kind.is_copy:
             yield Copy(work) if work.kind.row.starts else Wait(work)
             return
-        yield from map(Wait, row.awaited.get(work, ()))
+        if work in row.awaited:
+            yield Wait(row.awaited[work])
         yield Compute(work, self.braided[rank].get(work))
         yield from map(Copy, row.started_by(work))
 

@@ -60,7 +60,7 @@ def to_csv(schedule: Schedule) -> str:
                 f"rank {rank}: {other} {what}, which torch's CSV has no kind for; write the schedule as JSON, or plan it without "
                 f"{flag}"
             )
-        writer.writerow(f"{stages[chunk]}{_LETTERS[kind]}{microbatch}" for kind, microbatch, chunk, _ in passes)
+        writer.writerow(f"{stages[chunk]}{_LETTERS[kind]}{microbatch}" for kind, microbatch, chunk in passes)
     return text.getvalue()
 
 

@@ -59,7 +59,6 @@ def verify_passes(schedule: Schedule, forward_only: bool = False) -> None:
     every_pass_is_known(schedule)
     no_pass_is_repeated(schedule)
     every_pass_is_there(schedule, forward_only)
-    every_part_is_there(schedule)
     every_copy_has_its_other_half(schedule)
     passes_of_a_microbatch_are_in_order(schedule)
     every_braid_has_its_forward(schedule)
@@ -73,15 +72,13 @@ def every_pass_is_known(schedule: Schedule) -> None:
     for rank, passes in enumerate(schedule.passes):
         numbers = [schedule.numbers(rank, chunk) for chunk in range(chunks)]
         for work in passes:
-            kind, microbatch, chunk, part = work
+            kind, microbatch, chunk = work
             if not 0 <= microbatch < slices:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown microbatch; they are 0..{slices - 1}")
             if kind.is_of_vocabulary and not schedule.vocabulary:
                 raise ScheduleError(f"rank {rank}: {work} in a schedule whose vocabulary is not spread; remove it, or say how")
             if kind.is_of_vocabulary and chunk:
                 raise ScheduleError(f"rank {rank}: {work} is of chunk {chunk}; passes of the vocabulary have chunk 0")
-            if part and not schedule.rows[rank].may_be_divided(work):
-                raise ScheduleError(f"rank {rank}: {work} is a part of a pass, and no pass runs between its parts; remove it")
             if not 0 <= chunk < chunks:
                 raise ScheduleError(f"rank {rank}: {work} is of an unknown chunk; they are 0..{chunks - 1}")
             if microbatch not in numbers[chunk]:
@@ -122,21 +119,9 @@ def every_pass_is_there(schedule: Schedule, forward_only: bool) -> None:
                 continue
             instead = [other for other in row.kinds if kind in other.row.replaces]
             for microbatch, chunk in _items(schedule, rank, kind):
-                present = (kind, microbatch, chunk, 0) in row.all
-                if not present and not any((other, microbatch, chunk, 0) in row.all for other in instead):
+                present = (kind, microbatch, chunk) in row.all
+                if not present and not any((other, microbatch, chunk) in row.all for other in instead):
                     raise _missing(rank, kind, microbatch, chunk)
-
-
-def every_part_is_there(schedule: Schedule) -> None:
-    """Where passes run in several parts, all of their kind and chunk on a rank do, in as many parts."""
-    for rank, row in enumerate(schedule.rows):
-        most: dict[tuple[Kind, int], int] = {}
-        for kind, _, chunk, part in row.passes if row.is_divided else ():
-            most[kind, chunk] = max(part, most.get((kind, chunk), 0))
-        for work in row.passes if row.is_divided else ():
-            for part in range(most[work.kind, work.chunk] + 1):
-                if work._replace(part=part) not in row.all:
-                    raise _missing(rank, *work[:3], part)
 
 
 def every_copy_has_its_other_half(schedule: Schedule) -> None:
@@ -169,10 +154,8 @@ def every_braid_has_its_forward(schedule: Schedule) -> None:
                     f"rank {rank}: {work} is braided with the pass before it, and that is {found}; put an F of another "
                     f"microbatch or chunk there, or make it {work.kind.row.braided}"
                 )
-            if row.is_divided or schedule.splits > 1:
-                raise ScheduleError(
-                    f"rank {rank}: {work} is braided in a schedule of parts or slices of passes; make it {work.kind.row.braided}"
-                )
+            if schedule.splits > 1:
+                raise ScheduleError(f"rank {rank}: {work} is braided in a schedule of slices; make it {work.kind.row.braided}")
 
 
 def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
@@ -185,19 +168,19 @@ def passes_of_a_chunk_are_in_microbatch_order(schedule: Schedule) -> None:
     splits = schedule.splits
     for rank, row in enumerate(schedule.rows):
         lines = {kind: kind.row.in_order for kind in row.kinds}
-        last: dict[tuple[str, int, int], tuple[int, Pass]] = {}
+        last: dict[tuple[str, int], tuple[int, Pass]] = {}
         for work in row.passes:
-            kind, place, chunk, part = work
+            kind, place, chunk = work
             if splits > 1 and kind is not F:
                 place += splits - 1 - 2 * (place % splits)
             for kinds in lines[kind]:
-                before, other = last.get((kinds, chunk, part), (-1, work))
+                before, other = last.get((kinds, chunk), (-1, work))
                 if place < before:
                     whole = "order" if splits == 1 or kind is F else "order, and the slices of one microbatch must be in reverse"
                     raise ScheduleError(
                         f"rank {rank}: {work} runs after {other}; {kinds} of one chunk must be in microbatch {whole}"
                     )
-                last[kinds, chunk, part] = place, work
+                last[kinds, chunk] = place, work
 
 
 def dependencies_can_be_met(schedule: Schedule) -> None:
@@ -242,5 +225,5 @@ def _items(schedule: Schedule, rank: int, kind: Kind) -> Iterator[tuple[int, int
     return ((m, c) for c in range(chunks) for m in schedule.numbers(rank, c))
 
 
-def _missing(rank: int, kind: Kind, microbatch: int, chunk: int, part: int = 0) -> ScheduleError:
-    return ScheduleError(f"rank {rank}: {Pass(kind, microbatch, chunk, part)} is missing; add it")
+def _missing(rank: int, kind: Kind, microbatch: int, chunk: int) -> ScheduleError:
+    return ScheduleError(f"rank {rank}: {Pass(kind, microbatch, chunk)} is missing; add it")

@@ -86,18 +86,17 @@ def every_pass_on_a_lane_stands_where_it_may(schedule: Schedule, programs: Seque
     the pass that needs it.
     """
     for rank, (row, program) in enumerate(zip(schedule.rows, programs, strict=True)):
-        needed_by = {other: work for work, others in row.awaited.items() for other in others}
-        planned = {work for work in row.passes if work.kind.is_concurrent}
+        needed_by = {other: work for work, other in row.awaited.items()}
+        planned = {work for work in row.passes if work.kind.is_copy}
         for operation in program:
             if isinstance(operation, Copy | Wait) and isinstance(operation[0], Pass) and operation[0] not in planned:
                 raise ScheduleError(f"rank {rank}: {describe(operation)}, which the schedule does not have; remove it")
         for work in row.passes:
             if work not in planned:
                 continue
-            chain: list[tuple[type[Operation], Pass]] = [
-                (Wait if need in planned else Compute, need) for need in row.before(work)
-            ]
-            chain += [(Copy, work), (Wait, work)]
+            need = row.before(work)
+            assert need is not None, "a copy moves what another pass has left"
+            chain: list[tuple[type[Operation], Pass]] = [(Wait if need in planned else Compute, need), (Copy, work), (Wait, work)]
             if work in needed_by:
                 chain.append((Compute, needed_by[work]))
             at = [places[rank].get(each, -1) for each in chain]

@@ -12,7 +12,6 @@ from megatron.pipeline.schedule.core.kinds import stage_kinds
 from megatron.pipeline.schedule.core.passes import Kind, Order, Pass
 from megatron.pipeline.schedule.core.problem import Objective, Problem
 from megatron.pipeline.schedule.search import engine
-from megatron.pipeline.schedule.time.jitter import factors
 from megatron.pipeline.schedule.time.orders import KINDS, POST, UP, Array, hops_of, replay, slots
 
 
@@ -21,7 +20,7 @@ class Plan:
     """An order of passes with its times.
 
     Attributes:
-        value: the objective, in seconds: span or makespan, or with jitter the mean of that over some draws.
+        value: the objective, in seconds: span or makespan.
         order: int[P, N, 3]: (kind, stage, microbatch) of every rank's passes, padded with -1.
         ends: float[5, S, M].
     """
@@ -31,9 +30,6 @@ class Plan:
     makespan: float
     order: Array
     ends: Array
-
-
-_DRAWS = 8  # of random factors, for which the search plans; plans are compared on other draws
 
 
 class Seed(NamedTuple):
@@ -129,8 +125,8 @@ class Instance:
         return self.replay(order) if placed else None
 
     def _spare(self, longest: float) -> Array:
-        """For how many seconds each rank can be idle in a plan of a value, float[P]; that of random times is not known before."""
-        if self.backwards or self.problem.jitter:
+        """For how many seconds each rank can be idle in a plan of a value, float[P]."""
+        if self.backwards:
             longest = np.inf
         work = np.zeros(len(self.lengths))
         np.add.at(work, self.home, self.seconds.sum(axis=0) * self.counts)
@@ -139,28 +135,15 @@ class Instance:
     def replay(self, order: Array) -> Plan | None:
         """The earliest times of an order; None if it cannot finish."""
         ends = np.empty(self.shape)
-        *draws, (span, makespan) = [
-            replay(order, self.lengths, seconds, self.hops, self.before, ends) for seconds in self._durations
-        ]
+        span, makespan = replay(order, self.lengths, self._seconds_of_all, self.hops, self.before, ends)
         if span < 0:
             return None
-        goal = 0 if self.problem.objective is Objective.SPAN else 1
-        value = float(np.mean(draws, axis=0)[goal]) if draws else (span, makespan)[goal]
-        return Plan(value, span, makespan, order, ends)
+        return Plan(span if self.problem.objective is Objective.SPAN else makespan, span, makespan, order, ends)
 
     @cached_property
-    def _durations(self) -> list[Array]:
-        """Random seconds of all passes, the same for every order, to estimate the mean under jitter; the last are not random."""
-        durations = [np.repeat(self.seconds[:, :, None], self.shape[2], axis=2)]
-        if not self.problem.jitter or self.backwards:
-            return durations
-        draws = np.ones((_DRAWS, *self.shape))
-        for kind, slot in slots().items():
-            for stage in np.flatnonzero(self.before[slot] != -2):
-                if (kind is Kind.BW) == (stage in self.problem.fused) or slot != UP:
-                    drawn = factors(kind, int(stage), self.shape[2], self.problem.jitter, _DRAWS, seed=1)
-                    draws[:, slot, stage] = drawn.T
-        return [*(draws * durations[0]), *durations]
+    def _seconds_of_all(self) -> Array:
+        """Seconds of every pass, float[5, S, M]."""
+        return np.repeat(self.seconds[:, :, None], self.shape[2], axis=2)
 
     def sorted(self, targets: Array) -> Plan | None:
         """Every rank runs its passes in the order of their targets, without regard to memory; None if they cannot finish."""
@@ -190,7 +173,7 @@ class Instance:
                 return None
             stages = placement.stages[rank]
             order[rank, : len(row)] = [
-                (slot_of[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk, _ in row
+                (slot_of[kind], stages[chunk], microbatch // placement.replicas) for kind, microbatch, chunk in row
             ]
         return self.replay(order)
 

@@ -50,7 +50,7 @@ def search(problem: Problem, known: Known, fixed: bool = False) -> Order:
     """The best order that the search finds; never worse than a known order that fits into the limits.
 
     A higher limit does not make the order longer: levels of memory below the limit are searched too, unless their lower bound
-    says that they cannot be better. With jitter, for which there is no bound, only the given limits are searched.
+    says that they cannot be better.
 
     Args:
         known: from a problem to orders of it to begin with; they need not fit into its limits.
@@ -108,7 +108,7 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
     most = _room(instance, own)
     microbatch = max(problem.microbatch_memory(rank) for rank in range(problem.ranks))
     chunk = microbatch / problem.placement.chunks_per_replica
-    if problem.jitter or (long and fixed) or not chunk:
+    if (long and fixed) or not chunk:
         yield most, True
         return
     in_rounds = instance.size > _MEDIUM and can_be_in_rounds(instance)
@@ -135,7 +135,7 @@ def _levels(instance: Instance, own: Sequence[float] | None, long: bool, fixed: 
 
 def _goal(problem: Problem, limits: tuple[float, ...]) -> float:
     """A value that no plan within the limits can improve on."""
-    return 0.0 if problem.jitter else lower_bound(replace(problem, limits=limits)) * (1 + SLACK)
+    return lower_bound(replace(problem, limits=limits)) * (1 + SLACK)
 
 
 def _whole_units(amounts: Array, unit: float) -> Array:

@@ -67,22 +67,16 @@ class LaneRow(NamedTuple):
 
 
 def lane_rows(schedule: Schedule, costs: Costs) -> list[LaneRow]:
-    """All lanes that a schedule uses: of copies both directions of every rank, then rank by rank the others."""
-    others = {kind.row.lane for row in schedule.rows for kind in row.kinds if kind.row.lane and not kind.is_copy}
+    """All lanes that a schedule uses: both directions of every rank."""
     taken = cache(costs.seconds)
 
     def of(rank: int, lane: Lane) -> LaneRow:
         row, stages = schedule.rows[rank], schedule.placement.stages[rank]
         passes = row.lanes.get(lane, [])
-        seconds = [taken(work.kind, stages[work.chunk], row.has(Kind.R, work)) / row.parts(work) for work in passes]
+        seconds = [taken(work.kind, stages[work.chunk], row.has(Kind.R, work)) for work in passes]
         return LaneRow(rank, lane, passes, seconds)
 
-    return [
-        of(rank, lane)
-        for lanes in (COPY_LANES if schedule.has_copies else (), sorted(others))
-        for rank in range(schedule.ranks)
-        for lane in lanes
-    ]
+    return [of(rank, lane) for rank in range(schedule.ranks if schedule.has_copies else 0) for lane in COPY_LANES]
 
 
 def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -> Rows:
@@ -101,22 +95,20 @@ def rows_of(schedule: Schedule, costs: Costs | None, with_lanes: bool = False) -
     return Rows(passes, works, links, table.made_at, lanes)
 
 
-def _keyed(
-    row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Sequence[Pass]]
-) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
+def _keyed(row: RankPasses, passes: Sequence[Pass], awaited: Mapping[Pass, Pass]) -> tuple[Sequence[Pass], Sequence[Pass | None]]:
     """The passes of a row with their keys, and as they are (None for a wait that stands before a pass).
 
-    The key of a wait for a lane is ("wait", key of the pass on it); that of the wait before a braid is ("gradient", its kind).
+    The key of a wait for a lane is ("wait", kind of the pass on it); that of the wait before a braid is ("gradient", its kind).
     """
-    if not awaited and not row.is_divided and not row.is_braided:
+    if not awaited and not row.is_braided:
         return passes, passes
     braided = dict(row.braids())
     forwards = {after: work for work, after in braided.items()}
     keys: list[Pass] = []
     works: list[Pass | None] = []
     for work in passes:
-        for other in awaited.get(work, ()):
-            key: Any = "wait", _key(row, other)
+        if (other := awaited.get(work)) is not None:
+            key: Any = "wait", other.kind
             keys.append(Pass(key, *other[1:]))
             works.append(None)
         if (backward := braided.get(work)) is not None:
@@ -128,7 +120,7 @@ def _keyed(
             keys.append(Pass(_half(work, forward), *work[1:]))
             works.append(work)
         else:
-            keys.append(Pass(_key(row, work), *work[1:]) if row.is_divided else work)
+            keys.append(work)
             works.append(work)
     return keys, works
 
@@ -136,11 +128,6 @@ def _keyed(
 def _half(work: Pass, other: Pass) -> Any:
     """By what the link of one half of a braid is found: its kind, and the kind and chunk of the other half."""
     return work.kind, other.kind, other.chunk
-
-
-def _key(row: RankPasses, work: Pass) -> Any:
-    """By what the link of a pass is found: its kind, and which of its parts it is."""
-    return (work.kind, work.part, row.parts(work)) if row.is_divided else work.kind
 
 
 class _Table:
@@ -158,7 +145,7 @@ class _Table:
         self.made_at: list[Any] = [0] * self._slices + [None] * self._slices
 
     def of_rank(self, rank: int) -> list[dict[Any, Link]]:
-        """By chunk and key, the links of a rank's row: of all kinds, for those who build one, and of the parts that it has."""
+        """By chunk and key, the links of a rank's row: of all kinds, for those who build one."""
         row = self._schedule.rows[rank]
         kinds = {*STAGE_KINDS, *(VOCABULARY_KINDS if self._schedule.vocabulary else ()), *row.kinds}
         links: list[dict[Any, Link]] = []
@@ -167,11 +154,6 @@ class _Table:
             links[-1] |= {("wait", kind): self._wait(kind, rank, chunk) for kind in kinds if kind.row.starts_on_lane}
         for forward, backward in row.braids():
             self._add_braid(links, rank, forward, backward)
-        for work in row.passes if row.is_divided else ():
-            key, own = _key(row, work), links[work.chunk]
-            if key not in own:
-                own[key] = self._link(work.kind, rank, work.chunk, work.part, row.parts(work))
-                own["wait", key] = self._wait(work.kind, rank, work.chunk, work.part)
         return links
 
     def _add_braid(self, links: list[dict[Any, Link]], rank: int, forward: Pass, backward: Pass) -> None:
@@ -191,33 +173,32 @@ class _Table:
 
     def of_lane(self, lane: LaneRow) -> list[dict[Any, Link]]:
         """By chunk and key, the links of a lane's row."""
-        row, links = self._schedule.rows[lane.rank], [dict[Any, Link]() for _ in self._stages[lane.rank]]
-        for work in lane.passes:
-            key, (kind, _, chunk, part) = _key(row, work), work
-            if key not in links[chunk]:
+        links = [dict[Any, Link]() for _ in self._stages[lane.rank]]
+        for kind, _, chunk in lane.passes:
+            if kind not in links[chunk]:
                 stage = self._stages[lane.rank][chunk]
-                done = self._number(("done", kind, part), stage)
-                name: Hashable = ("started", kind, part) if kind.row.starts else needed_on_own_rank(kind)
-                links[chunk][key] = Link(done, self._number(name, stage), 0, 0)
+                done = self._number(("done", kind), stage)
+                name: Hashable = ("started", kind) if kind.row.starts else needed_on_own_rank(kind)
+                links[chunk][kind] = Link(done, self._number(name, stage), 0, 0)
         return links
 
-    def _wait(self, kind: Kind, rank: int, chunk: int, part: int = 0) -> Link:
+    def _wait(self, kind: Kind, rank: int, chunk: int) -> Link:
         """Of the wait for a pass that has been started on a lane."""
-        return Link(self._unused, self._number(("done", kind, part), self._stages[rank][chunk]), 0, 0)
+        return Link(self._unused, self._number(("done", kind), self._stages[rank][chunk]), 0, 0)
 
-    def _link(self, kind: Kind, rank: int, chunk: int, part: int = 0, parts: int = 1) -> Link:
+    def _link(self, kind: Kind, rank: int, chunk: int) -> Link:
         schedule, costs, stage = self._schedule, self._costs, self._stages[rank][chunk]
         if kind.row.lane:
             if not self._has_lanes:
                 return Link(self._unused, self._nothing, 0, 0)
             if kind.row.starts:
-                return Link(self._number(("started", kind, part), stage), self._nothing, 0, 0)
-            return Link(self._unused, self._number(("done", kind, part), stage), 0, 0)
-        seconds = costs.seconds(kind, stage) / parts if costs and parts > 1 else costs.seconds(kind, stage) if costs else 0
+                return Link(self._number(("started", kind), stage), self._nothing, 0, 0)
+            return Link(self._unused, self._number(("done", kind), stage), 0, 0)
+        seconds = costs.seconds(kind, stage) if costs else 0
         made, needed, hop = self._unused, self._nothing, 0.0
-        if kind in REMOTE and part == parts - 1:
+        if kind in REMOTE:
             made = self._number(REMOTE[kind].kinds, None if kind.row.shard else stage, REMOTE[kind].ahead)
-        for source in schedule.sources[kind, rank, chunk] if not part else ():
+        for source in schedule.sources[kind, rank, chunk]:
             if source.need.where is not Where.SAME:  # what precedes a pass on its own rank is never late
                 home, its_chunk = source.homes[0]
                 its_stage = None if source.need.where is Where.ALL else self._stages[home][its_chunk]

@@ -55,7 +55,7 @@ def hops_of(placement: Placement, hop: float) -> Array:
 
 def can_be_compiled(schedule: Schedule) -> bool:
     """Whether all passes of a schedule run alone, and on the ranks."""
-    return all(row.kinds <= frozenset(STAGE_KINDS) and not row.is_divided for row in schedule.rows)
+    return all(row.kinds <= frozenset(STAGE_KINDS) for row in schedule.rows)
 
 
 class Orders:
@@ -98,7 +98,7 @@ class Orders:
         """Of every pass: its kind, stage and microbatch; and its seconds."""
         known, table = self._known[rank], self._tables[rank]
         if (found := known.get(id(row))) is None:
-            made = [table[kind, chunk] for kind, _, chunk, _ in row]
+            made = [table[kind, chunk] for kind, _, chunk in row]
             passes = [(slot, stage, work.microbatch) for (slot, stage, _), work in zip(made, row, strict=True)]
             if len(known) * len(self._known) > _KEPT:
                 known.clear()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.schedule import Schedule
@@ -50,17 +49,11 @@ class Replay(NamedTuple):
     ends: list[list[float]]
 
 
-def replay(
-    schedule: Schedule,
-    rows: Rows,
-    seconds_of: Sequence[Sequence[Any] | None] | None = None,
-    later: Callable[[Any, Any], Any] | None = None,
-) -> Replay:
+def replay(schedule: Schedule, rows: Rows, seconds_of: Sequence[Sequence[float] | None] | None = None) -> Replay:
     """Run every row's passes in their order, each as soon as it can.
 
     Args:
         seconds_of: durations by slot, of the rows whose passes do not take what their links say.
-        later: the later of two times, element by element, if times are arrays of draws; None if they are numbers.
 
     Raises:
         Stuck: a pass precedes what it needs on its own rank, or waits for one that waits for it.
@@ -68,17 +61,14 @@ def replay(
     for rank, own in enumerate(schedule.rows):
         if (misplaced := own.first_before_its_need()) is not None:
             raise Stuck(rank, misplaced[0], (rank, misplaced[1]))
-    run, blocked = advance(rows, schedule.ranks, seconds_of, later)
+    run, blocked = advance(rows, schedule.ranks, seconds_of)
     if blocked:
         raise _first_stuck(schedule, rows, run, blocked)
     return run
 
 
 def advance(
-    rows: Rows,
-    parts_of_all: int,
-    seconds_of: Sequence[Sequence[Any] | None] | None = None,
-    later: Callable[[Any, Any], Any] | None = None,
+    rows: Rows, parts_of_all: int, seconds_of: Sequence[Sequence[float] | None] | None = None
 ) -> tuple[Replay, dict[int, list[int]]]:
     """Run every row as far as it gets.
 
@@ -86,7 +76,7 @@ def advance(
 
     Args:
         parts_of_all: how many parts make a result that every rank has a part in.
-        seconds_of, later: as in ``replay``.
+        seconds_of: as in ``replay``.
 
     Returns:
         The times of what ran, and by number of a result that is never made the rows that wait for it.
@@ -102,7 +92,7 @@ def advance(
         passes, linked, starts, ends, now = rows.passes[row], rows.links[row], run.starts[row], run.ends[row], free[row]
         first, own_seconds = len(ends), seconds_of[row] if seconds_of else None
         for slot in range(first, len(passes)):
-            kind, microbatch, chunk, _ = passes[slot]
+            kind, microbatch, chunk = passes[slot]
             made, needed, hop, seconds, is_part = linked[chunk][kind]
             ready = made_at[needed + microbatch]
             if ready is None:
@@ -111,7 +101,7 @@ def advance(
             if own_seconds:
                 seconds = own_seconds[slot]
             arrived = ready + hop
-            start = later(arrived, now) if later else arrived if arrived > now else now
+            start = arrived if arrived > now else now
             now = start + seconds
             starts.append(start)
             ends.append(now)
@@ -120,7 +110,7 @@ def advance(
                 there.append(now)
                 if len(there) < parts_of_all:
                     continue
-                made_at[made + microbatch] = reduce(later or max, there)
+                made_at[made + microbatch] = max(there)
             else:
                 made_at[made + microbatch] = now
             if made + microbatch in blocked:

@@ -33,7 +33,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """
     costs.check_placement(schedule.placement)
     costs = costs.sliced(schedule.splits)
-    if schedule.has_lanes:
+    if schedule.has_copies:
         return _with_lanes(schedule, costs)
     rows = rows_of(schedule, costs)
     timed = map(_timed, rows.works, *replay(schedule, rows)[1:])
@@ -97,9 +97,6 @@ def activation_changes(schedule: Schedule, costs: Costs) -> list[list[float]]:
     allocated = cache(costs.allocated)
     changes: list[list[float]] = []
     for stages, row in zip(schedule.placement.stages, schedule.rows, strict=True):
-        again = {(microbatch, chunk) for kind, microbatch, chunk, _ in row.passes if kind is R} if R in row.kinds else ()
-        own = [allocated(kind, stages[chunk], (microbatch, chunk) in again) for kind, microbatch, chunk, _ in row.passes]
-        changes.append(
-            [change / row.parts(work) for work, change in zip(row.passes, own, strict=True)] if row.is_divided else own
-        )
+        again = {(microbatch, chunk) for kind, microbatch, chunk in row.passes if kind is R} if R in row.kinds else ()
+        changes.append([allocated(kind, stages[chunk], (microbatch, chunk) in again) for kind, microbatch, chunk in row.passes])
     return changes

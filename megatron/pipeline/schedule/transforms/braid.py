@@ -28,9 +28,9 @@ def braid(schedule: Schedule, problem: Problem) -> Schedule:
     which raises no peak of memory, since the forward has reached it. Pairs that follow each other directly are tried first, all
     at once. Where that makes the schedule longer, each half of them is tried, and so on, until single pairs are or enough
     trials have been made; then the other pairs. At last braids near both ends of the schedule are taken apart where that helps.
-    Of schedules of one length the one whose passes end earlier is better. A schedule of slices or parts of passes stays as it is.
+    Of schedules of one length the one whose passes end earlier is better. A schedule of slices stays as it is.
     """
-    if schedule.splits > 1 or any(row.is_divided for row in schedule.rows):
+    if schedule.splits > 1:
         return schedule
     size = sum(map(len, schedule.passes))
     trials = Trials(schedule, problem, min(_TRIALS, max(32, _EFFORT // size)), braids=True)

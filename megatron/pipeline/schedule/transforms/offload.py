@@ -94,7 +94,8 @@ def host_peaks(schedule: Schedule, costs: Costs) -> list[float]:
         sizes = {work[1:3]: change for work, change in zip(passes, changes, strict=True) if work.kind is Kind.H2D}
         held = peak = 0.0
         for work in passes:
-            held -= sum(sizes[copy[1:3]] for copy in row.awaited.get(work, ()))
+            if work in row.awaited:
+                held -= sizes[row.awaited[work][1:3]]
             if work.kind is Kind.F:
                 held += sizes.get(work[1:3], 0.0)
                 peak = max(peak, held)

@@ -178,7 +178,7 @@ def _world(args: Namespace) -> Iterator[None]:
     from megatron.core import parallel_state
 
     from megatron.pipeline.schedule import families
-    from megatron.pipeline.trainer.state import initialize_model_parallel
+    from megatron.pipeline.session.groups import initialize_model_parallel
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))

@@ -17,7 +17,7 @@ from megatron.pipeline.schedule.core.passes import Pass
 from megatron.pipeline.schedule.core.timeline import Timeline
 from megatron.pipeline.schedule.lower.program import Collective, Message
 from megatron.pipeline.schedule.time.simulate import activation_profile, simulate
-from megatron.pipeline.trainer.atomic import write_text
+from megatron.pipeline.session.atomic import write_text
 from megatron.pipeline.view.chrome_trace import to_trace
 from megatron.pipeline.view.consecutive import Iteration, latest
 from megatron.pipeline.view.picture import Profile, draw
@@ -35,8 +35,8 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
     known costs, or at equal ones.
     """
     schedule, measured = report.schedule, measured_costs([report], report)
-    planned = simulate(schedule, pipeline.costs or measured)
-    at_start = planned if pipeline.costs else simulate(schedule, pipeline.planned_costs)
+    planned = simulate(schedule, pipeline.plans.costs or measured)
+    at_start = planned if pipeline.plans.costs else simulate(schedule, pipeline.plans.planned_costs)
     memory = activation_profile(schedule, planned, measured)
     waits = [
         [(f"{_verb(message, stages)} {message}", start, end) for message, start, end in one.waits]
@@ -50,7 +50,7 @@ def write_trace(directory: str, iteration: int, pipeline: Pipeline, report: Repo
         "waits": waits,
         "memory": report.memory,
         "planned": {
-            "costs": "of all iterations" if pipeline.costs else "of this iteration",
+            "costs": "of all iterations" if pipeline.plans.costs else "of this iteration",
             "bubble_rate": at_start.bubble_rate,
             "timeline": json.loads(planned.to_json()),
             "memory": memory,

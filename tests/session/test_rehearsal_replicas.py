@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from pool import Pool
+from session.test_rehearsal import FLAGS as REHEARSED
 from training.short_runs import train_for_all
-from training.test_rehearsal import FLAGS as REHEARSED
 
 from megatron.pipeline.costmodel.device import Link, named
 from megatron.pipeline.costmodel.links import Links, collective_seconds
@@ -17,7 +17,7 @@ from megatron.pipeline.flags.arguments import parse
 from megatron.pipeline.flags.validation import validate
 from megatron.pipeline.schedule.core.costs import Costs, StageCosts
 from megatron.pipeline.schedule.core.placement import linear
-from megatron.pipeline.trainer import rehearsal
+from megatron.pipeline.session import rehearsal
 
 WHOLE = pytest.mark.whole
 OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from argparse import Namespace
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from megatron.pipeline.shape.gpt import Shape, training_operations
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,14 @@ class Metrics:
 def tokens_per_second(seq_length: int, batch: int, seconds: float) -> float:
     """Throughput of an iteration of ``batch`` sequences."""
     return batch * seq_length / seconds
+
+
+def training_flops(args: Namespace, samples: int) -> float:
+    """Floating-point operations of the matrix products in training on ``samples`` samples, without recomputation.
+
+    Of causal attention the half that is not masked counts.
+    """
+    return training_operations(replace(Shape.of(args), microbatch=samples), causal=True)
 
 
 def _finite(value: float | None) -> float | None:

@@ -19,7 +19,7 @@ from megatron.pipeline.flags.validation_rehearsal import MEASURED
 from megatron.pipeline.runtime.profiling import ITERATIONS
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.timeline import Timeline
-from megatron.pipeline.trainer import memory as trainer_memory
+from megatron.pipeline.session import memory as session_memory
 from megatron.pipeline.trainer.program import prepare
 
 OFFLOAD = "gis-h --offload full --offload-min-size 1KiB --offload-cpu-bandwidth 4"
@@ -166,7 +166,7 @@ def test_ranks_that_do_not_fit_together_are_refused_before_any_starts(monkeypatc
     flags = "--config configs/tiny.yaml --mock-data --pipeline-model-parallel-size 2 --num-layers 4 --rehearse"
     for schedule in ("zb-h1", "stock"):
         prepare([*flags.split(), "--pipeline-schedule", schedule], 2)
-    monkeypatch.setattr(trainer_memory, "device_memory", lambda _: 1 << 20)
+    monkeypatch.setattr(session_memory, "device_memory", lambda _: 1 << 20)
     with pytest.raises(
         ValueError, match=r"all 2 ranks on one machine, .* GiB of this machine, which has 0\.0009766 GiB, .* less: re"
     ):

@@ -17,8 +17,8 @@ import pytest
 from pool import Pool
 from training.short_runs import metrics, ran, train
 
-from megatron.pipeline.trainer import save_lock
-from megatron.pipeline.trainer.save_lock import LOCK, CannotSave, check, release
+from megatron.pipeline.session import save_lock
+from megatron.pipeline.session.save_lock import LOCK, CannotSave, check, release
 
 
 @pytest.fixture

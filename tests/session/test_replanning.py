@@ -109,7 +109,7 @@ def test_the_swap_changes_no_number(
     assert main(f"plan {planned} --costs {cache}".split()) == 0
     passes = json.loads(capsys.readouterr().out)["passes"]
     _, _, pipeline = program.prepare(f"{MODEL} {flags} --pipeline-costs {cache}".split(), world_size=2)
-    assert [[str(work) for work in row] for row in pipeline.plan(4).schedule.passes] == passes
+    assert [[str(work) for work in row] for row in pipeline.plans.plan(4).schedule.passes] == passes
 
 
 def test_planning_that_fails_does_not_end_the_training(pool: Pool, plain: list[tuple[int, float, float]], tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_what_fuses_backwards_is_measured_too(pool: Pool, tmp_path: Path, schedu
 @pytest.mark.parametrize(("schedule", "stages"), [("zb-auto", 2), ("v-auto", 4)])
 def test_limits_in_bytes(schedule: str, stages: int) -> None:
     from megatron.pipeline.runtime.replan import _change, _plan
-    from megatron.pipeline.trainer.planning import _memory_limit
+    from megatron.pipeline.session.planning import _memory_limit
 
     flags = f"{MODEL} --mock-data --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} --global-batch-size 16"
     costs = Costs((StageCosts(1e-3, 1e-3, 1e-3, 2 * MIB, MIB),) * stages)
@@ -150,11 +150,11 @@ def test_limits_in_bytes(schedule: str, stages: int) -> None:
     _, _, pipeline = program.prepare(
         f"{flags} --pipeline-costs profile --pipeline-memory-limit {needed}.5MiB".split(), world_size=2
     )
-    before = pipeline.plan(8).schedule
+    before = pipeline.plans.plan(8).schedule
     assert max(activation_peaks(before, costs)) > (needed + 0.5) * MIB, "it is not known before that this is too much"
     limit = _memory_limit(f"{needed}.5MiB", Request(schedule, 2, 8), costs)
     assert limit == (needed + 0.5) * MIB
-    after = pipeline.plan_again(costs, limit)[8]
+    after = pipeline.plans.plan_again(costs, limit)[8]
     assert max(activation_peaks(after, costs)) <= limit
     assert f"MiB and the limit is {needed}.5 MiB; predicted span" in _change(before, after, costs, limit, Objective.SPAN)
     assert f"it needs {needed}MiB on a rank, and the limit is" in _plan(pipeline, costs, limit / 2)["error"]

@@ -18,7 +18,9 @@ from megatron.pipeline.flags.validation_vocabulary import check_vocabulary
 from megatron.pipeline.model.layout import stage_layers
 from megatron.pipeline.planning.choose import best as choose_best
 from megatron.pipeline.planning.choose import least_limit
+from megatron.pipeline.planning.document import read_costs
 from megatron.pipeline.planning.limits import peak_of_1f1b
+from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.planning.planned import Variant
 from megatron.pipeline.planning.refusals import COSTS_UNIT, HOST_MIB, MIB, Unit
 from megatron.pipeline.planning.request import Request, variants
@@ -26,16 +28,15 @@ from megatron.pipeline.runtime.offload.offloading import SMALLEST, Settings
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.runtime.replan import Steps, replan
 from megatron.pipeline.schedule import families
-from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, StageCosts, VocabularyCosts, with_equal_copies
+from megatron.pipeline.schedule.core.costs import EQUAL_PASSES, Costs, MemoryUnit, StageCosts, VocabularyCosts, with_equal_copies
 from megatron.pipeline.schedule.core.names import OFF, STOCK
 from megatron.pipeline.schedule.core.passes import Offload, Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import ChunksDoNotFit, HostLimitTooLow, LimitTooLow, Objective
-from megatron.pipeline.schedule.core.reading import content_of
 from megatron.pipeline.schedule.families import AUTO
 from megatron.pipeline.schedule.lower.posting import Posting
-from megatron.pipeline.trainer.atomic import write_text
-from megatron.pipeline.trainer.memory import beside, equal_stages
+from megatron.pipeline.session.atomic import write_text
+from megatron.pipeline.session.memory import beside, equal_stages
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def plan_pipeline(args: Namespace, measure: bool | None = None, evaluates: bool 
     try:
         pipeline = _plan(args, costs, measure)
         for microbatches in microbatch_counts(args):
-            pipeline.check(microbatches, evaluates)
+            pipeline.plans.check(microbatches, evaluates)
         return pipeline
     except HostLimitTooLow as error:
         raise ValueError(
@@ -104,10 +105,11 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
     measure = measure or profiles or args.rehearse
     turns = args.rehearse, args.rehearse_park
     pipeline = Pipeline(request, Posting(args.pipeline_p2p), measure, settings, args.pipeline_max_ctas, *turns)
-    pipeline.notes += notes
+    plans = pipeline.plans
+    plans.notes += notes
     placement, ranks = pipeline.placement, request.ranks
-    if pipeline.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
-        args.vocab_parallel = str(pipeline.vocabulary)
+    if plans.vocabulary is not request.vocabulary:  # the file spreads the vocabulary itself
+        args.vocab_parallel = str(plans.vocabulary)
         check_vocabulary(args)
     if placement.chunks > 1 and ranks == 1:
         raise ValueError(
@@ -116,10 +118,10 @@ def _plan(args: Namespace, costs: Costs | None, measure: bool | None) -> Pipelin
         )
     if costs is not None and len(costs.stages) != placement.depth:
         given = f"--pipeline-costs {args.pipeline_costs} has the costs of {len(costs.stages)} stages"
-        pipeline.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
-    _check_spread(args, pipeline)
-    _check_offload(args, pipeline)
-    _check_overlap(args, pipeline)
+        plans.notes.append(f" {given}: for the {placement.depth} of this schedule they are cut evenly, or joined")
+    _check_spread(args, plans)
+    _check_offload(args, plans)
+    _check_overlap(args, plans)
     return pipeline
 
 
@@ -188,15 +190,15 @@ def _of_any_family(args: Namespace, costs: Costs | None) -> Request:
     return replace(request, schedule=AUTO, chunks=None, costs=costs_of, memory_limit=limit, beside=in_unit)
 
 
-def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
+def _check_spread(args: Namespace, plans: PlanCache) -> None:
     """Refuse schedules and costs that do not go with the vocabulary where it is."""
-    spread = pipeline.vocabulary
-    if spread and pipeline.splits > 1:
+    spread = plans.vocabulary
+    if spread and plans.splits > 1:
         raise ValueError(
-            f"--vocab-parallel {spread} needs the losses of whole sequences, and --pipeline-schedule {pipeline.name} cuts them "
-            f"into {pipeline.splits} slices: take another schedule, or leave --vocab-parallel out"
+            f"--vocab-parallel {spread} needs the losses of whole sequences, and --pipeline-schedule {plans.name} cuts them "
+            f"into {plans.splits} slices: take another schedule, or leave --vocab-parallel out"
         )
-    if pipeline.costs is None or (pipeline.costs.vocabulary != VocabularyCosts()) == bool(spread):
+    if plans.costs is None or (plans.costs.vocabulary != VocabularyCosts()) == bool(spread):
         return
     problem = "costs of a spread vocabulary, whose stages are without it, and --vocab-parallel is off"
     if spread:
@@ -206,16 +208,16 @@ def _check_spread(args: Namespace, pipeline: Pipeline) -> None:
     )
 
 
-def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
+def _check_offload(args: Namespace, plans: PlanCache) -> None:
     """Refuse schedules that cannot be offloaded, and costs without those of copies."""
-    if not pipeline.offloads:
+    if not plans.offloads:
         return
-    if pipeline.splits > 1:
+    if plans.splits > 1:
         raise ValueError(
-            f"--offload {args.offload} moves whole microbatches, and --pipeline-schedule {pipeline.name} cuts them into "
-            f"{pipeline.splits} slices, which share their memory: take another schedule, or leave --offload out"
+            f"--offload {args.offload} moves whole microbatches, and --pipeline-schedule {plans.name} cuts them into "
+            f"{plans.splits} slices, which share their memory: take another schedule, or leave --offload out"
         )
-    if pipeline.costs and not (pipeline.costs.copies.to_host and pipeline.costs.copies.to_device):
+    if plans.costs and not (plans.costs.copies.to_host and plans.costs.copies.to_device):
         raise ValueError(
             f"--pipeline-costs {args.pipeline_costs} does not say what copies to host memory take, which --offload has to know: "
             "measure it under these flags with --offload-profile, or add it, such as "
@@ -223,15 +225,15 @@ def _check_offload(args: Namespace, pipeline: Pipeline) -> None:
         )
 
 
-def _check_overlap(args: Namespace, pipeline: Pipeline) -> None:
+def _check_overlap(args: Namespace, plans: PlanCache) -> None:
     """Refuse schedules whose passes megatron-core's layer plans do not have."""
-    if not args.overlap_moe_expert_parallel_comm or pipeline.is_stock:
+    if not args.overlap_moe_expert_parallel_comm or plans.is_stock:
         return
-    kinds = {"slices": pipeline.splits > 1, "passes of the vocabulary": pipeline.vocabulary, "copies": pipeline.offloads}
+    kinds = {"slices": plans.splits > 1, "passes of the vocabulary": plans.vocabulary, "copies": plans.offloads}
     if found := next((kind for kind, has in kinds.items() if has), None):
         raise ValueError(
             f"--overlap-moe-expert-parallel-comm runs whole microbatches through whole layers, and --pipeline-schedule "
-            f"{pipeline.name} has {found}: take another schedule, or leave that flag out"
+            f"{plans.name} has {found}: take another schedule, or leave that flag out"
         )
 
 
@@ -326,11 +328,9 @@ def _holding_less(args: Namespace, costs: Costs | None) -> list[str]:
 
 def _read_costs(path: str) -> Costs:
     try:
-        return Costs.from_json(content_of(path))
-    except OSError as error:
-        raise ValueError(f"--pipeline-costs {path}: {error.strerror}") from None
+        return read_costs(path)
     except ValueError as error:
-        raise ValueError(f"--pipeline-costs {path}: {error}") from None
+        raise ValueError(f"--pipeline-costs {error}") from None
 
 
 def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> float | None:
@@ -340,6 +340,11 @@ def _memory_limit(text: str | None, request: Request, costs: Costs | None) -> fl
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([A-Za-z]*)", text)
     if match is None or (match[2] and match[2] not in MEMORY_UNITS):
         raise ValueError(f"--pipeline-memory-limit {text}: expected a share of 1F1B's peak such as 0.5, or bytes such as 12GiB")
+    if match[2] and costs and costs.unit is not MemoryUnit.BYTES:
+        raise ValueError(
+            f"--pipeline-memory-limit {text} is in bytes, and --pipeline-costs counts memory in microbatches: give a share of "
+            '1F1B\'s peak such as 0.5, or a file of which "unit" is "bytes"'
+        )
     if match[2]:
         return None if costs is None else float(match[1]) * MEMORY_UNITS[match[2]]
     return float(match[1]) * _peak_of_1f1b(replace(request, costs=costs))

@@ -9,10 +9,10 @@ import torch
 from megatron.pipeline.record.report import PendingReport, Report
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.problem import Objective
-from megatron.pipeline.trainer.metrics import Measured
-from megatron.pipeline.trainer.planning import replanning
-from megatron.pipeline.trainer.rehearsal import rehearsing
-from megatron.pipeline.trainer.trace import write_trace
+from megatron.pipeline.session.metrics import Measured
+from megatron.pipeline.session.planning import replanning
+from megatron.pipeline.session.rehearsal import rehearsing
+from megatron.pipeline.session.trace import write_trace
 
 
 class Reports:
@@ -41,7 +41,7 @@ class Reports:
         self._report = report = pending.wait() if pending and needed else None
         if report is None or not wanted:
             return None
-        interlock = self._pipeline.objective is Objective.SPAN
+        interlock = self._pipeline.plans.objective is Objective.SPAN
         span_bubble_rate = report.span_bubble_rate if interlock else None
         return Measured(report.bubble_rate, span_bubble_rate, self._pipeline.slowdown(report), report.peak_activation_bytes)
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-from megatron.pipeline.trainer.atomic import UNFINISHED, sync
-from megatron.pipeline.trainer.tokenizer import build_tokenizer
+from megatron.pipeline.session.atomic import UNFINISHED, sync
+from megatron.pipeline.session.tokenizer import build_tokenizer
 
 _PIECE = 16_384
 _LEAST_PIECES = 50  # of all files together: enough for a tenth of them to be some

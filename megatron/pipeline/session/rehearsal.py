@@ -25,9 +25,9 @@ from megatron.pipeline.schedule.core.names import OFF
 from megatron.pipeline.schedule.core.passes import Vocabulary
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.time.simulate import activation_profile
+from megatron.pipeline.session.atomic import write_text
+from megatron.pipeline.session.trace import in_mib
 from megatron.pipeline.shape.gpt import Shape
-from megatron.pipeline.trainer.atomic import write_text
-from megatron.pipeline.trainer.trace import in_mib
 from megatron.pipeline.view.picture import draw
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ def largest_iteration(args: Namespace, pipeline: Pipeline) -> Schedule:
     if pipeline.is_stock:
         name, group = ("interleaved", args.microbatch_group_size_per_vp_stage) if placement.chunks > 1 else ("1f1b", None)
         return planning.plan(name, placement.ranks, microbatches, chunks=placement.chunks, group=group)
-    return pipeline.plan(microbatches).schedule
+    return pipeline.plans.plan(microbatches).schedule
 
 
 def predicted_memory(args: Namespace, pipeline: Pipeline) -> list[RankMemory]:

@@ -51,14 +51,12 @@ def build_tokenizer(args: Namespace) -> Any:
     """The tokenizer of ``--tokenizer-type``, with ``tokenize``, ``detokenize``, ``eod`` and ``vocab_size``.
 
     Raises:
-        ValueError: its model file, its vocabulary size or its Python package is missing, or megatron-core has none.
+        ValueError: its model file, its vocabulary size or its Python package is missing.
     """
     if args.tokenizer_type == "ByteLevelTokenizer":
         return ByteLevelTokenizer()
     if args.tokenizer_type not in _LIBRARIES:
         raise ValueError(f"unknown --tokenizer-type {args.tokenizer_type}: choose from {', '.join(TOKENIZERS)}")
-    if missing := compat.missing_module("megatron.core.tokenizers"):
-        raise ValueError(f"--tokenizer-type {args.tokenizer_type} {missing}, or take ByteLevelTokenizer")
     MegatronTokenizer = compat.get("megatron.core.tokenizers", "MegatronTokenizer")
 
     library = _LIBRARIES[args.tokenizer_type]

@@ -31,8 +31,8 @@ Limits: TypeAlias = float | Sequence[float] | None  # on what every rank may hol
 FILE = "file:"  # before the path of a schedule, in place of a family's name
 
 
-class Plans:
-    """The plans of a training.
+class PlanCache:
+    """The plans of a training, by the number of microbatches and whether they are forwards alone.
 
     Args:
         request: ``schedule`` is a family's name, ``file:PATH`` (what ``mpipe plan --json`` writes) or ``stock``. ``costs`` are in
@@ -41,6 +41,9 @@ class Plans:
             microbatches does not matter.
         posting: how sends and receives are started.
         host_bytes: the most host memory that a rank may take. It counts as soon as costs are in bytes.
+
+    Attributes:
+        made: those that exist by now.
 
     Raises:
         ValueError: the name is unknown, the file cannot be read or is no valid schedule, or it is for other sizes.
@@ -54,7 +57,7 @@ class Plans:
         self._request = request
         self._posting = posting
         self._host_bytes = host_bytes
-        self._plans: dict[tuple[int, bool], Planned] = {}
+        self.made: dict[tuple[int, bool], Planned] = {}
         self._file = _read(self.name.removeprefix(FILE), request.ranks) if self.name.startswith(FILE) else None
         if self._file:
             self._check_file(self._file)
@@ -94,7 +97,7 @@ class Plans:
 
     @property
     def planned(self) -> dict[int, Schedule]:
-        plans = list(self._plans.items())  # a copy, since another thread may be asking
+        plans = list(self.made.items())  # a copy, since another thread may be asking
         return {microbatches: plan.schedule for (microbatches, forward_only), plan in plans if not forward_only}
 
     def plan(self, microbatches: int, forward_only: bool = False) -> Planned:
@@ -104,9 +107,9 @@ class Plans:
             ValueError: the schedule does not exist for that number, breaks a rule, or exceeds the memory limit.
         """
         key = microbatches, forward_only
-        if key not in self._plans:
-            self._plans[key] = self._make(microbatches, forward_only)
-        return self._plans[key]
+        if key not in self.made:
+            self.made[key] = self._make(microbatches, forward_only)
+        return self.made[key]
 
     def check(self, microbatches: int, evaluates: bool = True) -> None:
         """Plan ahead, so that a schedule that does not exist is refused before any process group or memory is taken."""
@@ -154,7 +157,7 @@ class Plans:
             problem = self._problem(microbatches, costs, memory_limit)
             verify(schedule, costs, problem.limits)
             plans[microbatches, False] = self._proved(Planned(schedule, problem, Variant(self.name)))
-        self._plans |= plans
+        self.made |= plans
         self.costs, self._request = costs, replace(self._request, memory_limit=memory_limit)
 
     def _placement(self) -> Placement:
@@ -180,7 +183,7 @@ class Plans:
         if self._file:
             planned = self._of_file(self._file, microbatches, forward_only)
         else:
-            made = self._plans.get((microbatches, False))
+            made = self.made.get((microbatches, False))
             planned = made or self._at(microbatches, self.costs, self._request.memory_limit).plan()
         if forward_only:  # it keeps nothing for a backward: the limit is for iterations that train
             planned = replace(planned, schedule=planned.schedule.forward_only())

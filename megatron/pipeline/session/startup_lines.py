@@ -16,6 +16,7 @@ from megatron.pipeline.flags.config import microbatch_counts
 from megatron.pipeline.flags.flags import PROFILE
 from megatron.pipeline.flags.validation import has_transformer_engine
 from megatron.pipeline.model.layout import decoder_layers, last_stage_in_layers
+from megatron.pipeline.planning.plan_cache import PlanCache
 from megatron.pipeline.runtime.offload.describe import in_words
 from megatron.pipeline.runtime.pipeline import Pipeline
 from megatron.pipeline.schedule.core.costs import uniform
@@ -24,10 +25,10 @@ from megatron.pipeline.schedule.core.names import OFF, counted
 from megatron.pipeline.schedule.core.placement import Placement
 from megatron.pipeline.schedule.core.problem import Objective
 from megatron.pipeline.schedule.time.simulate import activation_peaks
+from megatron.pipeline.session.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 from megatron.pipeline.shape.balance import heaviest
 from megatron.pipeline.shape.gpt import Shape
 from megatron.pipeline.shape.shards import Shards
-from megatron.pipeline.trainer.memory import knows_sizes, more_than_stock, predicted_memory, stock_memory
 
 _ONE_QUEUE = (
     " WARNING: CUDA_DEVICE_MAX_CONNECTIONS is 1: passes may wait behind copies to and from host memory; "
@@ -65,7 +66,7 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
         knows_memory: whether the formulas of memory are for a model like this.
     """
     knows_memory = knows_memory and knows_sizes(args)
-    lines = [*pipeline.notes, _plan(args, pipeline, knows_memory)]
+    lines = [*pipeline.plans.notes, _plan(args, pipeline, knows_memory)]
     if knows_memory and not pipeline.is_stock:
         lines += _memory(args, pipeline)
     if torch.cuda.is_available() and not pipeline.is_stock and pipeline.placement.ranks > 1:
@@ -74,9 +75,9 @@ def plan_in_words(args: Namespace, pipeline: Pipeline, knows_memory: bool = True
         lines.append(_NO_ENGINE)
     if args.post_validation:
         lines.append(f" post-validation: {_WHEN[args.post_validation_when]}")
-    if pipeline.offloads:
-        lines.append(offload_in_words(args, pipeline))
-    if pipeline.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
+    if pipeline.plans.offloads:
+        lines.append(offload_in_words(args, pipeline.plans))
+    if pipeline.plans.offloads and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and torch.cuda.is_available():
         lines.append(_ONE_QUEUE)
     lines += [f" WARNING: --post-validation: {obstacle}" for obstacle in obstacles(args, pipeline.placement)]
     return lines + [f" WARNING: {caution}" for caution in cautions(args)]
@@ -94,12 +95,13 @@ def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
         words += f" ({_redistribution(args, pipeline.placement, layers)})"
     if pipeline.is_stock:
         return words
-    planned = pipeline.plan(max(microbatch_counts(args)))
-    objective = pipeline.objective
-    length = f"{objective} {1e3 * objective.length(planned.timeline):.4g} ms, " if pipeline.costs else ""
+    plans = pipeline.plans
+    planned = plans.plan(max(microbatch_counts(args)))
+    objective = plans.objective
+    length = f"{objective} {1e3 * objective.length(planned.timeline):.4g} ms, " if plans.costs else ""
     count = max(activation_peaks(planned.schedule, uniform(pipeline.placement)))
-    held = f"{planned.peak / 2**20:.4g} MiB" if pipeline.costs else counted(count, "microbatch")
-    at = "these costs" if pipeline.costs else "equal costs" if knows_memory else "equal costs, as if stages were equal,"
+    held = f"{planned.peak / 2**20:.4g} MiB" if plans.costs else counted(count, "microbatch")
+    at = "these costs" if plans.costs else "equal costs" if knows_memory else "equal costs, as if stages were equal,"
     of_span = f" ({planned.timeline.span_bubble_rate:.1%} of the span)" if objective is Objective.SPAN else ""
     words += (
         f"; planned at {at} for {counted(planned.schedule.microbatches, 'microbatch')}: {length}bubble "
@@ -114,7 +116,7 @@ def _plan(args: Namespace, pipeline: Pipeline, knows_memory: bool) -> str:
             f"; {planned.braids} of {forwards} forwards run together with a backward, which leaves {exposed / whole:.0%} of the "
             "all-to-alls exposed"
         )
-        if not any(stage.has_parts for stage in (pipeline.costs.stages if pipeline.costs else ())):
+        if not any(stage.has_parts for stage in (plans.costs.stages if plans.costs else ())):
             words += " if they are a fifth of F and of B"
     return words
 
@@ -143,8 +145,8 @@ def _memory(args: Namespace, pipeline: Pipeline) -> list[str]:
 
 
 def _messages(args: Namespace, pipeline: Pipeline) -> str:
-    size = hidden_bytes(Shape.of(args)) / pipeline.splits / 2**20
-    count = pipeline.plan(max(microbatch_counts(args))).message_buffers
+    size = hidden_bytes(Shape.of(args)) / pipeline.plans.splits / 2**20
+    count = pipeline.plans.plan(max(microbatch_counts(args))).message_buffers
     return f" messages take at most {count} x {size:.4g} MiB on a rank in addition"
 
 
@@ -169,16 +171,16 @@ def _shards(args: Namespace) -> str:
     )
 
 
-def offload_in_words(args: Namespace, pipeline: Pipeline) -> str:
-    schedule, costs = pipeline.plan(max(microbatch_counts(args))).schedule, pipeline.planned_costs
+def offload_in_words(args: Namespace, plans: PlanCache) -> str:
+    schedule, costs = plans.plan(max(microbatch_counts(args))).schedule, plans.planned_costs
     words = f" offload {'as the file says' if args.offload == OFF else args.offload}:"
-    if pipeline.costs is None:
+    if plans.costs is None:
         later = ", until they have been measured" if args.pipeline_costs == PROFILE else ": --offload-profile measures them"
         if not schedule.has_copies and args.offload_host_memory is not None:
             return f"{words} nothing until bytes have been measured, to know what fits into host memory"
         words += f" copies are taken to last as long as passes (k = 1){later};"
     limited = args.offload_host_memory is not None
-    return f"{words} {in_words(schedule, costs, pipeline.costs is not None, limited)}"
+    return f"{words} {in_words(schedule, costs, plans.costs is not None, limited)}"
 
 
 def obstacles(args: Namespace, placement: Placement) -> list[str]:

@@ -16,9 +16,10 @@ from megatron.pipeline.model.layout import decoder_layers, stage_layers
 from megatron.pipeline.planning.request import Request
 from megatron.pipeline.schedule import families
 from megatron.pipeline.schedule.core.passes import Kind, Vocabulary
-from megatron.pipeline.trainer import program, startup_lines
-from megatron.pipeline.trainer.memory import more_than_stock, predicted_memory, stock_memory
-from megatron.pipeline.trainer.startup_lines import plan_in_words
+from megatron.pipeline.session import startup_lines
+from megatron.pipeline.session.memory import more_than_stock, predicted_memory, stock_memory
+from megatron.pipeline.session.startup_lines import plan_in_words
+from megatron.pipeline.trainer import program
 
 MODEL = (
     "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --lr 1e-2 "
@@ -40,7 +41,7 @@ def refusal(flags: str) -> str:
 @pytest.mark.parametrize("name", [*ONE_CHUNK, *SEVERAL_CHUNKS])
 def test_what_runs_is_planned_for_its_own_placement(name: str) -> None:
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule {name}".split(), world_size=2)
-    schedule = pipeline.plan(4).schedule
+    schedule = pipeline.plans.plan(4).schedule
     assert (schedule.name, schedule.placement) == (name, families.placement(name, 2))
     assert schedule.placement.chunks == (1 if name in ONE_CHUNK else 2)
 
@@ -49,7 +50,7 @@ def test_what_runs_is_planned_for_its_own_placement(name: str) -> None:
 def test_before_costs_are_measured_a_recomputing_backward_takes_a_forward_more(flags: str, backward: int, weight: int) -> None:
     again = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-auto {again} {flags}".split(), world_size=2)
-    stage = pipeline.plan(4).problem.costs.stages[0]
+    stage = pipeline.plans.plan(4).problem.costs.stages[0]
     assert (stage.forward, stage.backward, stage.weight, stage.activation) == (1, backward, weight, 1)
 
 
@@ -257,9 +258,9 @@ def test_costs_of_other_stages_are_cut_again(tmp_path: Path, count: int) -> None
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"stages": [{name: value / count for name, value in STAGE.items()}] * count}))
     _, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v --pipeline-costs {path}".split(), world_size=2)
-    assert pipeline.costs is not None
-    assert [stage.forward for stage in pipeline.costs.stages] == pytest.approx([STAGE["forward"] / 4] * 4)
-    (note,) = pipeline.notes
+    assert pipeline.plans.costs is not None
+    assert [stage.forward for stage in pipeline.plans.costs.stages] == pytest.approx([STAGE["forward"] / 4] * 4)
+    (note,) = pipeline.plans.notes
     assert f"costs.json has the costs of {count} stages: for the 4 of this schedule they are cut evenly, or joined" in note
 
 
@@ -276,7 +277,7 @@ def test_the_log_says_what_messages_take_on_a_gpu(monkeypatch: pytest.MonkeyPatc
     on_a_gpu(monkeypatch)
     (line,) = (line for line in plan_in_words(args, pipeline) if "messages take" in line)
     size = args.seq_length * args.micro_batch_size * args.hidden_size * 2 / 2**20
-    assert line == f" messages take at most {pipeline.plan(4).message_buffers} x {size:.4g} MiB on a rank in addition"
+    assert line == f" messages take at most {pipeline.plans.plan(4).message_buffers} x {size:.4g} MiB on a rank in addition"
 
 
 def test_stock_takes_chunks() -> None:
@@ -289,7 +290,7 @@ def test_auto_is_what_mpipe_would_choose(capsys: pytest.CaptureFixture[str], fla
     """Where no iteration begins before the one before has ended on all ranks, the makespan is what to choose by."""
     flags = f"{MODEL} --pipeline-schedule auto --pipeline-memory-limit 1 {TWO_CHUNKS} {flags}"
     _, _, pipeline = program.prepare(flags.split(), world_size=2)
-    first, last = pipeline.planned_costs.stages[0], pipeline.planned_costs.stages[-1]
+    first, last = pipeline.plans.planned_costs.stages[0], pipeline.plans.planned_costs.stages[-1]
     logits = f"--last-stage activation={last.activation - first.activation}"
     request = f"plan --schedule auto --pp 2 --microbatches 4 --chunks 2 --memory-limit 2 {logits} --objective {objective}"
     assert main([*request.split(), "--json"]) == 0
@@ -315,7 +316,7 @@ def test_the_vocabulary_is_spread_in_any_schedule(variant: Vocabulary) -> None:
     flags = f"{MODEL} --vocab-parallel {variant} --pipeline-schedule"
     for name in ("1f1b", "interleaved", "zb-auto", "zb-v"):
         _, _, pipeline = program.prepare([*flags.split(), name], world_size=2)
-        schedule = pipeline.plan(4).schedule
+        schedule = pipeline.plans.plan(4).schedule
         assert (schedule.name, schedule.vocabulary) == (name, variant)
         assert sum(work.kind is Kind.S for row in schedule.passes for work in row) == 8
 
@@ -325,7 +326,7 @@ def test_auto_with_a_spread_vocabulary(capsys: pytest.CaptureFixture[str]) -> No
     request = "plan --schedule auto --pp 2 --microbatches 4 --objective makespan --vocab-parallel 2 --vocab-cost S=0,T=0 --json"
     assert main(request.split()) == 0
     chosen = json.loads(capsys.readouterr().out)
-    assert pipeline.name == chosen["schedule"].split()[0] and pipeline.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
+    assert pipeline.name == chosen["schedule"].split()[0] and pipeline.plans.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
 
 
 def test_a_file_says_itself_how_the_vocabulary_is_spread(tmp_path: Path) -> None:
@@ -335,7 +336,7 @@ def test_a_file_says_itself_how_the_vocabulary_is_spread(tmp_path: Path) -> None
     for flags in (f"file:{spread}", f"file:{spread} --vocab-parallel 2 --z-loss 1e-4", f"file:{plain} --vocab-parallel 2"):
         args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule {flags}".split(), world_size=2)
         assert args.vocab_parallel == "2"
-        assert pipeline.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
+        assert pipeline.plans.plan(4).schedule.vocabulary is Vocabulary.ONE_BARRIER
     for flags, message in (
         ("--vocab-parallel 1", "spreads the vocabulary as 2, not as 1"),
         ("--layer-redistribution", "--vocab-parallel 2 leaves none there"),
@@ -360,7 +361,7 @@ def test_costs_are_of_stages_with_or_without_the_vocabulary(
     given = f"{MODEL} --pipeline-costs {path} {flags}".split()
     if message is None:
         _, _, pipeline = program.prepare(given, world_size=2)
-        assert pipeline.costs is not None and pipeline.costs.vocabulary.S == 1e-3
+        assert pipeline.plans.costs is not None and pipeline.plans.costs.vocabulary.S == 1e-3
     else:
         with pytest.raises(ValueError, match=re.escape(message)):
             program.prepare(given, world_size=2)
@@ -369,17 +370,18 @@ def test_costs_are_of_stages_with_or_without_the_vocabulary(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"{", "invalid JSON"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b"\xff", "can't decode"),
-        (b'{"stages": [{"forward": 1}]}', "stage 0: missing backward, weight"),
-        (b'{"stages": [{"forward": 1, "backward": 1, "weight": -1}]}', "stage 0: weight must be a number"),
+        (b"{", ": .*invalid JSON"),
+        (b"[" * 100_000, ": .*nested too deeply"),
+        (b"\xff", " is not a text file"),
+        (b'{"stages": [{"forward": 1}]}', ": stage 0: missing backward, weight"),
+        (b'{"stages": [{"forward": 1, "backward": 1, "weight": -1}]}', ": stage 0: weight must be a number"),
+        (b'{"unit": "MiB", "stages": [{"forward": 1, "backward": 1, "weight": 1}]}', ": unit: expected bytes or microbatches"),
     ],
 )
 def test_bad_costs_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "costs.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"--pipeline-costs {path}: .*{message}"):
+    with pytest.raises(ValueError, match=f"--pipeline-costs {path}{message}"):
         program.prepare(f"{MODEL} --pipeline-costs {path}".split(), world_size=2)
 
 
@@ -444,5 +446,5 @@ def test_the_log_warns_of_a_rank_that_needs_more_than_under_stock() -> None:
 )
 def test_the_bubble_of_the_plan_is_that_of_the_makespan(flags: str, words: str) -> None:
     args, _, pipeline = program.prepare(f"{MODEL} --pipeline-schedule zb-v {flags}".split(), world_size=2)
-    rate = pipeline.plan(4).timeline.bubble_rate
+    rate = pipeline.plans.plan(4).timeline.bubble_rate
     assert re.search(rf"microbatches: bubble {100 * rate:.1f}{words}", plan_in_words(args, pipeline)[0])
