@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.utils import unwrap_model
 from megatron.pipeline.patches import compat
 
 _PATH = "megatron.core.distributed.distributed_data_parallel"
@@ -22,7 +23,7 @@ _LAYOUTS = (
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
     ("megatron.core.optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
 )
-_MARK = "in_buckets_on_every_rank"  # of a parameter: wrappers for precision keep it
+_MARK = "in_buckets_on_every_rank"  # of a chunk, which may have no parameters, and of each of its parameters
 _FIRST = SimpleNamespace(rank=lambda: 0)
 
 
@@ -36,8 +37,8 @@ def install() -> None:
 
 def mark(chunk: torch.nn.Module) -> None:
     """Have DDP, which is yet to wrap a chunk, cut it into buckets wherever it is."""
-    for parameter in chunk.parameters():
-        setattr(parameter, _MARK, True)
+    for one in (chunk, *chunk.parameters()):
+        setattr(one, _MARK, True)
 
 
 def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
@@ -57,14 +58,10 @@ def gather(chunk: torch.nn.Module, order: Iterable[torch.nn.Parameter]) -> None:
             group.start_param_sync()
 
 
-def _is_marked(parameters: Iterable[torch.nn.Parameter]) -> bool:
-    return any(hasattr(parameter, _MARK) for parameter in parameters)
-
-
 def _cut(
     build: Any, ddp: Any, config: Any, ddp_config: Any, module: Any, disable_bucketing: bool = False, *rest: Any, **options: Any
 ) -> None:
-    if not _is_marked(module.parameters()):
+    if not hasattr(unwrap_model(module), _MARK):
         build(ddp, config, ddp_config, module, disable_bucketing, *rest, **options)
         return
     groups, found = compat.module(_PATH).ProcessGroupCollection, []
@@ -89,5 +86,5 @@ def _cut(
 
 
 def _laid_out(compute: Any, parameters: Any, bucket_size: Any, replicas: int, ddp_config: Any, *rest: Any, **options: Any) -> Any:
-    size = ddp_config.bucket_size if _is_marked(parameters) else bucket_size
+    size = ddp_config.bucket_size if any(hasattr(one, _MARK) for one in parameters) else bucket_size
     return compute(parameters, size, replicas, ddp_config, *rest, **options)
